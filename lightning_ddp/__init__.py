@@ -1,0 +1,26 @@
+"""A PyTorch Lightning strategy with its own bucketed DistributedDataParallel.
+
+Importing the package registers its named variants with Lightning, so that `Trainer(strategy="custom_ddp")`
+works, and in a child of its launcher ties the process's life to the launcher's.
+"""
+
+from lightning_ddp.errors import PeerFailure
+from lightning_ddp.launch.orphans import adopt_from_environment
+from lightning_ddp.parallel.module import BucketedDDP
+from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
+from lightning_ddp.trainer import Trainer
+from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
+
+__version__ = "0.1.0"
+__all__ = [
+    "BucketedDDP",
+    "CustomDDPPlugin",
+    "CustomDDPStrategy",
+    "PeerFailure",
+    "Trainer",
+    "available_variants",
+    "register_variant",
+]
+
+adopt_from_environment()
+register_builtin_variants()

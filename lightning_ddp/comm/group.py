@@ -1,0 +1,194 @@
+"""A process group with waits that can be interrupted.
+
+Blocking in C++ until a peer answers hides signals and the failure of other ranks. Everything in this
+package therefore waits in slices: between two slices Python runs signal handlers, and the group's
+`Interrupt` is looked at.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["SLICE_S", "Group", "Interrupt"]
+
+SLICE_S = 0.05
+"""Longest time in seconds between two looks at signals and at the interrupt."""
+
+_SLICE = timedelta(seconds=SLICE_S)
+_POLL_S = 0.0005
+
+
+class Interrupt:
+    """A failure that some other thread has learned of, for the thread that waits.
+
+    `set` may be called from any thread; the first call wins. `check` raises in the thread that calls it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException) -> bool:
+        """Keeps `error` for the waiting threads. Returns whether it was the first."""
+        with self._lock:
+            if self._error is not None:
+                return False
+            self._error = error
+            return True
+
+    @property
+    def error(self) -> BaseException | None:
+        """The failure, if there is one."""
+        return self._error
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+
+class Group:
+    """What the engine needs of a process group: rank, size, store, collectives that return works, waits.
+
+    Never uses the default group by itself, so ranks may be threads of one process. Methods that start a
+    collective must be called by all ranks of the group in one order.
+
+    Args:
+        process_group: a `torch.distributed.ProcessGroup`, or a single backend such as `ProcessGroupGloo`.
+        interrupt: looked at in every slice of a wait; None for none.
+    """
+
+    def __init__(self, process_group: Any, interrupt: Interrupt | None = None) -> None:
+        self.process_group = process_group
+        self.interrupt = interrupt
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self._sum = dist.AllreduceOptions()
+        self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        self._broadcasts: dict[int, Any] = {}
+        self._names: dict[str, str] = {}
+
+    @property
+    def store(self) -> Any | None:
+        """The key-value store that the group was made with, or None where torch does not tell."""
+        get = getattr(self.process_group, "get_group_store", None)
+        if get is not None:
+            return get()
+        known = dist.distributed_c10d._world.pg_map.get(self.process_group)
+        return known[1] if known else None
+
+    def backend(self, device: torch.device) -> str:
+        """Name of the backend that serves `device`: 'gloo', 'nccl' ..."""
+        name = self._names.get(device.type)
+        if name is None:
+            pg = self.process_group
+            backend = pg._get_backend(device) if isinstance(pg, dist.ProcessGroup) else pg
+            name = self._names[device.type] = str(backend.name()).lower()
+        return name
+
+    # ------------------------------------------------------------------ collectives, not waited for
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Any:
+        """Starts an in-place all-reduce of a dense contiguous tensor; `op` defaults to the sum."""
+        if op is None:
+            return self.process_group.allreduce([tensor], self._sum)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return self.process_group.allreduce([tensor], options)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Any:
+        """Starts an in-place broadcast from group rank `src`."""
+        options = self._broadcasts.get(src)
+        if options is None:
+            options = self._broadcasts[src] = dist.BroadcastOptions()
+            options.rootRank = src
+        return self.process_group.broadcast([tensor], options)
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Any:
+        """Starts an all-gather into `outputs`, one tensor of the input's shape a rank."""
+        return self.process_group.allgather([outputs], [tensor])
+
+    # ------------------------------------------------------------------ waits
+
+    def wait(self, work: Any, device: torch.device, on_slice: Callable[[float], None] | None = None) -> None:
+        """Waits for a work: on the CPU until done, with NCCL until it is queued on the current stream.
+
+        Args:
+            work: what a collective of this group returned.
+            device: device of its tensors.
+            on_slice: called after each expired slice with the seconds waited so far; may raise.
+
+        Raises:
+            RuntimeError: the collective failed, for example as a peer closed its connection.
+            BaseException: what the interrupt holds, or what a signal handler raised.
+        """
+        backend = self.backend(device)
+        if backend == "gloo":
+            self._wait_in_slices(work, on_slice)
+        elif device.type == "cpu":
+            self._poll(work.is_completed, on_slice)
+            work.wait()
+        else:
+            self.check()
+            work.wait()  # queues a stream wait; passing NCCL a time limit would block and then abort it
+
+    def _wait_in_slices(self, work: Any, on_slice: Callable[[float], None] | None) -> None:
+        start: float | None = None
+        while True:
+            self.check()
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                # gloo raises both for the end of the slice and for a failure; only a failure completes it
+                if work.is_completed():
+                    work.wait()
+                    return
+            if on_slice is not None:
+                start = start or time.monotonic() - SLICE_S
+                on_slice(time.monotonic() - start)
+
+    def wait_future(self, future: Any, on_slice: Callable[[float], None] | None = None) -> Any:
+        """Waits for a `torch.futures.Future` and returns its value. Raises as `wait` does."""
+        if not future.done():
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+            self._wait_event(done, on_slice)
+        return future.wait()
+
+    def _wait_event(self, done: threading.Event, on_slice: Callable[[float], None] | None) -> None:
+        start = time.monotonic()
+        while not done.wait(SLICE_S):
+            self.check()
+            if on_slice is not None:
+                on_slice(time.monotonic() - start)
+
+    def wait_device(self, device: torch.device) -> None:
+        """Waits until what is queued on the current stream has run; at once on the CPU."""
+        if device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._poll(event.query, None)
+
+    def _poll(self, done: Callable[[], bool], on_slice: Callable[[float], None] | None) -> None:
+        start = last = time.monotonic()
+        while not done():
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+            if now - last >= SLICE_S:
+                last = now
+                self.check()
+                if on_slice is not None:
+                    on_slice(now - start)
+
+    def check(self) -> None:
+        """Raises the failure that the interrupt holds, if any."""
+        if self.interrupt is not None:
+            self.interrupt.check()

@@ -1,0 +1,134 @@
+"""Every error that the package raises, on one page.
+
+A message says which rank and step, what was found and what was expected, the likely cause and one thing
+to try. All of them derive from `LightningDDPError` and from the built-in that torch or Python would raise
+in the same place, so that existing `except` clauses keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "BackwardOrderError",
+    "CommHookError",
+    "ConfigurationError",
+    "LightningDDPError",
+    "MissingGradientError",
+    "PeerFailure",
+    "RankMismatchError",
+    "RendezvousError",
+]
+
+
+class LightningDDPError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigurationError(LightningDDPError, ValueError):
+    """An argument, name or environment variable that cannot be used as given."""
+
+
+class RankMismatchError(LightningDDPError, RuntimeError):
+    """The ranks hold different models, so that nothing can be averaged between them."""
+
+
+class RendezvousError(LightningDDPError, RuntimeError):
+    """The processes of a run could not find each other."""
+
+
+class BackwardOrderError(LightningDDPError, RuntimeError):
+    """Gradients arrived in a way that the reducer cannot follow, such as twice in one backward."""
+
+
+class CommHookError(LightningDDPError, RuntimeError):
+    """A communication hook raised, or returned something that is no reduced bucket."""
+
+
+class MissingGradientError(LightningDDPError, RuntimeError):
+    """Parameters got no gradient in a backward that was to be synchronised.
+
+    Attributes:
+        missing: rank -> qualified names of the parameters without a gradient on that rank. A rank that
+            did not report in time is absent.
+        step: number of the synchronised backward, from 0.
+    """
+
+    def __init__(
+        self, missing: Mapping[int, Sequence[str]], *, rank: int, world_size: int, step: int
+    ) -> None:
+        self.missing = {r: tuple(names) for r, names in sorted(missing.items())}
+        self.step = step
+        super().__init__(self._describe(rank, world_size))
+
+    def _describe(self, rank: int, world_size: int) -> str:
+        lines = [f"rank {rank}: backward {self.step} ended, but these parameters got no gradient:"]
+        for r in range(world_size):
+            names = self.missing.get(r)
+            if names is None:
+                lines.append(f"  rank {r}: no report")
+            elif not names:
+                lines.append(f"  rank {r}: none missing")
+            else:
+                lines.append(f"  rank {r}: {', '.join(names)}")
+        lines.append(
+            "Expected a gradient for every parameter that requires one. Either make each of them take part in"
+            " the loss (or set requires_grad=False on it before wrapping), or let the unused ones be searched"
+            " for in every step with find_unused_parameters=True."
+        )
+        return "\n".join(lines)
+
+
+class PeerFailure(LightningDDPError, RuntimeError):
+    """Another rank failed, and this one was stopped because of it.
+
+    Attributes:
+        rank: global rank that failed first.
+        node_rank: node of that rank, or None where it is not known.
+        host: host name of that node, or None.
+        pid: process id on that host, or None.
+        step: global step at the failure, or None.
+        phase: what the rank was doing (`training_step`, `validation` ...), or None.
+        exception_type: class name of its exception, or None where the process died without one.
+        message: text of its exception, or how it died.
+        traceback: its formatted traceback, or None.
+        exit_code: its exit code; negative is the number of the signal that killed it; None while it runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        message: str,
+        node_rank: int | None = None,
+        host: str | None = None,
+        pid: int | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+        exception_type: str | None = None,
+        traceback: str | None = None,
+        exit_code: int | None = None,
+    ) -> None:
+        self.rank = rank
+        self.message = message
+        self.node_rank = node_rank
+        self.host = host
+        self.pid = pid
+        self.step = step
+        self.phase = phase
+        self.exception_type = exception_type
+        self.traceback = traceback
+        self.exit_code = exit_code
+        super().__init__(self._describe())
+
+    def _describe(self) -> str:
+        where = [f"host {self.host}"] if self.host else []
+        where += [f"pid {self.pid}"] if self.pid is not None else []
+        text = f"rank {self.rank}" + (f" ({', '.join(where)})" if where else "") + " failed"
+        text += f" at step {self.step}" if self.step is not None else ""
+        text += f" in {self.phase}" if self.phase else ""
+        cause = f"{self.exception_type}: {self.message}" if self.exception_type else self.message
+        text += f":\n  {cause}\n  This rank was healthy and was stopped because of it."
+        if self.traceback:
+            text += f" Traceback of rank {self.rank} follows.\n{self.traceback}"
+        return text

@@ -1,0 +1,104 @@
+"""The child processes of a launcher: started at once, watched by waiting on them, stopped together."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["ChildExit", "Children", "describe_exit"]
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, in words.
+
+    >>> describe_exit(3), describe_exit(-9)
+    ('exited with code 3', 'was killed by SIGKILL')
+    """
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildExit:
+    """A child that ended without success."""
+
+    local_rank: int
+    """Its rank on this node."""
+    pid: int
+    """Its process id."""
+    code: int
+    """Its exit code; negative is the number of the signal that killed it."""
+
+
+class Children:
+    """Processes that run next to this one.
+
+    Args:
+        on_failure: called once, in a watching thread, with the first child that ends without success
+            while not being stopped.
+    """
+
+    def __init__(self, on_failure: Callable[[ChildExit], None]) -> None:
+        self.procs: list[subprocess.Popen[bytes]] = []
+        self._on_failure = on_failure
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._num_ended = 0
+        self._is_stopping = False
+        self._first: ChildExit | None = None
+
+    def start(
+        self, local_rank: int, command: Sequence[str], env: Mapping[str, str], cwd: str | None = None
+    ) -> None:
+        """Starts one child, and a thread that waits for its end."""
+        proc = subprocess.Popen(command, env=env, cwd=cwd)
+        self.procs.append(proc)
+        thread = threading.Thread(
+            target=self._wait_for, args=(local_rank, proc), daemon=True, name=f"child-{local_rank}-watch"
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _wait_for(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
+        code = proc.wait()
+        is_first = False
+        with self._changed:
+            self._num_ended += 1
+            if code != 0 and self._first is None and not self._is_stopping:
+                self._first = ChildExit(local_rank=local_rank, pid=proc.pid, code=code)
+                is_first = True
+            self._changed.notify_all()
+        if is_first and self._first is not None:
+            self._on_failure(self._first)
+
+    def first_failure(self, wait_s: float = 0.0) -> ChildExit | None:
+        """The first child that failed, waiting up to `wait_s` seconds for one to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._first is not None, timeout=wait_s)
+            return self._first
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits up to `timeout_s` seconds for all children to end; returns whether they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_ended == len(self.procs), timeout=timeout_s)
+
+    def stop(self, grace_s: float) -> None:
+        """Ends all children: SIGINT, so that their finalisers run, and after `grace_s` seconds SIGKILL."""
+        with self._changed:
+            self._is_stopping = True
+        self.send_signal(signal.SIGINT)
+        if not self.join(grace_s):
+            self.send_signal(signal.SIGKILL)
+        self.join(grace_s)
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the children that still run."""
+        for proc in self.procs:
+            proc.send_signal(number)

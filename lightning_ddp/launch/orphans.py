@@ -1,0 +1,51 @@
+"""Child processes never outlive the process that started them, whatever kills it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+__all__ = ["PARENT_VARIABLE", "adopt_from_environment", "die_with_parent"]
+
+PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
+"""Environment variable in which a launcher tells a child its own process id."""
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+
+
+def adopt_from_environment() -> None:
+    """In a child of our launcher, ties this process's life to the launcher's; elsewhere does nothing.
+
+    Takes the variable out of the environment, so that processes which this one starts are not concerned.
+    """
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None:
+        die_with_parent(int(parent))
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel (Linux) or a thread (elsewhere) kill this process when process `parent` is gone.
+
+    Args:
+        parent: process id of the parent. If it is gone already, this process ends at once.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent-watch").start()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)

@@ -1,0 +1,154 @@
+"""How the processes of a run find each other: the key-value store, and the default process group from it.
+
+The launcher binds the store's port before it starts a child, so that no port is ever chosen and then taken by
+somebody else. Processes that something else started (torchrun, SLURM) meet at `env://`, as in torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp._lightning import ClusterEnvironment
+from lightning_ddp.errors import ConfigurationError, RendezvousError
+
+__all__ = ["STORE_VARIABLE", "HostedStore", "host_store", "join_default_group"]
+
+STORE_VARIABLE = "LIGHTNING_DDP_STORE"
+"""Environment variable by which a launcher tells its processes where its store listens: `host:port`."""
+
+_hosted: HostedStore | None = None
+
+
+class HostedStore:
+    """A store that listens in this process, and the environment variables that lead to it.
+
+    Args:
+        address: name or address under which the other processes reach this one.
+        port: port to bind; None for any free one.
+
+    Raises:
+        RendezvousError: the port is taken.
+    """
+
+    def __init__(self, address: str, port: int | None) -> None:
+        try:
+            self.store = dist.TCPStore(address, port or 0, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+                raise RendezvousError(f"cannot open a store on {address}:{port}: {error}") from error
+            raise RendezvousError(
+                f"port {port} on {address}, named by MASTER_PORT, is in use by another process. Name a free"
+                " port, or unset MASTER_PORT on a single node to have a free one taken."
+            ) from error
+        self.variables = {
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(self.store.port),
+            STORE_VARIABLE: f"{address}:{self.store.port}",
+        }
+
+
+def host_store(address: str, *, num_nodes: int, node_rank: int, port: int | None) -> dict[str, str]:
+    """On the first node, opens the store of this run; returns the variables that all its processes need.
+
+    Args:
+        address: where the first node is reached.
+        num_nodes: nodes of the run.
+        node_rank: this node.
+        port: port that the user named, or None.
+
+    Raises:
+        ConfigurationError: several nodes, and no port that all of them know.
+        RendezvousError: the named port is taken.
+    """
+    global _hosted
+    if num_nodes > 1 and port is None:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes}, but no port is named: set MASTER_ADDR and MASTER_PORT to the same"
+            " values on every node, and NODE_RANK to 0, 1, ... in turn"
+        )
+    if node_rank == 0:
+        _hosted = HostedStore(address, port)
+        return _hosted.variables
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), STORE_VARIABLE: f"{address}:{port}"}
+
+
+def named_port() -> int | None:
+    """The port that the user named in MASTER_PORT, or None.
+
+    Raises:
+        ConfigurationError: the variable holds no port number.
+    """
+    text = os.environ.get("MASTER_PORT")
+    if not text:
+        return None
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ConfigurationError(f"MASTER_PORT={text!r} is no port number (1 to 65535)")
+    return int(text)
+
+
+def join_default_group(
+    backend: str, *, environment: ClusterEnvironment, timeout: timedelta | None, device: torch.device
+) -> Any:
+    """Makes the default process group of this process, or returns the one that exists.
+
+    All ranks call it; it returns once all have. Uses the launcher's store if there is one, else `env://`.
+
+    Args:
+        backend: 'gloo', 'nccl' ...
+        environment: tells rank, world size and the address of the first node.
+        timeout: of collectives; None for the backend's own.
+        device: this process's device; NCCL is bound to it.
+
+    Raises:
+        ConfigurationError: a group of another size exists already.
+        RendezvousError: the store cannot be reached.
+    """
+    rank, world_size = environment.global_rank(), environment.world_size()
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size:
+            raise ConfigurationError(
+                f"this process belongs to a group of {dist.get_world_size()} ranks already, and this"
+                f" Trainer wants {world_size}: use the same devices and num_nodes in all of a script"
+            )
+        return dist.group.WORLD
+    arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
+    if device.type == "cuda":
+        arguments["device_id"] = device
+    where = os.environ.get(STORE_VARIABLE)
+    if where is not None:
+        arguments["store"] = dist.PrefixStore("default_pg", _connect(where, timeout))
+    else:
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+    dist.init_process_group(backend, **arguments)
+    if backend == "nccl":
+        atexit.register(leave_default_group)  # torch warns of an NCCL group that is left to the exit
+    return dist.group.WORLD
+
+
+def _connect(where: str, timeout: timedelta | None) -> Any:
+    if _hosted is not None and _hosted.variables[STORE_VARIABLE] == where:
+        return _hosted.store
+    address, _, port = where.rpartition(":")
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    try:
+        return dist.TCPStore(address, int(port), is_master=False, **options)
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"cannot reach the launcher's store at {address}, port {port}: {error}. Check that the first"
+            " node is up, and that MASTER_ADDR and MASTER_PORT are the same on all nodes."
+        ) from error
+
+
+def leave_default_group() -> None:
+    """Destroys the default process group, if there is one. Called at the end of a process that uses NCCL."""
+    if dist.is_available() and dist.is_initialized():
+        with suppress(RuntimeError):  # a peer may be gone already, and this process is about to be
+            dist.destroy_process_group()

@@ -1,0 +1,211 @@
+"""Starting all ranks from one state: the check that they hold the same model, and the broadcast of it."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_ddp.comm.collectives import all_gather_objects
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import RankMismatchError
+from lightning_ddp.parallel.buckets import MIB, ParameterSpec
+
+__all__ = ["BufferSync", "broadcast_coalesced", "verify_across_ranks"]
+
+_CHUNK_BYTES = 25 * MIB
+
+
+def verify_across_ranks(group: Group, specs: Sequence[ParameterSpec], device: torch.device) -> str:
+    """Checks that all ranks hold the same parameters. All ranks call it; it communicates.
+
+    Args:
+        group: the ranks to compare.
+        specs: this rank's parameters that require gradients, in registration order.
+        device: where the tensors of the exchange live, as the backend needs it.
+
+    Returns:
+        A random token, the same on all ranks, that no other call returns.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first parameter that differs, the rank and both forms.
+    """
+    # Devices differ by index between ranks, so only their type is compared.
+    form = [(s.name, s.shape, s.stride, str(s.dtype), s.device.type) for s in specs]
+    token = secrets.token_bytes(8)
+    mine = hashlib.sha256(pickle.dumps(form)).digest() + token
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    received = [torch.empty_like(sent) for _ in range(group.size)]
+    group.wait(group.all_gather(received, sent), device)
+    answers = [bytes(t.cpu().tolist()) for t in received]
+    if any(answer[:32] != answers[0][:32] for answer in answers):
+        _raise_mismatch(group, all_gather_objects(group, form, device))
+    return answers[0][32:].hex()
+
+
+def _raise_mismatch(group: Group, forms: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+    reference = forms[0]
+    for rank, form in enumerate(forms):
+        if len(form) != len(reference):
+            known = {entry[0] for entry in reference}
+            extra = [e[0] for e in form if e[0] not in known] or [
+                e[0] for e in reference if e[0] not in {f[0] for f in form}
+            ]
+            raise RankMismatchError(
+                f"rank {group.rank}: rank 0 has {len(reference)} parameters that require gradients,"
+                f" rank {rank} has {len(form)}; only one of them has {', '.join(map(repr, extra[:5]))}."
+                " Build the same model on every rank, for example from one seed and one configuration."
+            )
+        for ours, theirs in zip(reference, form, strict=True):
+            if ours != theirs:
+                raise RankMismatchError(
+                    f"rank {group.rank}: the models differ. {_entry(0, ours)}, but {_entry(rank, theirs)}."
+                    " Build the same model on every rank; shapes must not depend on the rank's data."
+                )
+
+
+def _entry(rank: int, entry: tuple[Any, ...]) -> str:
+    name, shape, stride, dtype, device = entry
+    return f"rank {rank} has {name!r} with shape {list(shape)}, stride {list(stride)}, {dtype} on {device}"
+
+
+def broadcast_coalesced(
+    group: Group, tensors: Sequence[torch.Tensor], src: int = 0, chunk_bytes: int = _CHUNK_BYTES
+) -> None:
+    """Overwrites `tensors` with those of group rank `src`. All ranks call it; it communicates.
+
+    Small tensors of one dtype and device travel together in chunks of at most `chunk_bytes`; a contiguous
+    tensor above that travels in place.
+
+    Args:
+        group: the ranks that agree.
+        tensors: of the same shapes and dtypes on all ranks, in one order.
+        src: the rank whose values win.
+        chunk_bytes: size of a chunk in bytes.
+    """
+    with torch.no_grad():
+        for chunk in _chunks(tensors, chunk_bytes):
+            _broadcast_chunk(group, chunk, src)
+
+
+def _broadcast_chunk(group: Group, chunk: Sequence[torch.Tensor], src: int) -> None:
+    device = chunk[0].device
+    if len(chunk) == 1 and chunk[0].is_contiguous():
+        group.wait(group.broadcast(chunk[0].detach(), src), device)
+        return
+    flat = torch.cat([t.detach().reshape(-1) for t in chunk])
+    group.wait(group.broadcast(flat, src), device)
+    if group.rank != src:
+        for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
+
+
+def _chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[torch.Tensor]]:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
+        chunk: list[torch.Tensor] = []
+        nbytes = 0
+        for tensor in same:
+            size = tensor.numel() * tensor.element_size()
+            if chunk and nbytes + size > chunk_bytes:
+                yield chunk
+                chunk, nbytes = [], 0
+            chunk.append(tensor)
+            nbytes += size
+        yield chunk
+
+
+class BufferSync:
+    """Copies the buffers of a module from one rank to all, as bytes of all dtypes in one broadcast.
+
+    The list of buffers is kept between calls and made anew when a module holds another tensor under one of
+    the names.
+
+    Args:
+        group: the ranks that agree.
+        module: the wrapped module.
+        ignored: qualified names of buffers that are left alone.
+    """
+
+    def __init__(self, group: Group, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
+        self._group = group
+        self._module = module
+        self._ignored = ignored
+        self._places: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
+        self._packs: list[_BytePack] = []
+        self._others: list[torch.Tensor] = []
+        self._find()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to copy."""
+        return bool(self._places)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers that are copied."""
+        return [tensor for _, _, tensor, _ in self._places]
+
+    def _find(self) -> None:
+        self._places = []
+        seen: set[int] = set()
+        for prefix, module in self._module.named_modules():
+            for key, tensor in module._buffers.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if tensor is None or name in self._ignored or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                self._places.append((module._buffers, key, tensor, tensor.data_ptr()))
+        dense: dict[torch.device, list[torch.Tensor]] = {}
+        self._others = []
+        for tensor in self.tensors:
+            if tensor.is_contiguous() and tensor.numel():
+                dense.setdefault(tensor.device, []).append(tensor)
+            else:
+                self._others.append(tensor)
+        self._packs = [_BytePack(tensors) for tensors in dense.values()]
+
+    def _is_current(self) -> bool:
+        return all(
+            owner.get(key) is tensor and tensor.data_ptr() == pointer
+            for owner, key, tensor, pointer in self._places
+        )
+
+    def __call__(self, src: int = 0) -> None:
+        """Overwrites the buffers with those of group rank `src`. All ranks call it; it communicates.
+
+        Does not count as an in-place change for autograd, as torch's DDP does not either: two forward
+        passes before one backward stay possible.
+        """
+        if not self._is_current():
+            self._find()
+        if not self._places:
+            return
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
+            for pack in self._packs:
+                pack.broadcast(self._group, src)
+            broadcast_coalesced(self._group, self._others, src)
+
+
+class _BytePack:
+    """Buffers of one device as slices of one byte tensor."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._bytes = [t.detach().view(-1).view(torch.uint8) for t in tensors]
+        self._flat = torch.empty(
+            sum(b.numel() for b in self._bytes), dtype=torch.uint8, device=tensors[0].device
+        )
+        self._parts = list(self._flat.split([b.numel() for b in self._bytes]))
+
+    def broadcast(self, group: Group, src: int) -> None:
+        if group.rank == src:
+            torch.cat(self._bytes, out=self._flat)
+        group.wait(group.broadcast(self._flat, src), self._flat.device)
+        if group.rank != src:
+            torch._foreach_copy_(self._bytes, self._parts)

@@ -1,0 +1,71 @@
+"""Named variants: one string of the Trainer stands for the strategy with some of its arguments."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from lightning_ddp._lightning import StrategyRegistry
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.strategy import CustomDDPStrategy
+
+__all__ = ["available_variants", "register_builtin_variants", "register_variant"]
+
+_BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "custom_ddp": ("re-runs the script in child processes; bucketed all-reduce in Python", {}),
+    "custom_ddp_spawn": ("custom_ddp in spawned processes", {"start_method": "spawn"}),
+    "custom_ddp_fork": ("custom_ddp in forked processes", {"start_method": "fork"}),
+    "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
+}
+
+
+def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any) -> None:
+    """Makes `Trainer(strategy=name)` mean `CustomDDPStrategy(**strategy_kwargs)`.
+
+    Call it in every process, before the Trainer is made; at the top of the script is right. Does not
+    communicate. Registering the same arguments again under a name changes nothing.
+
+    Args:
+        name: lower case, as Lightning lower-cases what users pass; unused so far.
+        description: one line for `available_variants`.
+        **strategy_kwargs: arguments of `CustomDDPStrategy`.
+
+    Raises:
+        ConfigurationError: the name is not lower case, empty, or taken by another strategy.
+        TypeError: `CustomDDPStrategy` has no such argument.
+    """
+    if not name or name != name.lower() or name != name.strip():
+        raise ConfigurationError(
+            f"strategy name {name!r}: use lower case without spaces around it, as Lightning lower-cases what"
+            " users pass to the Trainer and would never find it"
+        )
+    known = list(inspect.signature(CustomDDPStrategy).parameters)
+    for argument in strategy_kwargs:
+        if argument not in known:
+            close = difflib.get_close_matches(argument, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
+            raise TypeError(f"CustomDDPStrategy has no argument {argument!r}{hint}")
+    present = dict(StrategyRegistry).get(name)
+    if present is not None:
+        if present["strategy"] is CustomDDPStrategy and present["init_params"] == strategy_kwargs:
+            return
+        raise ConfigurationError(
+            f"strategy name {name!r} is taken: {present['description'] or 'no description'}"
+        )
+    StrategyRegistry.register(name, CustomDDPStrategy, description=description, **strategy_kwargs)
+
+
+def available_variants() -> dict[str, str]:
+    """The names under which `CustomDDPStrategy` is registered, with their descriptions, sorted by name."""
+    return {
+        name: entry["description"]
+        for name, entry in sorted(StrategyRegistry.items())
+        if entry["strategy"] is CustomDDPStrategy
+    }
+
+
+def register_builtin_variants() -> None:
+    """Registers the variants of this package. `import lightning_ddp` calls it."""
+    for name, (description, arguments) in _BUILTIN.items():
+        register_variant(name, description=description, **arguments)
