@@ -190,4 +190,5 @@ def all_gather_objects(group: Group, obj: Any, device: torch.device) -> list[Any
 
 def _to_bytes(group: Group, tensor: torch.Tensor) -> bytes:
     group.wait_device(tensor.device)
-    return bytes(tensor.cpu().untyped_storage())[: tensor.numel()]
+    data: bytes = tensor.cpu().numpy().tobytes()
+    return data

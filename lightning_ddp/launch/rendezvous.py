@@ -47,6 +47,7 @@ class HostedStore:
                 f"port {port} on {address}, named by MASTER_PORT, is in use by another process. Name a free"
                 " port, or unset MASTER_PORT on a single node to have a free one taken."
             ) from error
+        self.pid = os.getpid()
         self.variables = {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(self.store.port),
@@ -134,7 +135,8 @@ def join_default_group(
 
 
 def _connect(where: str, timeout: timedelta | None) -> Any:
-    if _hosted is not None and _hosted.variables[STORE_VARIABLE] == where:
+    is_mine = _hosted is not None and _hosted.pid == os.getpid()  # a forked rank must not share its connection
+    if is_mine and _hosted is not None and _hosted.variables[STORE_VARIABLE] == where:
         return _hosted.store
     address, _, port = where.rpartition(":")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
