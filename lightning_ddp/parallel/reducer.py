@@ -19,7 +19,7 @@ import torch
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import BackwardOrderError, CommHookError, LightningDDPError
-from lightning_ddp.parallel.buckets import Bucket, ParameterSpec, plan_buckets
+from lightning_ddp.parallel.buckets import Bucket, BucketSpec, ParameterSpec, plan_buckets
 from lightning_ddp.parallel.unused import MissingGradients
 
 __all__ = ["CommHook", "Reducer"]
@@ -68,18 +68,20 @@ class Reducer:
         self._ready: list[int] = []
         self._next = 0
         self._is_running = False
-        self._exchange: tuple[Any, torch.Tensor] | None = None
+        self._first_order: list[int] | None = None
         self.has_rebuilt = False
         self.num_steps = 0
         self.buckets: tuple[Bucket, ...] = ()
-        self._build(range(len(self._params) - 1, -1, -1))
+        self._build(self._plan(range(len(self._params) - 1, -1, -1)))
 
     # ------------------------------------------------------------------ plan
 
-    def _build(self, order: Sequence[int]) -> None:
-        plan = plan_buckets(
+    def _plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
+        return plan_buckets(
             self._specs, order, first_cap_bytes=self._first_cap_bytes, cap_bytes=self._cap_bytes
         )
+
+    def _build(self, plan: Sequence[BucketSpec]) -> None:
         grads = self._release()
         self.buckets = tuple(
             Bucket(
@@ -124,24 +126,25 @@ class Reducer:
             handle.remove()
         self._handles = []
 
-    def _start_exchange(self) -> None:
-        """Sends rank 0's ready order to all ranks; `rebuild` waits for it."""
-        device = self._specs[0].device
-        order = torch.tensor(self._ready, dtype=torch.int64, device=device)
-        self._exchange = (self._group.broadcast(order, 0), order)
-
     def rebuild(self) -> bool:
-        """Plans the buckets anew if the ready order has just been learned; returns whether it did.
+        """Plans the buckets anew, once, in the order in which gradients became ready on rank 0.
 
-        Called before a forward on all ranks; waits for the exchange of the order.
+        Called before each forward on all ranks. Communicates before the second synchronised step.
+
+        Returns:
+            Whether the buckets have changed.
         """
-        if self._exchange is None:
+        if self._first_order is None:
             return False
-        work, order = self._exchange
-        self._exchange = None
-        self._group.wait(work, order.device)
+        device = self._specs[0].device
+        order = torch.tensor(self._first_order, dtype=torch.int64, device=device)
+        self._first_order = None
         self.has_rebuilt = True
-        self._build([int(i) for i in order.tolist()])
+        self._group.wait(self._group.broadcast(order, 0), device)
+        plan = self._plan([int(i) for i in order.tolist()])
+        if plan == tuple(bucket.spec for bucket in self.buckets):
+            return False
+        self._build(plan)
         return True
 
     # ------------------------------------------------------------------ one backward
@@ -262,7 +265,7 @@ class Reducer:
             future = self._hook(self._hook_state, bucket)
         except Exception as error:
             raise self._hook_error(bucket, f"raised {type(error).__name__}: {error}") from error
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # what get_future() of a work returns, too
             raise self._hook_error(
                 bucket,
                 f"returned {type(future).__name__}; expected a torch.futures.Future of the flat gradient",
@@ -283,9 +286,9 @@ class Reducer:
                 self._take_result(bucket, value)
             if not self._is_view:
                 self._copy_out(bucket)
+        if self.num_steps == 0:
+            self._first_order = list(self._ready)
         self.num_steps += 1
-        if self.num_steps == 1:
-            self._start_exchange()
 
     def _names_missing(self) -> list[str]:
         arrived = set(self._ready)

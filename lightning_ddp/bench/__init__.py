@@ -1,0 +1,19 @@
+"""Benchmarks behind ``python -m lightning_ddp bench``.
+
+Every benchmark compares contenders that take turns within one run, so that a slow minute of the machine hits
+all of them, and reports medians of ratios that were paired round by round.
+
+* ``step``, ``memory``, ``launch``: the commands, without torch at import time;
+* ``workers``: what each spawned rank does; ``processes``: how ranks are spawned, watched and ended;
+* ``models``, ``contenders``: what is trained, and what wraps it;
+* ``arguments``, ``report``: shared options; statistics, tables and JSON.
+"""
+
+from lightning_ddp.errors import LightningDDPError
+
+
+class BenchmarkError(LightningDDPError, RuntimeError):
+    """A benchmark could not be completed; the message is meant to be printed without a traceback."""
+
+
+__all__ = ["BenchmarkError"]

@@ -1,0 +1,123 @@
+"""Options and names that the benchmarks share; free of torch, so that ``--help`` is fast."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+MODEL_NAMES: Final = ("linear500", "linear16", "transformer6", "convbn40")
+"""The models of `lightning_ddp.bench.models`, in the order in which they are measured."""
+
+OURS: Final = "ours"
+"""`lightning_ddp.BucketedDDP` with its default arguments."""
+
+TORCH_DEFAULT: Final = "torch_ddp"
+"""torch's DistributedDataParallel with its default arguments."""
+
+TORCH_VIEW: Final = "torch_ddp_view"
+"""torch's DistributedDataParallel with ``gradient_as_bucket_view=True``."""
+
+TORCH_FLAGS: Final = "torch_ddp_flags"
+"""torch's DistributedDataParallel with every flag on that makes a static model's step faster."""
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, *, rounds: int, timeout_s: float) -> None:
+    """Declare the options that every benchmark has.
+
+    Args:
+        parser: The benchmark's own parser.
+        rounds: Default number of rounds; in a round every contender is measured once.
+        timeout_s: Default deadline in seconds.
+    """
+    parser.add_argument(
+        "--rounds",
+        type=positive_int,
+        default=rounds,
+        metavar="N",
+        help="measured rounds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--world-size",
+        "--devices",
+        type=positive_int,
+        default=2,
+        metavar="N",
+        help="number of processes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=positive_float,
+        default=timeout_s,
+        metavar="S",
+        help="seconds after which spawned processes are ended and the run fails (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=output_path, metavar="PATH", help="write all samples and the summary to this file"
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of benchmarks that train the models of `lightning_ddp.bench.models`."""
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODEL_NAMES,
+        default=list(MODEL_NAMES),
+        metavar="MODEL",
+        help=f"models to measure, any of {', '.join(MODEL_NAMES)} (default: all)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cpu with gloo, or cuda with NCCL and one GPU per process (default: %(default)s)",
+    )
+
+
+def positive_int(text: str) -> int:
+    """Parse an integer of at least 1.
+
+    >>> positive_int("3")
+    3
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is no integer or is below 1.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Parse a finite number above 0.
+
+    >>> positive_float("0.5")
+    0.5
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is no number, or not above 0, or infinite.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def output_path(text: str) -> Path:
+    """Parse a file to write, and refuse one whose folder is missing before anything long has run.
+
+    Raises:
+        argparse.ArgumentTypeError: If the folder does not exist, or the path is itself a folder.
+    """
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {text!r}")
+    return path

@@ -1,0 +1,171 @@
+"""Time from starting a training script to its first batch: strategy "custom_ddp" beside Lightning's "ddp".
+
+Each sample starts a real script, which starts its other ranks itself, on the CPU. Strategies take turns, and
+one run of each that is not counted warms the file cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from lightning_ddp.bench import BenchmarkError
+from lightning_ddp.bench.arguments import add_common_arguments
+from lightning_ddp.bench.report import compare, format_table, progress_bar, write_report
+
+OURS: Final = "custom_ddp"
+STRATEGIES: Final = (OURS, "ddp")
+
+_SUBJECT = "launch"
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_MARK = re.compile(r"^FIRST_BATCH (\d+\.\d+)$", re.MULTILINE)
+_OUTPUT_TAIL = 4000  # characters of a failed script's output to show
+
+SCRIPT: Final = """\
+import sys
+import time
+
+import pytorch_lightning as pl
+import torch
+
+strategy, devices, package_root = sys.argv[1:]
+if strategy == "custom_ddp":
+    sys.path.append(package_root)
+    import lightning_ddp
+
+
+class Probe(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 2)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.global_rank == 0:
+            print(f"FIRST_BATCH {time.time():.6f}", flush=True)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+trainer = pl.Trainer(
+    strategy=strategy,
+    accelerator="cpu",
+    devices=int(devices),
+    max_steps=1,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Probe(), torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=8))
+"""
+"""The measured script; its arguments are the strategy, the number of devices and where this package lies."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``bench launch``; its deadline holds for each script."""
+    add_common_arguments(parser, rounds=10, timeout_s=120.0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table and write the JSON that was asked for.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        BenchmarkError: If a script fails or its deadline passes.
+    """
+    samples = _measure(args)
+    comparisons = compare(samples, reference=OURS)
+    rows = [(name, figures.median, figures.iqr, figures.ratio) for name, figures in comparisons.items()]
+    print(format_table(("strategy", "median s", "IQR s", f"{OURS}/strategy"), rows))
+    if args.json is not None:
+        write_report(
+            args.json,
+            benchmark="launch",
+            unit="s",
+            settings={"rounds": args.rounds, "world_size": args.world_size},
+            samples={_SUBJECT: samples},
+            comparisons={_SUBJECT: comparisons},
+        )
+    return 0
+
+
+def time_first_batch(script: Path, arguments: list[str], *, timeout_s: float) -> float:
+    """Run a script to its end and return the seconds from its start to its first training batch.
+
+    Args:
+        script: A file that prints ``FIRST_BATCH <seconds since the epoch>`` at its first batch.
+        arguments: The script's own arguments.
+        timeout_s: Seconds after which the script and all processes of its group are killed.
+
+    Raises:
+        BenchmarkError: If the script fails, is not done in time or never prints the line. No process is left.
+    """
+    label = " ".join([script.name, *arguments])
+    output_path = script.with_suffix(".log")
+    with output_path.open("wb") as output:
+        start = time.time()
+        process = subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            tail = _read_tail(output_path)
+            raise BenchmarkError(f"{label} was still running after {timeout_s:g} s:\n{tail}") from error
+        finally:
+            _kill_group(process)
+    if status != 0:
+        raise BenchmarkError(f"{label} ended with status {status}:\n{_read_tail(output_path)}")
+    mark = _MARK.search(output_path.read_text(encoding="utf-8", errors="replace"))
+    if mark is None:
+        raise BenchmarkError(f"{label} reached no training batch:\n{_read_tail(output_path)}")
+    return float(mark.group(1)) - start
+
+
+def _measure(args: argparse.Namespace) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        progress_bar((args.rounds + 1) * len(STRATEGIES), "bench launch") as bar,
+    ):
+        script = Path(folder, "first_batch.py")
+        script.write_text(SCRIPT, encoding="utf-8")
+        for round_index in range(args.rounds + 1):
+            for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
+                arguments = [name, str(args.world_size), str(_PACKAGE_ROOT)]
+                seconds = time_first_batch(script, arguments, timeout_s=args.timeout_s)
+                if round_index > 0:
+                    samples[name].append(seconds)
+                bar.update()
+    return samples
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    # Also after success: a rank that outlived its script would disturb the next sample.
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # the usual case: nobody is left
+    process.wait()
+
+
+def _read_tail(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_TAIL:]

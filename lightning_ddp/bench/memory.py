@@ -1,0 +1,103 @@
+"""Peak memory of a training process: this package's BucketedDDP beside torch's with gradient views.
+
+A process's peak covers its whole life, so every figure comes from freshly spawned ranks that train one model
+under one contender. Contenders take turns; the figure of a run is that of its largest rank. On a CPU the peak
+is that of the resident set size (RSS), on CUDA that of the allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Final
+
+from lightning_ddp.bench.arguments import (
+    OURS,
+    TORCH_VIEW,
+    add_common_arguments,
+    add_model_arguments,
+    positive_int,
+)
+from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar, write_report
+
+CONTENDERS: Final = (OURS, TORCH_VIEW)
+QUANTITIES: Final = ("peak", "growth")
+"""Peak of the process, and how far that lies above what was in use just before the wrapper was built."""
+
+_MIB = 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``bench memory``; its deadline holds for each spawned run."""
+    add_common_arguments(parser, rounds=3, timeout_s=300.0)
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--steps", type=positive_int, default=8, metavar="N", help="training steps (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table and write the JSON that was asked for.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        BenchmarkError: If a rank fails or the deadline passes.
+    """
+    samples = _measure(args)
+    comparisons = {subject: compare(rounds, reference=OURS) for subject, rounds in samples.items()}
+    print(format_report(comparisons))
+    if args.json is not None:
+        write_report(
+            args.json,
+            benchmark="memory",
+            unit="MiB",
+            settings={"rounds": args.rounds, "steps": args.steps, "world_size": args.world_size}
+            | {"device": args.device},
+            samples=samples,
+            comparisons=comparisons,
+        )
+    return 0
+
+
+def format_report(comparisons: Mapping[str, Mapping[str, Comparison]]) -> str:
+    """Lay out one row per model, quantity and contender.
+
+    Args:
+        comparisons: ``"<model> <quantity>"`` -> contender -> its figures beside ours, in MiB.
+    """
+    rows = [
+        (subject, name, comparison.median, comparison.iqr, comparison.ratio)
+        for subject, contenders in comparisons.items()
+        for name, comparison in contenders.items()
+    ]
+    return format_table(("model, quantity", "contender", "median MiB", "IQR MiB", "ours/contender"), rows)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    from lightning_ddp.bench.processes import run_ranks
+    from lightning_ddp.bench.workers import MemorySettings, measure_memory
+
+    models = tuple(dict.fromkeys(args.models))
+    samples: dict[str, dict[str, list[float]]] = {
+        f"{model} {quantity}": {name: [] for name in CONTENDERS}
+        for model in models
+        for quantity in QUANTITIES
+    }
+    with progress_bar(args.rounds * len(models) * len(CONTENDERS), "bench memory") as bar:
+        for _ in range(args.rounds):
+            for model in models:
+                for name in CONTENDERS:
+                    ranks = run_ranks(
+                        measure_memory,
+                        MemorySettings(model=model, contender=name, num_steps=args.steps),
+                        world_size=args.world_size,
+                        device=args.device,
+                        timeout_s=args.timeout_s,
+                    )
+                    for quantity in QUANTITIES:
+                        largest = max(rank[f"{quantity}_bytes"] for rank in ranks)
+                        samples[f"{model} {quantity}"][name].append(largest / _MIB)
+                    bar.update()
+    return samples

@@ -1,0 +1,162 @@
+"""Spawns one process per rank for a benchmark, watches them against a deadline, and leaves none behind.
+
+The parent hosts a store on a free port. Ranks rendezvous through it, count their progress in it and leave
+their results there, so there is one channel and nothing to drain while they run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, spawn
+
+from lightning_ddp.bench import BenchmarkError
+
+SettingsT = TypeVar("SettingsT")
+
+_HOST = "127.0.0.1"
+_PROGRESS_KEY = "progress"
+_FAILURE_KEY = "first_failure"
+_POLL_INTERVAL_S = 0.25  # rare enough not to take the CPU from the ranks that are being timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """What a worker knows about its own process."""
+
+    rank: int
+    """Rank in the default process group."""
+
+    device: torch.device
+    """The device of this rank; for CUDA also the current device."""
+
+    store: Store
+    """The parent's store."""
+
+    def advance(self) -> None:
+        """Count one unit of progress, on rank 0 only; one round trip to the parent."""
+        if self.rank == 0:
+            self.store.add(_PROGRESS_KEY, 1)
+
+    def synchronize(self) -> None:
+        """Wait for all work queued on the device; nothing to wait for on a CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+Worker = Callable[[RankContext, SettingsT], object]
+"""What a rank runs: a function at module level that returns something JSON can hold."""
+
+
+def run_ranks(
+    worker: Worker[SettingsT],
+    settings: SettingsT,
+    *,
+    world_size: int,
+    device: str,
+    timeout_s: float,
+    on_progress: Callable[[int], object] = lambda count: None,
+) -> list[Any]:
+    """Run a worker in ``world_size`` fresh processes that share a process group.
+
+    Args:
+        worker: Called in each process; must be importable by name.
+        settings: Passed to each worker; must pickle.
+        world_size: Number of processes.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one GPU per process).
+        timeout_s: Seconds after which all processes are killed.
+        on_progress: Called with the number of units of progress since its last call.
+
+    Returns:
+        One result per rank, in the order of the ranks.
+
+    Raises:
+        BenchmarkError: If a process fails (the message holds its traceback) or the deadline passes. Either
+            way no process is left.
+    """
+    if device == "cuda" and torch.cuda.device_count() < world_size:
+        raise BenchmarkError(
+            f"--world-size {world_size} needs as many GPUs, found {torch.cuda.device_count()}"
+        )
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    arguments = (worker, settings, world_size, device, store.port, timeout_s)
+    context = spawn(_run_rank, arguments, nprocs=world_size, join=False, daemon=True)
+    try:
+        _watch(context, store, timeout_s, on_progress)
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [json.loads(store.get(_result_key(rank))) for rank in range(world_size)]
+
+
+def _watch(
+    context: ProcessContext, store: Store, timeout_s: float, on_progress: Callable[[int], object]
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    seen = 0
+    try:
+        while not context.join(timeout=_POLL_INTERVAL_S):
+            count = store.add(_PROGRESS_KEY, 0)
+            on_progress(count - seen)
+            seen = count
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"ranks were still running after {timeout_s:g} s and were killed")
+    except ProcessRaisedException as error:
+        # Not the text of `error`: it is that of the rank which ended first, often one that a peer took along.
+        first = store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else str(error)
+        raise BenchmarkError(first) from error
+    except ProcessExitedException as error:
+        raise BenchmarkError(f"rank {error.error_index} (pid {error.error_pid}) died: {error}") from error
+
+
+def _run_rank(
+    rank: int,
+    worker: Worker[SettingsT],
+    settings: SettingsT,
+    world_size: int,
+    device_type: str,
+    port: int,
+    timeout_s: float,
+) -> None:
+    torch.set_num_threads(1)  # ranks share the cores; more threads each would measure the scheduler
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(_HOST, port, is_master=False, timeout=timeout)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("process_group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        result = worker(RankContext(rank=rank, device=device, store=store), settings)
+        store.set(_result_key(rank), json.dumps(result))
+        dist.barrier()  # nobody leaves while another rank still communicates
+    except Exception:
+        # Before the group goes, which makes the others fail as well: the first entry is the cause.
+        store.compare_set(
+            _FAILURE_KEY, "", f"rank {rank} (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
+        )
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _result_key(rank: int) -> str:
+    return f"result/{rank}"

@@ -1,0 +1,166 @@
+"""What each spawned rank does for ``bench step`` and ``bench memory``."""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp.bench.arguments import TORCH_DEFAULT
+from lightning_ddp.bench.contenders import TrainingRun
+from lightning_ddp.bench.models import build_workload
+from lightning_ddp.bench.processes import RankContext
+
+_NUM_WARMUP_STEPS = 5  # torch rebuilds its buckets after the first step
+_TOLERANCE = (
+    1e-3  # relative; rounding stays far below, without communication every model is 5 to 1000 times above
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What ``time_steps`` measures."""
+
+    models: tuple[str, ...]
+    """Models, measured one after the other."""
+
+    contenders: tuple[str, ...]
+    """Contenders, which take turns within each round; must include torch's defaults."""
+
+    num_rounds: int
+    """Rounds per model."""
+
+    num_steps: int
+    """Timed steps of each contender in a round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """What ``measure_memory`` measures."""
+
+    model: str
+    """The model to train."""
+
+    contender: str
+    """What wraps it."""
+
+    num_steps: int
+    """Training steps before the peak is read."""
+
+
+def time_steps(context: RankContext, settings: StepSettings) -> dict[str, dict[str, list[list[float]]]]:
+    """Time the training steps of all contenders on each model, interleaved; all ranks, communicates.
+
+    Returns:
+        Model -> contender -> round -> seconds of each timed step on this rank.
+
+    Raises:
+        RuntimeError: If a contender's gradients or buffers differ from those of torch's defaults.
+    """
+    seconds: dict[str, dict[str, list[list[float]]]] = {}
+    for model in settings.models:
+        runs = {
+            name: TrainingRun(name, build_workload(model, rank=context.rank), context.device)
+            for name in settings.contenders
+        }
+        for run in runs.values():
+            for _ in range(_NUM_WARMUP_STEPS):
+                run.step()
+        seconds[model] = {name: [] for name in settings.contenders}
+        for round_index in range(settings.num_rounds):
+            for name in shuffled(settings.contenders, seed=round_index):
+                seconds[model][name].append(_timed_block(context, runs[name], settings.num_steps))
+            context.advance()
+        check_agreement(runs)
+    return seconds
+
+
+def measure_memory(context: RankContext, settings: MemorySettings) -> dict[str, int]:
+    """Train for some steps and read the process's peak of memory; all ranks, communicates.
+
+    The peak belongs to the whole life of the process, so each call needs a fresh one.
+
+    Returns:
+        ``peak_bytes`` and ``growth_bytes``, the latter over what was in use just before wrapping.
+    """
+    workload = build_workload(settings.model, rank=context.rank)
+    workload.module.to(context.device)
+    dist.barrier()  # connections and their buffers exist before the first reading
+    before = _memory_bytes(context.device).current
+    run = TrainingRun(settings.contender, workload, context.device)
+    for _ in range(settings.num_steps):
+        run.step()
+    context.synchronize()
+    peak = _memory_bytes(context.device).peak
+    return {"peak_bytes": peak, "growth_bytes": peak - before}
+
+
+def shuffled(names: Sequence[str], *, seed: int) -> list[str]:
+    """Return the names in an order that depends on the seed alone, hence is the same on all ranks."""
+    return random.Random(seed).sample(names, k=len(names))
+
+
+def check_agreement(runs: Mapping[str, TrainingRun]) -> None:
+    """Compare every contender's last gradients and buffers with those of torch's defaults.
+
+    A wrapper that communicated nothing would be the fastest; this keeps it off the table.
+
+    Args:
+        runs: Contender -> its run; all have done the same number of steps from the same weights.
+
+    Raises:
+        RuntimeError: If values are not finite or differ by more than rounding.
+    """
+    expected = runs[TORCH_DEFAULT].averaged_state()
+    for name, run in runs.items():
+        for kind, values in run.averaged_state().items():
+            error = ((values - expected[kind]).norm() / expected[kind].norm()).item()
+            if not error <= _TOLERANCE:
+                raise RuntimeError(
+                    f"the {kind} of {name} differ from those of {TORCH_DEFAULT} by a relative {error:g} "
+                    f"(at most {_TOLERANCE:g} expected): its times mean nothing"
+                )
+
+
+def _timed_block(context: RankContext, run: TrainingRun, num_steps: int) -> list[float]:
+    run.step()  # brings this contender's weights back into the caches
+    seconds = []
+    for _ in range(num_steps):
+        dist.barrier()
+        context.synchronize()
+        start = time.perf_counter()
+        run.step()
+        context.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Memory:
+    current: int
+    peak: int
+
+
+def _memory_bytes(device: torch.device) -> _Memory:
+    if device.type == "cuda":
+        return _Memory(
+            current=torch.cuda.memory_allocated(device), peak=torch.cuda.max_memory_allocated(device)
+        )
+    if sys.platform == "linux":
+        # Not ru_maxrss: Linux carries it over exec, so a child starts from its parent's size at the fork.
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        return _Memory(
+            current=int(fields["VmRSS"].split()[0]) * 1024, peak=int(fields["VmHWM"].split()[0]) * 1024
+        )
+    peak = resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_maxrss  # bytes on macOS, which has no cheap current size
+    return _Memory(current=peak, peak=peak)

@@ -1,0 +1,94 @@
+"""Command line: ``python -m lightning_ddp``.
+
+Two tables list the commands: ``_COMMANDS`` for the top level, ``_BENCHES`` for what stands under ``bench``.
+A command is any module (or object) with ``add_arguments(parser)`` and ``run(args) -> int``; the first line of
+its docstring is its help. Command modules import torch inside ``run``, so ``--help`` stays fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from lightning_ddp.bench import BenchmarkError, launch, memory, step
+from lightning_ddp.bench.report import format_table
+
+
+class Command(Protocol):
+    """What a module has to offer to become a command."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's options on its own parser."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run the command; return the exit status."""
+
+
+class Variants:
+    """List the registered strategy names and what each one does."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare nothing: the command has no options."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Print one row per registered variant."""
+        from lightning_ddp import available_variants
+
+        print(format_table(("name", "description"), sorted(available_variants().items())))
+        return 0
+
+
+_COMMANDS: Mapping[str, Command] = {"variants": Variants()}
+_BENCHES: Mapping[str, Command] = {"step": step, "memory": memory, "launch": launch}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of every command and sub-command.
+
+    Returns:
+        A parser whose namespace has ``run``, the chosen command's function.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_ddp", description="Inspect and measure lightning_ddp on this machine."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, command in _COMMANDS.items():
+        _add_command(commands, name, command)
+    bench = commands.add_parser("bench", help="Measure this package beside torch and Lightning.")
+    benches = bench.add_subparsers(dest="bench", metavar="benchmark", required=True)
+    for name, command in _BENCHES.items():
+        _add_command(benches, name, command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments after the program's name; ``sys.argv[1:]`` when left out.
+
+    Returns:
+        The exit status: 0 for success, 1 for a benchmark that failed.
+
+    Raises:
+        SystemExit: With status 2 on a usage error, with status 0 after ``--help``.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _add_command(
+    parsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, command: Command
+) -> None:
+    summary = (inspect.getdoc(command) or "").partition("\n")[0]
+    parser = parsers.add_parser(name, help=summary, description=summary)
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)

@@ -1,0 +1,327 @@
+"""Benchmarks: statistics, tables and command line are right, a broken run fails and leaves nothing behind.
+
+No test asserts a time: figures depend on the machine, their meaning does not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_ddp
+from lightning_ddp.bench import BenchmarkError, step
+from lightning_ddp.bench.arguments import MODEL_NAMES, OURS, TORCH_DEFAULT, TORCH_FLAGS
+from lightning_ddp.bench.launch import time_first_batch
+from lightning_ddp.bench.models import WORKLOADS, build_workload, compute_loss
+from lightning_ddp.bench.processes import RankContext, run_ranks
+from lightning_ddp.bench.report import (
+    Comparison,
+    compare,
+    format_table,
+    interquartile_range,
+    paired_ratio,
+    write_report,
+)
+from lightning_ddp.bench.workers import check_agreement, shuffled
+from lightning_ddp.cli import main
+
+PACKAGE_ROOT = Path(lightning_ddp.__file__).parents[1]
+RUN_TIMEOUT_S = 240
+
+
+# Statistics and reports
+
+
+def test_interquartile_range_is_the_distance_of_the_inclusive_quartiles() -> None:
+    assert interquartile_range([5.0, 1.0, 4.0, 2.0, 3.0]) == 2.0
+    assert interquartile_range([7.0]) == 0.0
+    with pytest.raises(ValueError, match="at least one sample"):
+        interquartile_range([])
+
+
+def test_ratio_is_paired_by_round_and_not_that_of_the_medians() -> None:
+    ours, theirs = [1.0, 20.0, 3.0], [2.0, 40.0, 2.0]  # the machine was slow in the second round
+    assert paired_ratio(ours, theirs) == 0.5
+    assert paired_ratio(theirs, ours) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        ([1.0], [1.0, 2.0], "got 1 and 2"),
+        ([], [], "got 0 and 0"),
+        ([1.0], [0.0], "above 0"),
+        ([-1.0], [1.0], "above 0"),
+    ],
+)
+def test_ratio_of_samples_without_a_partner_or_a_meaning_is_refused(
+    ours: list[float], theirs: list[float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        paired_ratio(ours, theirs)
+
+
+def test_comparison_puts_the_reference_above_the_fraction_line() -> None:
+    assert compare({"a": [1.0, 2.0, 3.0], "b": [2.0, 4.0, 6.0]}, reference="a") == {
+        "a": Comparison(median=2.0, iqr=1.0, ratio=1.0),
+        "b": Comparison(median=4.0, iqr=2.0, ratio=0.5),
+    }
+
+
+def test_step_time_of_a_round_is_the_median_step_of_the_slowest_rank() -> None:
+    first = {"m": {OURS: [[0.001, 0.005, 0.002], [0.004, 0.004, 0.004]]}}
+    second = {"m": {OURS: [[0.003, 0.001, 0.001], [0.001, 0.009, 0.004]]}}
+    # slowest rank per step: (3, 5, 2) and (4, 9, 4) milliseconds
+    assert step.reduce_ranks([first, second]) == {"m": {OURS: pytest.approx([3.0, 4.0])}}
+
+
+def test_geometric_mean_takes_the_fastest_flags_of_each_model() -> None:
+    def figures(median: float, ratio: float) -> Comparison:
+        return Comparison(median=median, iqr=0.0, ratio=ratio)
+
+    means = step.geometric_means(
+        {
+            "a": {OURS: figures(1, 1), TORCH_DEFAULT: figures(2, 0.5), TORCH_FLAGS: figures(4, 0.25)},
+            "b": {OURS: figures(1, 1), TORCH_DEFAULT: figures(8, 0.125), TORCH_FLAGS: figures(0.5, 2.0)},
+        }
+    )
+    assert means[TORCH_DEFAULT] == pytest.approx(0.25)
+    assert means[TORCH_FLAGS] == pytest.approx(math.sqrt(0.5))
+    assert means[step.FASTEST_TORCH] == pytest.approx(1.0)
+
+
+def test_table_aligns_text_left_and_numbers_right() -> None:
+    assert format_table(("model", "rounds", "ms"), [("a", 3, 1.5), ("longer", 30, 10.0)]).splitlines() == [
+        "model   rounds      ms",
+        "------  ------  ------",
+        "a            3   1.500",
+        "longer      30  10.000",
+    ]
+    assert format_table(("name",), []) == "name\n----"
+    with pytest.raises(ValueError, match="expected 1 columns, got 2"):
+        format_table(("name",), [("a", "b")])
+
+
+def test_report_holds_samples_and_summary_and_refuses_nan(tmp_path: Path) -> None:
+    samples = {"m": {"a": [1.0, 2.0]}}
+    comparisons = {"m": compare(samples["m"], reference="a")}
+    path = tmp_path / "report.json"
+    write_report(path, benchmark="b", unit="ms", settings={}, samples=samples, comparisons=comparisons)
+    document = json.loads(path.read_text())
+    assert document["samples"] == samples
+    assert document["summary"] == {"comparisons": {"m": {"a": {"median": 1.5, "iqr": 0.5, "ratio": 1.0}}}}
+    assert document["environment"]["packages"]["torch"]
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_report(
+            path, benchmark="b", unit="ms", settings={}, samples={"m": {"a": [math.nan]}}, comparisons={}
+        )
+
+
+# Command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: command"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["bench"], "required: benchmark"),
+        (["bench", "nonsense"], "invalid choice: 'nonsense'"),
+        (["bench", "step", "--rounds", "0"], "at least 1, got '0'"),
+        (["bench", "step", "--models", "nonsense"], "invalid choice: 'nonsense'"),
+        (["bench", "memory", "--timeout-s", "inf"], "above 0, got 'inf'"),
+        (["bench", "launch", "--json", "no_such_folder/a.json"], "existing folder"),
+    ],
+)
+def test_usage_error_exits_with_2_and_prints_usage(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(argv)
+    error = capsys.readouterr().err
+    assert error.startswith("usage: python -m lightning_ddp")
+    assert message in error
+
+
+@pytest.mark.parametrize("name", ["step", "memory", "launch"])
+def test_every_benchmark_has_the_common_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["bench", name, "--help"])
+    described = capsys.readouterr().out
+    for option in ("--json", "--rounds", "--world-size", "--timeout-s"):
+        assert option in described
+
+
+def test_variants_are_listed_with_their_descriptions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        lightning_ddp, "available_variants", lambda: {"b_ddp": "second", "a_ddp": "first"}, raising=False
+    )
+    assert main(["variants"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == [
+        ["a_ddp", "first"],
+        ["b_ddp", "second"],
+    ]
+
+
+def test_failed_benchmark_exits_with_1_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lightning_ddp.bench.launch.SCRIPT", "raise SystemExit('no such cluster')")
+    assert main(["bench", "launch", "--rounds", "1"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: first_batch.py")
+    assert "no such cluster" in captured.err
+
+
+# Models and contenders
+
+
+def test_every_model_name_can_be_built() -> None:
+    assert tuple(WORKLOADS) == MODEL_NAMES
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_ranks_have_the_same_weights_and_different_gradients(name: str) -> None:
+    gradients = []
+    workloads = [build_workload(name, rank=rank) for rank in (0, 1)]
+    for workload in workloads:
+        compute_loss(workload.module(workload.batch[:1])).backward()
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in workload.module.parameters() if p.grad is not None])
+        )
+    for ours, theirs in zip(*(workload.module.parameters() for workload in workloads), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.isfinite(gradients[0]).all()
+    assert (gradients[0] - gradients[1]).norm() > 0.01 * gradients[0].norm() > 0
+
+
+class FixedState:
+    """A finished run whose averaged state is given."""
+
+    def __init__(self, gradient: float, buffer: float) -> None:
+        self._state = {"gradients": torch.full((4,), gradient), "buffers": torch.full((2,), buffer)}
+
+    def averaged_state(self) -> dict[str, torch.Tensor]:
+        return self._state
+
+
+@pytest.mark.parametrize(
+    ("gradient", "buffer", "kind"),
+    [(1.01, 1.0, "gradients"), (math.nan, 1.0, "gradients"), (1.0, 1.01, "buffers")],
+)
+def test_contender_that_computes_something_else_is_not_timed(
+    gradient: float, buffer: float, kind: str
+) -> None:
+    runs = {TORCH_DEFAULT: FixedState(1.0, 1.0), OURS: FixedState(1.0 + 1e-6, 1.0)}
+    check_agreement(runs)  # type: ignore[arg-type]  # stands in for a run
+    runs[OURS] = FixedState(gradient, buffer)
+    with pytest.raises(RuntimeError, match=f"the {kind} of ours differ"):
+        check_agreement(runs)  # type: ignore[arg-type]  # stands in for a run
+
+
+def test_order_of_contenders_changes_between_rounds_and_not_between_ranks() -> None:
+    orders = [tuple(shuffled(step.CONTENDERS, seed=seed)) for seed in range(30)]
+    assert orders == [tuple(shuffled(step.CONTENDERS, seed=seed)) for seed in range(30)]
+    assert len(set(orders)) == 6
+    assert all(sorted(order) == sorted(step.CONTENDERS) for order in orders)
+
+
+# Processes
+
+
+def fail_on_rank_1(context: RankContext, message: str) -> None:
+    """Fail on rank 1 while rank 0 waits for it in a collective."""
+    if context.rank == 1:
+        raise ValueError(message)
+    dist.barrier()
+
+
+def test_failing_rank_is_reported_with_its_traceback_and_ends_the_others() -> None:
+    # conftest.py fails the test if a process is left
+    with pytest.raises(BenchmarkError, match=r"(?s)rank 1 .*fail_on_rank_1.*ValueError: broken on purpose"):
+        run_ranks(fail_on_rank_1, "broken on purpose", world_size=2, device="cpu", timeout_s=120)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_missing_gpu_is_named_before_anything_is_spawned() -> None:
+    with pytest.raises(BenchmarkError, match="--world-size 1 needs as many GPUs, found 0"):
+        run_ranks(fail_on_rank_1, "", world_size=1, device="cuda", timeout_s=120)
+
+
+def test_time_to_first_batch_is_counted_from_the_start_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('noise')\nprint(f'FIRST_BATCH {time.time() + 1000:.6f}')\n")
+    seconds = time_first_batch(script, [], timeout_s=60)
+    assert 1000 < seconds < 1060
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys; print('the reason'); sys.exit(3)", "(?s)ended with status 3.*the reason"),
+        ("print('the reason')", "(?s)reached no training batch.*the reason"),
+    ],
+)
+def test_script_without_a_first_batch_is_an_error_with_its_output(
+    source: str, message: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    with pytest.raises(BenchmarkError, match=message):
+        time_first_batch(script, [], timeout_s=60)
+
+
+def test_hanging_script_is_killed_with_its_children(tmp_path: Path) -> None:
+    pid_file = tmp_path / "child.pid"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(child.pid))\n"
+        "child.wait()\n"
+    )
+    with pytest.raises(BenchmarkError, match=r"still running after 2 s"):
+        time_first_batch(script, [str(pid_file)], timeout_s=2)
+    child = int(pid_file.read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_bench_step_prints_and_writes_every_model_and_contender(tmp_path: Path) -> None:
+    models, path = ("linear16", "linear500"), tmp_path / "step.json"
+    options = ["--rounds", "2", "--steps", "1", "--json", str(path), "--models", *models]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_ddp", "bench", "step", *options],
+        cwd=PACKAGE_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    pairs = [[model, contender] for model in models for contender in step.CONTENDERS]
+    assert [row[:2] for row in rows[2 : 2 + len(pairs)]] == pairs
+    for row in rows[2 : 2 + len(pairs)]:
+        assert all(math.isfinite(float(value)) for value in row[2:])
+        assert float(row[2]) > 0
+        assert float(row[4]) > 0
+    assert done.stdout.count("geometric mean of ours/") == 3
+    document = json.loads(path.read_text())
+    for model, contender in pairs:
+        samples = document["samples"][model][contender]
+        assert len(samples) == 2
+        assert all(math.isfinite(value) and value > 0 for value in samples)
+        ratio = document["summary"]["comparisons"][model][contender]["ratio"]
+        assert ratio == pytest.approx(paired_ratio(document["samples"][model][OURS], samples))
+    assert set(document["summary"]["geometric_mean"]) == {TORCH_DEFAULT, TORCH_FLAGS, step.FASTEST_TORCH}

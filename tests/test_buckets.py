@@ -1,0 +1,95 @@
+"""The bucket plan: pure, deterministic, within its caps."""
+
+from __future__ import annotations
+
+import doctest
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ddp.launch import children
+from lightning_ddp.parallel import buckets
+from lightning_ddp.parallel.buckets import Bucket, ParameterSpec, plan_buckets
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+DEVICES = [torch.device("cpu"), torch.device("meta")]
+
+
+@st.composite
+def parameter_specs(draw: st.DrawFn) -> list[ParameterSpec]:
+    sizes = draw(st.lists(st.integers(min_value=0, max_value=300), min_size=1, max_size=40))
+    return [
+        ParameterSpec(
+            name=f"p{i}",
+            shape=(size,),
+            stride=(1,),
+            dtype=draw(st.sampled_from(DTYPES)),
+            device=draw(st.sampled_from(DEVICES)),
+        )
+        for i, size in enumerate(sizes)
+    ]
+
+
+@given(specs=parameter_specs(), seed=st.randoms(), cap=st.integers(1, 2000), first=st.integers(1, 2000))
+@settings(deadline=None)
+def test_plan_holds_every_parameter_once_within_caps(specs, seed, cap, first) -> None:
+    order = list(range(len(specs)))
+    seed.shuffle(order)
+    plan = plan_buckets(specs, order, first_cap_bytes=first, cap_bytes=cap)
+    assert sorted(i for bucket in plan for i in bucket.indices) == list(range(len(specs)))
+    assert plan == plan_buckets(specs, list(order), first_cap_bytes=first, cap_bytes=cap)
+    seen = set()
+    for bucket in plan:
+        members = [specs[i] for i in bucket.indices]
+        assert {(m.dtype, m.device) for m in members} == {(bucket.dtype, bucket.device)}
+        assert bucket.numel == sum(m.numel for m in members)
+        limit = cap if (bucket.dtype, bucket.device) in seen else first
+        seen.add((bucket.dtype, bucket.device))
+        assert len(members) == 1 or sum(m.nbytes for m in members) <= limit
+    positions = {index: position for position, index in enumerate(order)}
+    last = [max(positions[i] for i in bucket.indices) for bucket in plan]
+    assert last == sorted(last), "buckets come in the order in which they are full"
+    for bucket in plan:
+        places = [positions[i] for i in bucket.indices]
+        assert places == sorted(places)
+
+
+def test_a_parameter_above_the_cap_has_a_bucket_of_its_own() -> None:
+    specs = [ParameterSpec.of(str(i), torch.empty(n)) for i, n in enumerate([10, 1000, 10])]
+    plan = plan_buckets(specs, [0, 1, 2], first_cap_bytes=100, cap_bytes=100)
+    assert [bucket.indices for bucket in plan] == [(0,), (1,), (2,)]
+
+
+def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
+    dense = torch.nn.Parameter(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    expanded = torch.nn.Parameter(torch.empty(6)[::2])
+    specs = [ParameterSpec.of("a", dense), ParameterSpec.of("b", expanded)]
+    (plan,) = plan_buckets(specs, [0, 1], first_cap_bytes=10**6, cap_bytes=10**6)
+    bucket = Bucket(0, plan, [dense, expanded], ["a", "b"], is_last=True)
+    a, b = bucket.gradients()
+    assert a.stride() == dense.stride()
+    assert b.shape == expanded.shape
+    a.fill_(1)
+    b.fill_(2)
+    assert bucket.buffer().tolist() == [1.0] * 120 + [2.0] * 3
+
+
+def test_a_hook_may_replace_the_buffer() -> None:
+    params = [torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))]
+    specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(params)]
+    (plan,) = plan_buckets(specs, [0, 1], first_cap_bytes=10**6, cap_bytes=10**6)
+    bucket = Bucket(0, plan, params, ["0", "1"], is_last=True)
+    base = torch.arange(10.0)
+    bucket.set_buffer(base[3:])
+    assert bucket.buffer().tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+    assert [g.flatten().tolist() for g in bucket.gradients()] == [[3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
+    bucket.arm()
+    assert bucket.buffer() is bucket.flat
+
+
+def test_doctests() -> None:
+    for module in (buckets, children):
+        result = doctest.testmod(module)
+        assert result.attempted > 0
+        assert result.failed == 0

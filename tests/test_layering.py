@@ -1,0 +1,124 @@
+"""The layout of the package: imports only go down, and only named rooms touch Lightning and the environment."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_ddp
+
+PACKAGE = Path(lightning_ddp.__file__).parent
+FLOORS = {
+    "__main__": 9,
+    "__init__": 9,
+    "cli": 8,
+    "bench": 7,
+    "trainer": 7,
+    "variants": 6,
+    "strategy": 5,
+    "parallel": 4,
+    "launch": 3,
+    "comm": 2,
+    "errors": 1,
+    "_lightning": 1,
+}
+KNOWS_LIGHTNING = {"_lightning", "strategy", "trainer", "variants", "launch", "bench"}
+READS_ENVIRONMENT = {"launch", "bench"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            yield node.module
+
+
+def import_edges() -> Iterator[tuple[Path, str]]:
+    for path in files():
+        for module in imported_modules(ast.parse(path.read_text())):
+            if module == "lightning_ddp" or module.startswith("lightning_ddp."):
+                parts = module.split(".")
+                yield path, parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_every_file_has_a_floor() -> None:
+    assert {room_of(path) for path in files()} == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    here = room_of(path)
+    for source, target in import_edges():
+        if source == path and target not in (here, "__init__"):
+            assert FLOORS[target] < FLOORS[here], f"{here} imports {target}, which is not below it"
+        if source == path and target == "__init__":
+            assert FLOORS[here] >= 7, f"{here} imports the package itself"
+
+
+def test_the_engine_does_not_know_lightning() -> None:
+    for path, target in import_edges():
+        if target == "_lightning":
+            assert room_of(path) in KNOWS_LIGHTNING, path
+    for path in files():
+        for module in imported_modules(ast.parse(path.read_text())):
+            if module.split(".")[0] in ("pytorch_lightning", "lightning", "lightning_fabric"):
+                assert room_of(path) in ("_lightning", "bench"), path
+
+
+def test_only_the_launcher_reads_the_environment() -> None:
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+                assert room_of(path) in READS_ENVIRONMENT, f"{path} line {node.lineno}"
+
+
+def test_modules_within_a_room_do_not_import_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in files():
+        name = ".".join(("lightning_ddp", *path.relative_to(PACKAGE).with_suffix("").parts))
+        graph[name.removesuffix(".__init__")] = {
+            module for module in imported_modules(ast.parse(path.read_text())) if module.startswith("lightning_ddp.")
+        }
+    visiting: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str) -> None:
+        assert name not in visiting, " -> ".join([*visiting, name])
+        if name in done or name not in graph:
+            return
+        visiting.append(name)
+        for target in sorted(graph[name]):
+            visit(target)
+        visiting.pop()
+        done.add(name)
+
+    for name in sorted(graph):
+        visit(name)
+    assert len(done) == len(graph)
+
+
+def test_public_names_are_the_ones_promised() -> None:
+    assert set(lightning_ddp.__all__) == {
+        "BucketedDDP",
+        "CustomDDPPlugin",
+        "CustomDDPStrategy",
+        "PeerFailure",
+        "Trainer",
+        "available_variants",
+        "register_variant",
+    }
+    assert lightning_ddp.CustomDDPPlugin is lightning_ddp.CustomDDPStrategy
