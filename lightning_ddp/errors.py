@@ -8,6 +8,7 @@ in the same place, so that existing `except` clauses keep working.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "BackwardOrderError",
@@ -52,14 +53,43 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         missing: rank -> qualified names of the parameters without a gradient on that rank. A rank that
             did not report in time is absent.
         step: number of the synchronised backward, from 0.
+        num_launched: buckets that every rank had started to reduce; None where the ranks differ, which
+            leaves collectives that will never match: this group cannot be used any further.
     """
 
     def __init__(
-        self, missing: Mapping[int, Sequence[str]], *, rank: int, world_size: int, step: int
+        self,
+        missing: Mapping[int, Sequence[str]],
+        *,
+        rank: int,
+        world_size: int,
+        step: int,
+        num_launched: int | None = None,
     ) -> None:
+        self.num_launched = num_launched
+        self._arguments = (rank, world_size)
         self.missing = {r: tuple(names) for r, names in sorted(missing.items())}
         self.step = step
         super().__init__(self._describe(rank, world_size))
+
+    def copy(self) -> MissingGradientError:
+        """The same error without a traceback, which would keep the frames that raised it alive."""
+        rebuild, arguments = self.__reduce__()
+        copied: MissingGradientError = rebuild(*arguments)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rank, world_size = self._arguments
+        return _rebuild, (
+            MissingGradientError,
+            {
+                "missing": self.missing,
+                "rank": rank,
+                "world_size": world_size,
+                "step": self.step,
+                "num_launched": self.num_launched,
+            },
+        )
 
     def _describe(self, rank: int, world_size: int) -> str:
         lines = [f"rank {rank}: backward {self.step} ended, but these parameters got no gradient:"]
@@ -77,6 +107,11 @@ class MissingGradientError(LightningDDPError, RuntimeError):
             " for in every step with find_unused_parameters=True."
         )
         return "\n".join(lines)
+
+
+def _rebuild(kind: type[LightningDDPError], arguments: dict[str, Any]) -> LightningDDPError:
+    """Unpickles an error that has keyword-only arguments."""
+    return kind(**arguments)
 
 
 class PeerFailure(LightningDDPError, RuntimeError):
@@ -120,6 +155,9 @@ class PeerFailure(LightningDDPError, RuntimeError):
         self.traceback = traceback
         self.exit_code = exit_code
         super().__init__(self._describe())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (PeerFailure, dict(self.__dict__))
 
     def _describe(self) -> str:
         where = [f"host {self.host}"] if self.host else []

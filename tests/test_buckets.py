@@ -66,7 +66,7 @@ def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
     expanded = torch.nn.Parameter(torch.empty(6)[::2])
     specs = [ParameterSpec.of("a", dense), ParameterSpec.of("b", expanded)]
     (plan,) = plan_buckets(specs, [0, 1], first_cap_bytes=10**6, cap_bytes=10**6)
-    bucket = Bucket(0, plan, [dense, expanded], ["a", "b"], is_last=True)
+    bucket = Bucket(0, plan, torch.zeros(plan.numel), [dense, expanded], ["a", "b"], is_last=True)
     a, b = bucket.gradients()
     assert a.stride() == dense.stride()
     assert b.shape == expanded.shape
@@ -79,7 +79,7 @@ def test_a_hook_may_replace_the_buffer() -> None:
     params = [torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))]
     specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(params)]
     (plan,) = plan_buckets(specs, [0, 1], first_cap_bytes=10**6, cap_bytes=10**6)
-    bucket = Bucket(0, plan, params, ["0", "1"], is_last=True)
+    bucket = Bucket(0, plan, torch.zeros(plan.numel), params, ["0", "1"], is_last=True)
     base = torch.arange(10.0)
     bucket.set_buffer(base[3:])
     assert bucket.buffer().tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]

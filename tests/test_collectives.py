@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from harness import run_threads
 
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group, Interrupt
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.parallel.states import BufferSync, broadcast_coalesced
-from tests.harness import run_threads
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,12 @@ import time
 
 import psutil
 import pytest
+from harness import run_script
 
 from lightning_ddp.comm.group import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.children import ChildExit, Children
-from tests.harness import run_script
 
 DEADLINE_S = 60
 
@@ -203,7 +203,10 @@ def test_a_module_is_run_again_as_a_module(tmp_path) -> None:
     [
         ("devices=0, strategy='custom_ddp'", "`Trainer(devices=0)` value is not a valid input"),
         ("devices=2, strategy='custom_dpp'", "custom_dpp"),
-        ("devices=2, strategy=lightning_ddp.CustomDDPStrategy(buckets=3)", "unexpected keyword argument 'buckets'"),
+        (
+            "devices=2, strategy=lightning_ddp.CustomDDPStrategy(buckets=3)",
+            "unexpected keyword argument 'buckets'",
+        ),
     ],
 )
 def test_bad_arguments_are_named_and_nothing_is_left(arguments, message) -> None:
@@ -278,7 +281,9 @@ def test_several_nodes_need_a_port_that_all_know() -> None:
 def test_a_store_on_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RendezvousError, match=f"port {port} on 127.0.0.1, named by MASTER_PORT, is in use"):
+        with pytest.raises(
+            RendezvousError, match=f"port {port} on 127.0.0.1, named by MASTER_PORT, is in use"
+        ):
             rendezvous.HostedStore("127.0.0.1", port)
 
 
@@ -315,7 +320,9 @@ def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
 def test_stopping_children_lets_them_finish_and_then_kills() -> None:
     failures: list[ChildExit] = []
     children = Children(failures.append)
-    polite = "import signal, sys\nprint('x')\ntry:\n    signal.pause()\nexcept KeyboardInterrupt:\n    sys.exit(5)"
+    polite = (
+        "import signal, sys\nprint('x')\ntry:\n    signal.pause()\nexcept KeyboardInterrupt:\n    sys.exit(5)"
+    )
     deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.pause()\nsignal.pause()"
     for rank, source in ((1, polite), (2, deaf)):
         children.start(rank, [sys.executable, "-c", source], dict(os.environ))

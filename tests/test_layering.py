@@ -1,4 +1,4 @@
-"""The layout of the package: imports only go down, and only named rooms touch Lightning and the environment."""
+"""The layout of the package: imports only go down; named rooms touch Lightning and the environment."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_modules_within_a_room_do_not_import_in_a_circle() -> None:
     for path in files():
         name = ".".join(("lightning_ddp", *path.relative_to(PACKAGE).with_suffix("").parts))
         graph[name.removesuffix(".__init__")] = {
-            module for module in imported_modules(ast.parse(path.read_text())) if module.startswith("lightning_ddp.")
+            module
+            for module in imported_modules(ast.parse(path.read_text()))
+            if module.startswith("lightning_ddp.")
         }
     visiting: list[str] = []
     done: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import pytorch_lightning as pl
+from harness import run_script
 from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 
@@ -11,7 +12,6 @@ import lightning_ddp
 from lightning_ddp import CustomDDPStrategy, available_variants, register_variant
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.trainer import _parse_gpus, _translate
-from tests.harness import run_script
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
@@ -71,7 +71,10 @@ def test_an_unknown_argument_names_the_closest() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"start_method": "thread"}, "start_method='thread'; there are 'popen', 'spawn', 'fork', 'forkserver'"),
+        (
+            {"start_method": "thread"},
+            "start_method='thread'; there are 'popen', 'spawn', 'fork', 'forkserver'",
+        ),
         ({"ddp_comm_wrapper": lambda hook: hook}, "ddp_comm_wrapper wraps a hook"),
         ({"model_averaging_period": 4}, "post-local SGD needs both"),
     ],
@@ -83,8 +86,18 @@ def test_arguments_that_cannot_take_effect_raise(arguments, message) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "expected"),
-    [(2, [0, 1]), (-1, [0, 1, 2, 3]), ([0, 3], [0, 3]), ("0,3", [0, 3]), ("2,", [2]), ("3", [0, 1, 2])]
-    + [("-1", [0, 1, 2, 3]), (0, None), ([], None), ("0", None)],
+    [
+        (2, [0, 1]),
+        (-1, [0, 1, 2, 3]),
+        ([0, 3], [0, 3]),
+        ("0,3", [0, 3]),
+        ("2,", [2]),
+        ("3", [0, 1, 2]),
+        ("-1", [0, 1, 2, 3]),
+        (0, None),
+        ([], None),
+        ("0", None),
+    ],
 )
 def test_gpus_in_all_their_spellings(four_gpus, gpus, expected) -> None:
     assert _parse_gpus(gpus) == expected

@@ -152,6 +152,7 @@ class Bucket:
     Args:
         index: position in launch order.
         spec: its part of the plan.
+        flat: the memory of its gradients: 1-D, contiguous, `spec.numel` elements of `spec.dtype`.
         parameters: its parameters, in the order of `spec.indices`.
         names: their qualified names.
         is_last: whether it is launched last.
@@ -161,6 +162,7 @@ class Bucket:
         self,
         index: int,
         spec: BucketSpec,
+        flat: torch.Tensor,
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         *,
@@ -170,7 +172,7 @@ class Bucket:
         self.params = tuple(parameters)
         self.names = tuple(names)
         self.size = len(self.params)
-        self.flat = torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
+        self.flat = flat
         self.views = _views(self.flat, self.params)
         self.early = frozenset(
             i for i, p in enumerate(self.params) if p.numel() * p.element_size() >= EARLY_COPY_BYTES

@@ -75,7 +75,6 @@ class BucketedDDP(torch.nn.Module):
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ConfigurationError(f"bucket_cap_mb={bucket_cap_mb}: expected a size in MiB above 0")
         named = _trainable(module)
-        self.process_group = process_group if process_group is not None else _default_group()
         self.module = module
         self.device = named[0][1].device
         self.device_ids = _check_device_ids(device_ids, output_device, self.device)
@@ -83,7 +82,7 @@ class BucketedDDP(torch.nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._group = Group(self.process_group, interrupt)
+        self._group = Group(process_group if process_group is not None else _default_group(), interrupt)
         token = "unverified"
         self._buffer_sync = BufferSync(self._group, module)
         if init_sync:
@@ -98,6 +97,11 @@ class BucketedDDP(torch.nn.Module):
             cap_bytes=_cap_bytes(bucket_cap_mb),
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks over which gradients are averaged."""
+        return self._group.process_group
 
     def _broadcast_state(self) -> None:
         broadcast_coalesced(self._group, list(self.module.parameters()))

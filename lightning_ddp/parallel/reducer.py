@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.errors import BackwardOrderError, CommHookError, LightningDDPError
+from lightning_ddp.errors import BackwardOrderError, CommHookError, LightningDDPError, MissingGradientError
 from lightning_ddp.parallel.buckets import Bucket, BucketSpec, ParameterSpec, plan_buckets
 from lightning_ddp.parallel.unused import MissingGradients
 
@@ -68,9 +68,11 @@ class Reducer:
         self._ready: list[int] = []
         self._next = 0
         self._is_running = False
+        self._storage: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._first_order: list[int] | None = None
         self.has_rebuilt = False
-        self.num_steps = 0
+        self.step = -1  # number of the synchronised backward that runs or ran last
+        self._broken: MissingGradientError | None = None
         self.buckets: tuple[Bucket, ...] = ()
         self._build(self._plan(range(len(self._params) - 1, -1, -1)))
 
@@ -83,10 +85,12 @@ class Reducer:
 
     def _build(self, plan: Sequence[BucketSpec]) -> None:
         grads = self._release()
+        flats = self._slice_storage(plan)
         self.buckets = tuple(
             Bucket(
                 index,
                 spec,
+                flats[index],
                 [self._params[i] for i in spec.indices],
                 [self._names[i] for i in spec.indices],
                 is_last=index == len(plan) - 1,
@@ -98,6 +102,20 @@ class Reducer:
             for position, (index, param) in enumerate(zip(bucket.spec.indices, bucket.params, strict=True)):
                 hook = self._make_hook(bucket, position, index)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
+        """One allocation a dtype and device for all its buckets, so that a new plan needs no new memory."""
+        offsets: dict[tuple[torch.dtype, torch.device], int] = {}
+        flats = []
+        for spec in plan:
+            kind = (spec.dtype, spec.device)
+            if kind not in self._storage:
+                numel = sum(other.numel for other in plan if (other.dtype, other.device) == kind)
+                self._storage[kind] = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
+            start = offsets.get(kind, 0)
+            offsets[kind] = start + spec.numel
+            flats.append(self._storage[kind][start : start + spec.numel])
+        return flats
 
     def _release(self) -> dict[int, torch.Tensor]:
         """Lets go of the present buckets; the gradients that live in them are kept aside."""
@@ -160,7 +178,17 @@ class Reducer:
         self._hook_state = state
 
     def arm(self) -> None:
-        """Expects every parameter's gradient once in the next backward. Does not communicate."""
+        """Expects every parameter's gradient once in the next backward.
+
+        Does not communicate, unless the last backward was interrupted: then it waits for what that had
+        launched.
+
+        Raises:
+            MissingGradientError: a gradient was missing in an earlier step on some of the ranks only, so that
+                their collectives no longer match.
+        """
+        if self._broken is not None:
+            raise self._broken.copy()
         if self._is_running:
             self._abandon()
         self._ready.clear()
@@ -174,8 +202,12 @@ class Reducer:
             bucket.armed = False
 
     def _abandon(self) -> None:
-        """The last backward raised in user code: waits for what it had launched, and forgets it."""
+        """The last backward was interrupted: waits for what it had launched, and forgets it."""
         self._is_running = False
+        self._drain()
+
+    def _drain(self) -> None:
+        """Waits for what this backward has launched."""
         for bucket in self.buckets[: self._next]:
             if bucket.work is not None:
                 self._wait(bucket)
@@ -206,6 +238,7 @@ class Reducer:
         """A bucket got its first or its last gradient."""
         if not self._is_running:
             self._is_running = True
+            self.step += 1
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if bucket.num_pending > 0:
             return
@@ -276,36 +309,49 @@ class Reducer:
 
     def _finish(self) -> None:
         """Called by the autograd engine when all gradients of this backward are there."""
-        self._is_running = False
         self.disarm()
         if self._next < len(self.buckets):
-            raise self._missing.report(self.num_steps, self._names_missing())
+            self._raise_missing()
+        if not self.has_rebuilt:
+            self._first_order = list(self._ready)
         for bucket in self.buckets:
             value = self._wait(bucket)
             if value is not None:
                 self._take_result(bucket, value)
             if not self._is_view:
                 self._copy_out(bucket)
-        if self.num_steps == 0:
-            self._first_order = list(self._ready)
-        self.num_steps += 1
+        self._is_running = False
 
-    def _names_missing(self) -> list[str]:
+    def _raise_missing(self) -> None:
         arrived = set(self._ready)
-        return [name for i, name in enumerate(self._names) if i not in arrived]
+        names = [name for i, name in enumerate(self._names) if i not in arrived]
+        self._is_running = False
+        error = self._missing.report(self.step, names, self._next)
+        if error.num_launched is None:
+            self._broken = error.copy()
+        else:
+            self._drain()
+        raise error
 
     def _wait(self, bucket: Bucket) -> Any:
-        work, bucket.work = bucket.work, None
-        watch = self._missing.watch(self.num_steps)
-        if self._hook is None:
-            self._group.wait(work, bucket.spec.device, watch)
-            return None
+        work = bucket.work
+        watch = self._missing.watch(self.step, self._next)
         try:
-            return self._group.wait_future(work, watch)
+            if self._hook is None:
+                self._group.wait(work, bucket.spec.device, watch)
+                value = None
+            else:
+                value = self._group.wait_future(work, watch)
+        except MissingGradientError as error:
+            self._broken = error.copy()
+            raise
         except LightningDDPError:
             raise
         except RuntimeError as error:
+            if self._hook is None:
+                raise
             raise self._hook_error(bucket, f"failed: {error}") from error
+        return value
 
     def _take_result(self, bucket: Bucket, value: Any) -> None:
         if isinstance(value, (list, tuple)) and len(value) == 1:
@@ -334,7 +380,7 @@ class Reducer:
     def _hook_error(self, bucket: Bucket, what: str) -> CommHookError:
         name = getattr(self._hook, "__qualname__", type(self._hook).__name__)
         return CommHookError(
-            f"rank {self._group.rank}, step {self.num_steps}: communication hook {name!r} {what}"
+            f"rank {self._group.rank}, step {self.step}: communication hook {name!r} {what}"
             f" (bucket {bucket.index()} of {len(self.buckets)}, {bucket.flat.numel()} elements,"
             f" parameters {bucket.names[0]!r} to {bucket.names[-1]!r})"
         )
@@ -344,7 +390,7 @@ class Reducer:
             return self._twice_error()
         names = [n for n, p in zip(bucket.names, bucket.params, strict=True) if p.grad is None]
         return BackwardOrderError(
-            f"rank {self._group.rank}, step {self.num_steps}: something set .grad to None before it was"
+            f"rank {self._group.rank}, step {self.step}: something set .grad to None before it was"
             f" averaged, for {', '.join(names)}. Free gradients after backward, not in a hook during it."
         )
 
@@ -354,7 +400,7 @@ class Reducer:
             counts[index] = counts.get(index, 0) + 1
         names = [self._names[i] for i, n in counts.items() if n > 1]
         return BackwardOrderError(
-            f"rank {self._group.rank}, step {self.num_steps}: more than one gradient in one backward for"
+            f"rank {self._group.rank}, step {self.step}: more than one gradient in one backward for"
             f" {', '.join(names)}. Re-entrant activation checkpointing does that: use"
             " torch.utils.checkpoint(..., use_reentrant=False)."
         )

@@ -18,6 +18,7 @@ from lightning_ddp.parallel.buckets import MIB, ParameterSpec
 __all__ = ["BufferSync", "broadcast_coalesced", "verify_across_ranks"]
 
 _CHUNK_BYTES = 25 * MIB
+_IN_PLACE_BYTES = MIB
 
 
 def verify_across_ranks(group: Group, specs: Sequence[ParameterSpec], device: torch.device) -> str:
@@ -79,7 +80,7 @@ def broadcast_coalesced(
     """Overwrites `tensors` with those of group rank `src`. All ranks call it; it communicates.
 
     Small tensors of one dtype and device travel together in chunks of at most `chunk_bytes`; a contiguous
-    tensor above that travels in place.
+    tensor of 1 MiB or more travels in place, without a copy.
 
     Args:
         group: the ranks that agree.
@@ -88,15 +89,17 @@ def broadcast_coalesced(
         chunk_bytes: size of a chunk in bytes.
     """
     with torch.no_grad():
-        for chunk in _chunks(tensors, chunk_bytes):
+        large = [t for t in tensors if t.is_contiguous() and t.numel() * t.element_size() >= _IN_PLACE_BYTES]
+        alone = {id(t) for t in large}
+        works = [(group.broadcast(t.detach(), src), t.device) for t in large]
+        for chunk in _chunks([t for t in tensors if id(t) not in alone], chunk_bytes):
             _broadcast_chunk(group, chunk, src)
+        for work, device in works:
+            group.wait(work, device)
 
 
 def _broadcast_chunk(group: Group, chunk: Sequence[torch.Tensor], src: int) -> None:
     device = chunk[0].device
-    if len(chunk) == 1 and chunk[0].is_contiguous():
-        group.wait(group.broadcast(chunk[0].detach(), src), device)
-        return
     flat = torch.cat([t.detach().reshape(-1) for t in chunk])
     group.wait(group.broadcast(flat, src), device)
     if group.rank != src:

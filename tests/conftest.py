@@ -1,0 +1,87 @@
+"""Every test leaves the process as it found it: environment, process groups, threads, children."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+# Set by the machinery, not by the test: pytest's own, and what torch and its OpenMP set at import.
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+_ENDING_GRACE_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment() -> Iterator[None]:
+    """Restores the environment, then fails the test that changed it."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = {
+        name: (before.get(name), after.get(name))
+        for name in before.keys() | after.keys()
+        if name not in _NOT_OURS and before.get(name) != after.get(name)
+    }
+    for name, (old, _) in changed.items():
+        if old is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = old
+    assert not changed, f"the test changed environment variables (before, after): {changed}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_process_group() -> Iterator[None]:
+    """Destroys a default process group, then fails the test that left it."""
+    assert not dist.is_initialized(), "a default process group exists before the test"
+    yield
+    leaked = dist.is_initialized()
+    if leaked:
+        dist.destroy_process_group()
+    assert not leaked, "the test left a default process group; call destroy_process_group()"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """Fails the test that leaves a thread which would keep the interpreter from ending."""
+    before = set(threading.enumerate())
+    yield
+    leaked = [t for t in threading.enumerate() if t not in before and not t.daemon]
+    for thread in leaked:
+        thread.join(timeout=_ENDING_GRACE_S)
+    alive = [thread.name for thread in leaked if thread.is_alive()]
+    assert not alive, f"the test left non-daemon threads: {alive}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_children() -> Iterator[None]:
+    """Kills child processes, then fails the test that left them."""
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    yield
+    multiprocessing.active_children()  # reaps those that have ended
+    left = [child for child in me.children(recursive=True) if child not in before]
+    _, alive = psutil.wait_procs([child for child in left if not _is_shared_server(child)], _ENDING_GRACE_S)
+    described = [f"pid {child.pid}: {_command(child)}" for child in alive]
+    for child in alive:
+        child.kill()
+    psutil.wait_procs(alive, timeout=10)
+    assert not alive, f"the test left child processes: {described}"
+
+
+def _is_shared_server(process: psutil.Process) -> bool:
+    # multiprocessing keeps one of each for the life of the interpreter
+    command = _command(process)
+    return "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return "(ended)"

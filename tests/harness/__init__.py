@@ -1,0 +1,25 @@
+"""Runs code on several ranks and answers for each of them: a result, or how it failed. Never silence.
+
+`run_ranks` and `run_ranks_outcomes` start forked processes, `run_threads` and `run_threads_outcomes` start
+threads with one gloo group each, `run_script` starts a Python script as a user would. None of them leaves
+a process behind, and each has a deadline.
+"""
+
+from harness.leftovers import ProcessLeftBehind
+from harness.outcomes import RankFailed, RankOutcome
+from harness.processes import run_ranks, run_ranks_outcomes
+from harness.scripts import ScriptFailed, ScriptResult, run_script
+from harness.threads import run_threads, run_threads_outcomes
+
+__all__ = [
+    "ProcessLeftBehind",
+    "RankFailed",
+    "RankOutcome",
+    "ScriptFailed",
+    "ScriptResult",
+    "run_ranks",
+    "run_ranks_outcomes",
+    "run_script",
+    "run_threads",
+    "run_threads_outcomes",
+]

@@ -1,0 +1,205 @@
+"""Trains on scikit-learn's digits in several ways, one after the other, and saves what came out of each.
+
+A script as users write them, run by `test_parity_trainer.py` under several strategies and launchers:
+
+    python trainer_script.py --strategy custom_ddp --cases plain,clip --out results.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_ddp
+
+warnings.filterwarnings("ignore", message=".*does not have many workers")
+
+NUM_TRAIN, NUM_VAL, BATCH_SIZE = 256, 64, 16
+
+
+def loader(start: int, stop: int, shuffle: bool) -> DataLoader:
+    images, labels = load_digits(return_X_y=True)
+    data = TensorDataset(
+        torch.tensor(images[start:stop] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8),
+        torch.tensor(labels[start:stop]),
+    )
+    return DataLoader(data, BATCH_SIZE, shuffle=shuffle)
+
+
+class Classifier(pl.LightningModule):
+    """A convolution with BatchNorm and a linear layer, trained with momentum."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+        )
+        self.head = nn.Linear(8 * 3 * 3, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        images, labels = batch
+        return cross_entropy(self(images), labels)
+
+    def on_train_start(self) -> None:
+        # one write a line: the processes share the stream
+        rank, world_size = self.global_rank, self.trainer.world_size
+        wrapper = type(self.trainer.strategy.model).__name__
+        os.write(1, f"{self.case}: rank {rank} of {world_size} has {wrapper}\n".encode())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+        self.log("test_ranks", float(self.global_rank), sync_dist=True, reduce_fx="sum")
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class TwoOptimizers(Classifier):
+    """Manual optimisation: the features and the head take turns, with a forward and a backward each."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.SGD(self.features.parameters(), lr=0.1, momentum=0.9),
+            torch.optim.Adam(self.head.parameters(), lr=0.01),
+        )
+
+
+class Cases:
+    """The ways to train; each method is one, named by what it shows."""
+
+    def __init__(self, strategy: str, folder: Path) -> None:
+        self.strategy = strategy
+        self.folder = folder
+
+    def trainer(self, **options: Any) -> pl.Trainer:
+        trainer_class = pl.Trainer if self.strategy.startswith("ddp") else lightning_ddp.Trainer
+        return trainer_class(
+            **{
+                "strategy": self.strategy,
+                "accelerator": "cpu",
+                "devices": 2,
+                "max_epochs": 1,
+                "logger": False,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "enable_checkpointing": False,
+                **options,
+            }
+        )
+
+    def fit(self, model: Classifier, ckpt_path: str | None = None, **options: Any) -> pl.Trainer:
+        trainer = self.trainer(**options)
+        trainer.fit(model, loader(0, NUM_TRAIN, shuffle=True), ckpt_path=ckpt_path)
+        return trainer
+
+    def plain(self) -> dict[str, Any]:
+        model = Classifier("plain")
+        self.fit(model)
+        return {"state": model.state_dict()}
+
+    def accumulate(self) -> dict[str, Any]:
+        model = Classifier("accumulate")
+        self.fit(model, accumulate_grad_batches=2)
+        return {"state": model.state_dict()}
+
+    def clip(self) -> dict[str, Any]:
+        model = Classifier("clip")
+        self.fit(model, gradient_clip_val=0.05)
+        return {"state": model.state_dict()}
+
+    def bf16(self) -> dict[str, Any]:
+        model = Classifier("bf16")
+        self.fit(model, precision="bf16-mixed")
+        return {"state": model.state_dict()}
+
+    def manual(self) -> dict[str, Any]:
+        model = TwoOptimizers("manual")
+        self.fit(model)
+        return {"state": model.state_dict()}
+
+    def two_epochs(self) -> dict[str, Any]:
+        model = Classifier("two_epochs")
+        trainer = self.fit(model, max_epochs=2)
+        return {
+            "state": model.state_dict(),
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+        }
+
+    def resumed(self) -> dict[str, Any]:
+        checkpoint = str(self.folder / "after_one_epoch.ckpt")
+        trainer = self.fit(Classifier("resumed"))
+        trainer.save_checkpoint(checkpoint)
+        model = Classifier("resumed")
+        trainer = self.fit(model, ckpt_path=checkpoint, max_epochs=2)
+        return {
+            "state": model.state_dict(),
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+        }
+
+    def fit_twice_and_evaluate(self) -> dict[str, Any]:
+        model = Classifier("fit_twice_and_evaluate")
+        self.fit(model)
+        trainer = self.fit(model)
+        held_out = loader(NUM_TRAIN, NUM_TRAIN + NUM_VAL, shuffle=False)
+        return {
+            "validate": trainer.validate(model, held_out, verbose=False),
+            "test": trainer.test(model, held_out, verbose=False),
+            "predict": torch.cat(trainer.predict(model, held_out)),
+            "state": model.state_dict(),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", required=True)
+    parser.add_argument("--cases", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    cases = Cases(args.strategy, args.out.parent)
+    results = {}
+    for name in args.cases.split(","):
+        pl.seed_everything(7, verbose=False)
+        results[name] = getattr(cases, name)()
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            torch.save(results, args.out)  # after each, so that a later failure does not hide it
+
+
+if __name__ == "__main__":
+    main()

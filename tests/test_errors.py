@@ -1,0 +1,37 @@
+"""Errors travel between processes and say what happened."""
+
+from __future__ import annotations
+
+import pickle
+
+from lightning_ddp.errors import MissingGradientError, PeerFailure
+
+
+def test_peer_failure_keeps_its_fields_over_pickling() -> None:
+    failure = PeerFailure(
+        rank=2,
+        host="gpu-07",
+        pid=4121,
+        step=1840,
+        phase="training_step",
+        exception_type="ValueError",
+        message="expected 3 channels, got 1",
+        traceback="Traceback ...",
+    )
+    again = pickle.loads(pickle.dumps(failure))
+    assert vars(again) == vars(failure)
+    assert str(again) == str(failure)
+    assert str(failure).startswith(
+        "rank 2 (host gpu-07, pid 4121) failed at step 1840 in training_step:\n"
+        "  ValueError: expected 3 channels, got 1\n"
+    )
+    assert str(failure).endswith("Traceback of rank 2 follows.\nTraceback ...")
+
+
+def test_missing_gradients_say_who_misses_what_over_pickling() -> None:
+    error = MissingGradientError({0: ["a.weight"], 2: []}, rank=0, world_size=3, step=7)
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.missing, again.step, str(again)) == (error.missing, 7, str(error))
+    lines = str(error).splitlines()
+    assert lines[1:4] == ["  rank 0: a.weight", "  rank 1: no report", "  rank 2: none missing"]
+    assert error.copy() is not error

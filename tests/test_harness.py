@@ -1,0 +1,342 @@
+"""Breaks the harness on purpose: whatever becomes of a rank, the right rank is reported, and none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from harness import (
+    ProcessLeftBehind,
+    RankFailed,
+    ScriptFailed,
+    run_ranks,
+    run_ranks_outcomes,
+    run_script,
+    run_threads,
+    run_threads_outcomes,
+)
+
+pytest_plugins = ["pytester"]
+SLEEPER = "import signal; signal.pause()"
+
+
+def sum_of_ranks(rank, world_size, offset):
+    tensor = torch.full((3,), float(rank + offset))
+    dist.all_reduce(tensor)
+    return rank, tensor, torch.get_num_threads(), os.getpid()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_gives_its_result_in_rank_order(world_size):
+    results = run_ranks(sum_of_ranks, world_size, 10)
+    assert [result[0] for result in results] == list(range(world_size))
+    expected = torch.full((3,), float(sum(range(10, 10 + world_size))))
+    assert all(torch.equal(result[1], expected) for result in results)
+    assert [result[2] for result in results] == [1] * world_size
+    pids = {result[3] for result in results}
+    assert len(pids) == world_size
+    assert os.getpid() not in pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def raises_on_rank_1(rank, world_size):
+    if rank == 1:
+        raise ValueError("the flux is wrong")
+    return rank
+
+
+def test_a_rank_that_raises_is_reported_with_its_traceback():
+    with pytest.raises(RankFailed, match=r"1 of 3 ranks failed \(1\)(.|\n)*the flux is wrong") as caught:
+        run_ranks(raises_on_rank_1, 3)
+    assert list(caught.value.failures) == [1]
+    failure = caught.value.failures[1]
+    assert (failure.status, failure.exception_type) == ("raised", "ValueError")
+    assert "in raises_on_rank_1" in failure.traceback
+
+
+def raises_everywhere(rank, world_size):
+    raise ValueError(f"rank {rank} here")
+
+
+def test_all_ranks_that_raise_are_reported():
+    with pytest.raises(RankFailed, match=r"2 of 2 ranks failed \(0, 1\)") as caught:
+        run_ranks(raises_everywhere, 2)
+    assert {rank: f.message for rank, f in caught.value.failures.items()} == {
+        0: "rank 0 here",
+        1: "rank 1 here",
+    }
+
+
+def exits_on_rank_0(rank, world_size):
+    if rank == 0:
+        os._exit(3)
+    return rank
+
+
+def test_a_rank_that_exits_is_reported_with_its_exit_code():
+    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(0\)(.|\n)*exit code 3") as caught:
+        run_ranks(exits_on_rank_0, 2, process_group=False)
+    assert (caught.value.failures[0].status, caught.value.failures[0].exit_code) == ("died", 3)
+
+
+def exits_with_0_on_rank_1(rank, world_size):
+    if rank == 1:
+        os._exit(0)
+    return rank
+
+
+def test_a_rank_that_exits_with_0_but_without_a_result_is_a_failure():
+    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(1\)(.|\n)*exit code 0"):
+        run_ranks(exits_with_0_on_rank_1, 2, process_group=False)
+
+
+def killed_on_rank_1(rank, world_size):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank
+
+
+def test_a_rank_that_is_killed_is_reported_with_its_signal():
+    with pytest.raises(RankFailed, match=r"\(1\)(.|\n)*killed by SIGKILL") as caught:
+        run_ranks(killed_on_rank_1, 2, process_group=False)
+    assert caught.value.failures[1].exit_code == -signal.SIGKILL
+
+
+def hangs_on_rank_1(rank, world_size):
+    if rank == 1:
+        wait_for_a_godot()
+    return rank
+
+
+def wait_for_a_godot():
+    threading.Event().wait()
+
+
+def test_a_rank_that_hangs_is_reported_with_its_stack_and_killed():
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match=r"\(1\)(.|\n)*hung(.|\n)*wait_for_a_godot") as caught:
+        run_ranks(hangs_on_rank_1, 2, timeout_s=1.0)
+    assert caught.value.failures[1].status == "hung"
+    assert 1.0 <= time.monotonic() - started < 10
+
+
+def rank_0_waits_for_a_dead_peer(rank, world_size):
+    if rank == 1:
+        raise ValueError("the cause")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_fails_because_its_peer_failed_is_reported_beside_the_cause():
+    with pytest.raises(RankFailed, match=r"2 of 2 ranks failed(.|\n)*the cause") as caught:
+        run_ranks(rank_0_waits_for_a_dead_peer, 2)
+    assert caught.value.failures[1].exception_type == "ValueError"
+    assert caught.value.failures[0].exception_type == "RuntimeError"  # its connection broke
+
+
+def test_outcomes_keep_failed_ranks_connected_so_that_a_hang_shows():
+    outcomes = run_ranks_outcomes(rank_0_waits_for_a_dead_peer, 2, timeout_s=1.5)
+    assert [outcome.status for outcome in outcomes] == ["hung", "raised"]
+    assert "all_reduce" in outcomes[0].traceback
+
+
+def returns_a_lambda_on_rank_0(rank, world_size):
+    return (lambda: None) if rank == 0 else rank
+
+
+def test_a_result_that_cannot_be_pickled_is_reported():
+    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(0\)(.|\n)*[Cc]an't pickle|lambda") as caught:
+        run_ranks(returns_a_lambda_on_rank_0, 2)
+    assert list(caught.value.failures) == [0]
+
+
+class Explosive:
+    def __reduce__(self):
+        return (int, ("no number",))
+
+
+def returns_what_cannot_be_unpickled_on_rank_1(rank, world_size):
+    return Explosive() if rank == 1 else rank
+
+
+def test_a_result_that_cannot_be_unpickled_is_reported():
+    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(1\)(.|\n)*no number"):
+        run_ranks(returns_what_cannot_be_unpickled_on_rank_1, 2)
+
+
+def leaves_on_rank_1(rank, world_size):
+    if rank == 1:
+        raise SystemExit(5)
+    return rank
+
+
+def test_a_rank_that_calls_sys_exit_is_reported():
+    with pytest.raises(RankFailed, match=r"\(1\)(.|\n)*SystemExit"):
+        run_ranks(leaves_on_rank_1, 2)
+
+
+def crashes_after_its_result_on_rank_0(rank, world_size):
+    if rank == 0:
+        dist.destroy_process_group = lambda: os._exit(4)
+    return rank
+
+
+def test_a_rank_that_crashes_after_its_result_is_a_failure():
+    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(0\)(.|\n)*answered, but then(.|\n)*code 4"):
+        run_ranks(crashes_after_its_result_on_rank_0, 2)
+
+
+def leaves_a_process(rank, world_size):
+    return subprocess.Popen([sys.executable, "-c", SLEEPER]).pid
+
+
+def test_a_rank_that_leaves_a_process_fails_the_run_and_the_process_is_killed():
+    with pytest.raises(ProcessLeftBehind, match=r"left 2 process\(es\) behind: pid \d+.*signal\.pause"):
+        run_ranks(leaves_a_process, 2)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if SLEEPER in (p.info["cmdline"] or [])]
+
+
+def sum_of_ranks_in_a_thread(rank, world_size, group, offset):
+    reduced = torch.full((3,), float(rank + offset))
+    group.allreduce([reduced]).wait()
+    received = torch.full((2,), float(rank))
+    group.broadcast(received, 0).wait()
+    gathered = [[torch.zeros(1) for _ in range(world_size)]]
+    group.allgather(gathered, [torch.full((1,), float(rank))]).wait()
+    return group.rank(), group.size(), reduced, received, torch.cat(gathered[0])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_thread_gives_its_result_in_rank_order(world_size):
+    results = run_threads(sum_of_ranks_in_a_thread, world_size, 10)
+    assert [result[:2] for result in results] == [(rank, world_size) for rank in range(world_size)]
+    for _, _, reduced, received, gathered in results:
+        assert torch.equal(reduced, torch.full((3,), float(sum(range(10, 10 + world_size)))))
+        assert torch.equal(received, torch.zeros(2))
+        assert torch.equal(gathered, torch.arange(float(world_size)))
+
+
+def raises_in_thread_1(rank, world_size, group):
+    if rank == 1:
+        raise ValueError("the flux is wrong")
+    return rank
+
+
+def test_a_thread_that_raises_is_reported():
+    with pytest.raises(RankFailed, match=r"1 of 3 ranks failed \(1\)(.|\n)*the flux is wrong") as caught:
+        run_threads(raises_in_thread_1, 3)
+    assert list(caught.value.failures) == [1]
+
+
+def hangs_in_thread_0(rank, world_size, group, never):
+    if rank == 0:
+        never.wait()
+    return rank
+
+
+def test_a_thread_that_hangs_is_reported_with_its_stack():
+    never = threading.Event()
+    try:
+        outcomes = run_threads_outcomes(hangs_in_thread_0, 2, never, timeout_s=0.5)
+    finally:
+        never.set()
+    assert [outcome.status for outcome in outcomes] == ["hung", "returned"]
+    assert "hangs_in_thread_0" in outcomes[0].traceback
+
+
+def hangs_in_a_collective(rank, world_size, group):
+    if rank == 0:
+        group.allreduce([torch.ones(1)]).wait()
+
+
+def test_a_thread_that_hangs_in_a_collective_is_reported():
+    outcomes = run_threads_outcomes(hangs_in_a_collective, 2, timeout_s=0.5)
+    assert [outcome.status for outcome in outcomes] == ["hung", "returned"]
+    assert "group.allreduce" in outcomes[0].traceback
+
+
+def test_a_script_gives_its_output_and_exit_code():
+    source = "import sys; print('out', *sys.argv[1:]); print('err', file=sys.stderr); sys.exit(3)"
+    result = run_script(source, ["a", "b"])
+    assert (result.returncode, result.stdout, result.stderr) == (3, "out a b\n", "err\n")
+    with pytest.raises(ScriptFailed, match=r"exit code 3(.|\n)*out a b(.|\n)*err"):
+        result.check()
+
+
+def test_a_script_gets_its_environment_but_not_that_of_a_rank(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    source = "import os; print(os.environ.get('LOCAL_RANK'), os.environ['COLOUR'])"
+    assert run_script(source, env={"COLOUR": "green"}).check().stdout == "None green\n"
+
+
+def test_a_script_that_hangs_shows_its_stack_and_is_killed():
+    source = f"import os\nprint(os.getpid(), flush=True)\ndef stuck():\n    {SLEEPER}\nstuck()\n"
+    with pytest.raises(ScriptFailed, match=r"did not end within 1.0 s(.|\n)*in stuck") as caught:
+        run_script(source, timeout_s=1.0)
+    pid = int(str(caught.value).split("--- stdout\n")[1].split()[0])
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("new_session", [False, True])
+def test_a_script_that_leaves_a_process_fails_and_the_process_is_killed(new_session, tmp_path):
+    source = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}], start_new_session={new_session})\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+    )
+    with pytest.raises(ProcessLeftBehind, match=r"left 1 process\(es\) behind: pid \d+"):
+        run_script(source, leftover_grace_s=0.2)
+    pid = int(Path(tmp_path, "pid").read_text())
+    # what init has not reaped yet is dead all the same
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+LEAKY = """
+import os, signal, subprocess, sys, threading
+import torch.distributed as dist
+
+release = threading.Event()
+
+def test_environment():
+    os.environ["LEAKED"] = "1"
+
+def test_process_group():
+    assert "LEAKED" not in os.environ
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def test_thread():
+    assert not dist.is_initialized()
+    threading.Thread(target=release.wait, args=(60,), name="forgotten").start()
+
+def test_child():
+    release.set()
+    global child
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+def test_clean():
+    assert child.poll() is not None
+"""
+
+
+def test_a_test_that_leaks_fails_and_does_not_disturb_the_next(pytester, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makepyfile(LEAKY)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
+    result.assert_outcomes(passed=5, errors=4)
+    result.stdout.fnmatch_lines(
+        [
+            "*ERROR*::test_environment - *changed environment variables*LEAKED*",
+            "*ERROR*::test_process_group - *left a default process group*",
+            "*ERROR*::test_thread - *left non-daemon threads*forgotten*",
+            "*ERROR*::test_child - *left child processes*signal.pause*",
+        ]
+    )

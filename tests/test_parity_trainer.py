@@ -1,0 +1,139 @@
+"""`Trainer(strategy="custom_ddp")` ends with the same weights as Lightning's `strategy="ddp"`, bit for bit.
+
+Real scripts in real processes. Each launch runs several ways of training in sequence, which also shows
+that one script can make many Trainers; the launches are shared by the tests of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ScriptResult, run_script
+
+SCRIPT = Path(__file__).with_name("harness") / "trainer_script.py"
+ALL_CASES = [
+    "plain",
+    "accumulate",
+    "clip",
+    "bf16",
+    "manual",
+    "two_epochs",
+    "resumed",
+    "fit_twice_and_evaluate",
+]
+CASES_BY_LAUNCH = {
+    "popen": ALL_CASES,
+    "torchrun": ALL_CASES,
+    "spawn": ["plain", "accumulate"],
+    "fork": ["plain", "accumulate"],
+}
+STRATEGIES = {
+    "popen": "custom_ddp",
+    "torchrun": "custom_ddp",
+    "spawn": "custom_ddp_spawn",
+    "fork": "custom_ddp_fork",
+}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TIMEOUT_S = 170
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One run of the script: what it printed, and its results by case as far as it came."""
+
+    script: ScriptResult
+    results: dict[str, dict[str, Any]]
+
+    def result(self, case: str) -> dict[str, Any]:
+        self.script.check()
+        return self.results[case]
+
+
+def launch(strategy: str, cases: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Launch:
+    out = folder / "results.pt"
+    args = ["--strategy", strategy, "--cases", ",".join(cases), "--out", str(out)]
+    script = run_script(SCRIPT, args, timeout_s=TIMEOUT_S, launcher=launcher, cwd=folder)
+    return Launch(script=script, results=torch.load(out) if out.exists() else {})
+
+
+@pytest.fixture(scope="module")
+def lightning(tmp_path_factory) -> Launch:
+    """The reference: Lightning's own strategy."""
+    return launch("ddp", ALL_CASES, tmp_path_factory.mktemp("lightning"))
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory) -> dict[str, Launch]:
+    """Launches of our strategy, each started when the first test asks for it."""
+
+    class Lazy(dict):
+        def __missing__(self, name: str) -> Launch:
+            launcher = TORCHRUN if name == "torchrun" else []
+            self[name] = launch(
+                STRATEGIES[name], CASES_BY_LAUNCH[name], tmp_path_factory.mktemp(name), launcher
+            )
+            return self[name]
+
+    return Lazy()
+
+
+def wrappers(script: ScriptResult, case: str) -> dict[int, set[str]]:
+    """rank -> names of the classes that wrapped its module, as the ranks printed them."""
+    found: dict[int, set[str]] = {}
+    for line in script.stdout.splitlines():
+        words = line.split()
+        if line.startswith(f"{case}: rank "):
+            assert words[4] == "2", line
+            found.setdefault(int(words[2]), set()).add(words[-1])
+    return found
+
+
+def test_the_reference_is_lightnings_ddp_on_two_ranks(lightning):
+    for case in ALL_CASES:
+        assert lightning.result(case)
+        assert wrappers(lightning.script, case) == {rank: {"DistributedDataParallel"} for rank in (0, 1)}, (
+            case
+        )
+
+
+def test_the_cases_of_the_reference_differ(lightning):
+    # so that an option which a strategy drops cannot go unnoticed
+    weights = {case: lightning.result(case)["state"]["head.weight"] for case in ALL_CASES}
+    same = [(a, b) for a in ALL_CASES for b in ALL_CASES if a < b and torch.equal(weights[a], weights[b])]
+    assert same == [("resumed", "two_epochs")]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, cases in CASES_BY_LAUNCH.items() for case in cases]
+)
+def test_results_equal_those_of_lightnings_ddp(name, case, launches, lightning):
+    ours, theirs = launches[name].result(case), lightning.result(case)
+    assert wrappers(launches[name].script, case) == {rank: {"BucketedDDP"} for rank in (0, 1)}
+    assert ours.keys() == theirs.keys()
+    assert list(ours["state"]) == list(theirs["state"])
+    different = [n for n, t in theirs["state"].items() if not torch.equal(ours["state"][n], t)]
+    assert different == []
+    for key in theirs.keys() - {"state", "predict"}:
+        assert ours[key] == theirs[key], key
+    if "predict" in theirs:
+        assert torch.equal(ours["predict"], theirs["predict"])
+
+
+@pytest.mark.parametrize("name", ["popen", "torchrun"])
+def test_a_resumed_run_equals_a_straight_one(name, launches):
+    straight, resumed = launches[name].result("two_epochs"), launches[name].result("resumed")
+    assert (resumed["epoch"], resumed["global_step"]) == (2, straight["global_step"])
+    different = [n for n, t in straight["state"].items() if not torch.equal(resumed["state"][n], t)]
+    assert different == []
+
+
+@pytest.mark.parametrize("name", ["popen", "torchrun"])
+def test_evaluation_sees_both_ranks(name, launches):
+    result = launches[name].result("fit_twice_and_evaluate")
+    assert result["test"][0]["test_ranks"] > 0
+    assert result["validate"][0]["val_loss"] == pytest.approx(result["test"][0]["test_loss"], rel=1e-6)
