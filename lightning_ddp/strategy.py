@@ -63,6 +63,8 @@ class CustomDDPStrategy(DDPStrategy):
             Trainer's function in new processes.
         bucket_cap_mb: cap of a bucket in MiB; None for 25. The first bucket has 1 MiB.
         gradient_as_bucket_view: whether `.grad` is a view of the bucket after backward.
+        find_unused_parameters: whether parameters may take no part in the loss; searched for in every step.
+        static_graph: whether every step has the graph of the first one, unused parameters included.
         broadcast_buffers: whether rank 0's buffers are copied to all ranks before each forward.
         init_sync: whether wrapping verifies the model across ranks and broadcasts rank 0's state.
 
@@ -88,6 +90,8 @@ class CustomDDPStrategy(DDPStrategy):
         *,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
         broadcast_buffers: bool = True,
         init_sync: bool = True,
     ) -> None:
@@ -116,6 +120,8 @@ class CustomDDPStrategy(DDPStrategy):
             start_method=start_method,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
             broadcast_buffers=broadcast_buffers,
             init_sync=init_sync,
         )
@@ -198,7 +204,7 @@ class CustomDDPStrategy(DDPStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """With manual optimisation, makes the coming backward a synchronised one."""
         if isinstance(self.model, BucketedDDP) and not self._is_automatic():
-            self.model.prepare_for_backward()
+            self.model.prepare_for_backward(closure_loss)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Nothing: the reducer has finished when backward returns."""

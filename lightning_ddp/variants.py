@@ -16,6 +16,14 @@ _BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_ddp": ("re-runs the script in child processes; bucketed all-reduce in Python", {}),
     "custom_ddp_spawn": ("custom_ddp in spawned processes", {"start_method": "spawn"}),
     "custom_ddp_fork": ("custom_ddp in forked processes", {"start_method": "fork"}),
+    "custom_ddp_find_unused_parameters_true": (
+        "custom_ddp that searches for parameters without a gradient in every step",
+        {"find_unused_parameters": True},
+    ),
+    "custom_ddp_find_unused_parameters_false": (
+        "custom_ddp that reports parameters without a gradient as an error",
+        {"find_unused_parameters": False},
+    ),
     "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
 }
 

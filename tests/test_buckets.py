@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_ddp.launch import children
 from lightning_ddp.parallel import buckets
-from lightning_ddp.parallel.buckets import Bucket, ParameterSpec, plan_buckets
+from lightning_ddp.parallel.buckets import ParameterSpec, plan_buckets
+from lightning_ddp.parallel.storage import Bucket
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 DEVICES = [torch.device("cpu"), torch.device("meta")]
@@ -84,7 +85,7 @@ def test_a_hook_may_replace_the_buffer() -> None:
     bucket.set_buffer(base[3:])
     assert bucket.buffer().tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
     assert [g.flatten().tolist() for g in bucket.gradients()] == [[3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
-    bucket.arm()
+    bucket.arm(2)
     assert bucket.buffer() is bucket.flat
 
 

@@ -9,29 +9,22 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["SLICE_S", "Group", "Interrupt", "release_groups"]
+__all__ = ["SLICE_S", "Group", "Interrupt", "without_engine_context"]
 
 SLICE_S = 0.05
 """Longest time in seconds between two looks at signals and at the interrupt."""
 
 _SLICE = timedelta(seconds=SLICE_S)
 _POLL_S = 0.0005
-_NUM_KEPT_WORKS = 4
-"""Finished works that a group keeps alive.
-
-A work holds Python objects of the thread that made it (since torch 2.13 every backward leaves a context
-there). If gloo's thread drops the last reference while the interpreter ends, taking the GIL kills the process
-with SIGABRT; so ours is never the first to go.
-"""
+_ENGINE_KEY = "context"
 
 
 class Interrupt:
@@ -63,24 +56,24 @@ class Interrupt:
             raise self._error
 
 
-_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+@contextmanager
+def without_engine_context() -> Generator[None, None, None]:
+    """Hides from a collective that starts in here what the autograd engine keeps for its threads.
 
-
-def release_groups() -> bool:
-    """Lets go of the process groups that this package's objects hold, so that they can be destroyed.
-
-    Called at the end of the process only: no `Group` can be used afterwards.
-
-    Returns:
-        Whether it did. It does not while a collective is pending somewhere, as after a failure: freeing
-        that group would block until the collective's time limit.
+    A work copies the thread's state, and since torch 2.13 that holds a Python object during backward. When
+    gloo's own thread drops the last copy it takes the GIL, and if the interpreter is ending just then, that
+    kills the process (`terminate called without an active exception`, SIGABRT).
     """
-    groups = list(_groups)
-    if any(group._num_pending for group in groups):
-        return False
-    for group in groups:
-        group.process_group = None
-    return True
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)
+    if remove is None or not torch._C._is_key_in_tls(_ENGINE_KEY):
+        yield
+        return
+    context = torch._C._get_obj_in_tls(_ENGINE_KEY)
+    remove(_ENGINE_KEY)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_ENGINE_KEY, context)
 
 
 class Group:
@@ -103,9 +96,6 @@ class Group:
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._broadcasts: dict[int, Any] = {}
         self._names: dict[str, str] = {}
-        self._recent: deque[Any] = deque(maxlen=_NUM_KEPT_WORKS)
-        self._num_pending = 0
-        _groups.add(self)
 
     @property
     def store(self) -> Any | None:
@@ -129,12 +119,12 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Any:
         """Starts an in-place all-reduce of a dense contiguous tensor; `op` defaults to the sum."""
-        self._num_pending += 1
-        if op is None:
-            return self.process_group.allreduce([tensor], self._sum)
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        return self.process_group.allreduce([tensor], options)
+        options = self._sum
+        if op is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp = op
+        with without_engine_context():
+            return self.process_group.allreduce([tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Any:
         """Starts an in-place broadcast from group rank `src`."""
@@ -142,13 +132,13 @@ class Group:
         if options is None:
             options = self._broadcasts[src] = dist.BroadcastOptions()
             options.rootRank = src
-        self._num_pending += 1
-        return self.process_group.broadcast([tensor], options)
+        with without_engine_context():
+            return self.process_group.broadcast([tensor], options)
 
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Any:
         """Starts an all-gather into `outputs`, one tensor of the input's shape a rank."""
-        self._num_pending += 1
-        return self.process_group.allgather([outputs], [tensor])
+        with without_engine_context():
+            return self.process_group.allgather([outputs], [tensor])
 
     # ------------------------------------------------------------------ waits
 
@@ -164,7 +154,6 @@ class Group:
             RuntimeError: the collective failed, for example as a peer closed its connection.
             BaseException: what the interrupt holds, or what a signal handler raised.
         """
-        self._recent.append(work)
         backend = self.backend(device)
         if backend == "gloo":
             self._wait_in_slices(work, on_slice)
@@ -174,7 +163,6 @@ class Group:
         else:
             self.check()
             work.wait()  # queues a stream wait; passing NCCL a time limit would block and then abort it
-        self._num_pending -= 1
 
     def _wait_in_slices(self, work: Any, on_slice: Callable[[float], None] | None) -> None:
         start: float | None = None
@@ -194,14 +182,11 @@ class Group:
 
     def wait_future(self, future: Any, on_slice: Callable[[float], None] | None = None) -> Any:
         """Waits for a `torch.futures.Future` and returns its value. Raises as `wait` does."""
-        self._num_pending += 1
         if not future.done():
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
             self._wait_event(done, on_slice)
-        value = future.wait()
-        self._num_pending -= 1
-        return value
+        return future.wait()
 
     def _wait_event(self, done: threading.Event, on_slice: Callable[[float], None] | None) -> None:
         start = time.monotonic()

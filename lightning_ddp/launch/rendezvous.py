@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
-from lightning_ddp.comm.group import release_groups
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 
 __all__ = ["STORE_VARIABLE", "HostedStore", "host_store", "join_default_group"]
@@ -130,8 +129,8 @@ def join_default_group(
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
     dist.init_process_group(backend, **arguments)
-    # a group left to the end of the interpreter: NCCL warns, and gloo's threads may abort the process
-    atexit.register(leave_default_group)
+    if backend == "nccl":
+        atexit.register(leave_default_group)  # torch warns of an NCCL group that is left to the exit
     return dist.group.WORLD
 
 
@@ -153,7 +152,7 @@ def _connect(where: str, timeout: timedelta | None) -> Any:
 
 
 def leave_default_group() -> None:
-    """Destroys the default process group, if there is one and nothing is pending. Called at exit."""
-    if dist.is_initialized() and release_groups():
+    """Destroys the default process group, if there is one. Called at the end of a process that uses NCCL."""
+    if dist.is_initialized():
         with suppress(RuntimeError):  # a peer may be gone already, and this process is about to be
             dist.destroy_process_group()

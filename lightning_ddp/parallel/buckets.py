@@ -1,4 +1,4 @@
-"""The bucket plan, which is pure, and the storage that it describes.
+"""The bucket plan, which is pure.
 
 A plan says which parameters travel together. It is computed from shapes, dtypes and devices alone, so
 every rank that is given the same order computes the same plan.
@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-__all__ = ["MIB", "Bucket", "BucketSpec", "ParameterSpec", "plan_buckets"]
+__all__ = ["MIB", "BucketSpec", "ParameterSpec", "plan_buckets"]
 
 MIB = 1024 * 1024
-EARLY_COPY_BYTES = 256 * 1024
-"""From this size on a gradient is copied into its bucket at once, while it is in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,124 +126,3 @@ def _bucket(specs: Sequence[ParameterSpec], indices: Sequence[int]) -> BucketSpe
     first = specs[indices[0]]
     numel = sum(specs[i].numel for i in indices)
     return BucketSpec(indices=tuple(indices), numel=numel, dtype=first.dtype, device=first.device)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block of memory, in whatever order of the dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-class Bucket:
-    """The flat buffer of a bucket and the state of its reduction in this step.
-
-    Offers the methods of torch's `GradBucket`, so that torch's communication hooks and those of users run
-    on it unchanged.
-
-    Args:
-        index: position in launch order.
-        spec: its part of the plan.
-        flat: the memory of its gradients: 1-D, contiguous, `spec.numel` elements of `spec.dtype`.
-        parameters: its parameters, in the order of `spec.indices`.
-        names: their qualified names.
-        is_last: whether it is launched last.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        spec: BucketSpec,
-        flat: torch.Tensor,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        *,
-        is_last: bool,
-    ) -> None:
-        self.spec = spec
-        self.params = tuple(parameters)
-        self.names = tuple(names)
-        self.size = len(self.params)
-        self.flat = flat
-        self.views = _views(self.flat, self.params)
-        self.early = frozenset(
-            i for i, p in enumerate(self.params) if p.numel() * p.element_size() >= EARLY_COPY_BYTES
-        )
-        late = [i for i in range(self.size) if i not in self.early]
-        self.late_params = [self.params[i] for i in late]
-        self.late_views = [self.views[i] for i in late]
-        self.late_runs = _runs(self.flat, self.params, self.early)
-        self.armed = False
-        self.num_pending = 0
-        self.is_full = False
-        self.work: Any = None
-        self._index = index
-        self._is_last = is_last
-        self._buffer = self.flat
-
-    def index(self) -> int:
-        """Position in launch order, from 0."""
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        """The flat gradient, 1-D, of the bucket's dtype; not yet divided by the world size."""
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Views of `buffer()`, one a parameter, with the parameter's shape."""
-        return _views(self._buffer, self.params) if self._buffer is not self.flat else list(self.views)
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters, in the order of `gradients()`."""
-        return list(self.params)
-
-    def is_last(self) -> bool:
-        """Whether this bucket is launched last in a backward."""
-        return self._is_last
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces what `buffer()` returns, for hooks that work on another tensor of the same size."""
-        self._buffer = buffer
-
-    def arm(self) -> None:
-        """Forgets the last reduction and expects every gradient once."""
-        self.armed = True
-        self.num_pending = self.size
-        self.is_full = False
-        self.work = None
-        self._buffer = self.flat
-
-
-def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    views = []
-    offset = 0
-    base = flat.storage_offset()
-    for p in parameters:
-        if _is_dense(p):  # keeps channels_last and the like, as autograd wants the strides of the parameter
-            views.append(flat.as_strided(p.shape, p.stride(), base + offset))
-        else:
-            views.append(flat[offset : offset + p.numel()].view(p.shape))
-        offset += p.numel()
-    return views
-
-
-def _runs(
-    flat: torch.Tensor, parameters: Sequence[torch.Tensor], early: frozenset[int]
-) -> list[torch.Tensor]:
-    """The stretches of the flat buffer between the parameters that are copied early."""
-    runs = []
-    start = offset = 0
-    for i, p in enumerate(parameters):
-        if i in early:
-            if offset > start:
-                runs.append(flat[start:offset])
-            start = offset + p.numel()
-        offset += p.numel()
-    if offset > start:
-        runs.append(flat[start:offset])
-    return runs

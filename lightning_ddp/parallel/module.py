@@ -44,8 +44,15 @@ class BucketedDDP(torch.nn.Module):
             parameters and buffers. If False, the caller vouches that all ranks hold the same values.
         process_group: the ranks; None for the default group.
         bucket_cap_mb: cap of a bucket in MiB (the first one has 1 MiB); None for 25.
+        find_unused_parameters: whether parameters may take no part in the loss, on some ranks or on all. The
+            graph of the outputs is searched after each forward. A parameter that no rank used keeps its
+            `.grad`; one that some used gets the mean, with zeros from the others.
+        check_reduction: deprecated in torch, without effect; only False.
         gradient_as_bucket_view: whether `.grad` is a view of the bucket after a synchronised backward,
             which saves a copy and the memory of one gradient per parameter.
+        static_graph: whether every step has the graph of the first one. It is learned there: communication
+            starts after that backward, later during it. Parameters may be unused, or get several gradients
+            in one backward (re-entrant checkpointing); a graph that changes is an error.
         interrupt: a failure that another thread may report; every wait raises it within 0.1 s.
 
     Raises:
@@ -65,13 +72,20 @@ class BucketedDDP(torch.nn.Module):
         init_sync: bool = True,
         process_group: Any | None = None,
         bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
         *,
         interrupt: Interrupt | None = None,
     ) -> None:
         super().__init__()
         if dim != 0:
             raise ConfigurationError(f"dim={dim}: inputs are scattered along dimension 0 only")
+        if check_reduction:
+            raise ConfigurationError(
+                "check_reduction=True: deprecated in torch and without effect; leave it out"
+            )
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ConfigurationError(f"bucket_cap_mb={bucket_cap_mb}: expected a size in MiB above 0")
         named = _trainable(module)
@@ -80,13 +94,17 @@ class BucketedDDP(torch.nn.Module):
         self.device_ids = _check_device_ids(device_ids, output_device, self.device)
         self.broadcast_buffers = broadcast_buffers
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._group = Group(process_group if process_group is not None else _default_group(), interrupt)
         token = "unverified"
         self._buffer_sync = BufferSync(self._group, module)
         if init_sync:
-            token = verify_across_ranks(self._group, [ParameterSpec.of(n, p) for n, p in named], self.device)
+            settings = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+            specs = [ParameterSpec.of(n, p) for n, p in named]
+            token = verify_across_ranks(self._group, specs, self.device, settings)
             self._broadcast_state()
         self.reducer = Reducer(
             [p for _, p in named],
@@ -96,6 +114,8 @@ class BucketedDDP(torch.nn.Module):
             first_cap_bytes=min(_FIRST_CAP_BYTES, _cap_bytes(bucket_cap_mb)),
             cap_bytes=_cap_bytes(bucket_cap_mb),
             gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
         )
 
     @property
@@ -118,21 +138,23 @@ class BucketedDDP(torch.nn.Module):
             moved = _to_kwargs(inputs, kwargs, self.device, False)
             inputs, kwargs = moved[0][0], moved[1][0]
         output = self.module(*inputs, **kwargs)
-        self.prepare_for_backward()
+        self.prepare_for_backward(output)
         return output
 
-    def prepare_for_backward(self) -> None:
-        """Makes the next backward a synchronised one, or not inside `no_sync`.
+    def prepare_for_backward(self, outputs: Any = None) -> None:
+        """Makes the next backward a synchronised one, unless inside `no_sync`.
 
         `forward` calls it. Call it by hand before a backward whose loss was not computed by this wrapper's
         `forward`, as with manual optimisation in Lightning. Does not communicate.
+
+        Args:
+            outputs: what that backward starts from: tensors in nested containers.
         """
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
-            self.reducer.arm()
+            self.reducer.arm(outputs)
         else:
             self.require_forward_param_sync = False
-            self.reducer.disarm()
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:

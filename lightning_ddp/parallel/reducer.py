@@ -9,18 +9,18 @@ gradients became ready on rank 0 (Li et al., "PyTorch Distributed", VLDB 2020, s
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.group import Group, without_engine_context
 from lightning_ddp.errors import BackwardOrderError, CommHookError, LightningDDPError, MissingGradientError
-from lightning_ddp.parallel.buckets import Bucket, BucketSpec, ParameterSpec, plan_buckets
-from lightning_ddp.parallel.unused import MissingGradients
+from lightning_ddp.parallel.buckets import BucketSpec, ParameterSpec, plan_buckets
+from lightning_ddp.parallel.storage import Bucket
+from lightning_ddp.parallel.unused import MissingGradients, find_tensors, reached_parameters
 
 __all__ = ["CommHook", "Reducer"]
 
@@ -39,6 +39,8 @@ class Reducer:
         first_cap_bytes: cap of the first bucket, in bytes.
         cap_bytes: cap of the others, in bytes.
         gradient_as_bucket_view: whether `.grad` becomes a view of the bucket.
+        find_unused_parameters: whether parameters may be without a gradient, on some ranks or on all.
+        static_graph: whether every step has the graph of the first one.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class Reducer:
         first_cap_bytes: int,
         cap_bytes: int,
         gradient_as_bucket_view: bool,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
     ) -> None:
         self._params = tuple(parameters)
         self._names = tuple(names)
@@ -60,14 +64,24 @@ class Reducer:
         self._first_cap_bytes = first_cap_bytes
         self._cap_bytes = cap_bytes
         self._is_view = gradient_as_bucket_view
-        self._scale = 1.0 / group.size
+        self._finds_unused = find_unused_parameters
+        self._is_static = static_graph
+        self._scale: float | None = 1.0 / group.size
         self._hook: CommHook | None = None
         self._hook_state: Any = None
         self._lock = threading.Lock()
         self._handles: list[Any] = []
         self._ready: list[int] = []
         self._next = 0
+        self._is_armed = False
         self._is_running = False
+        self._is_learning = static_graph
+        self._counts = [1] * len(self._params)  # gradients that a parameter gets in one backward
+        self._unreached: set[int] = set()
+        self._declared: set[int] = set()  # requires_grad is switched off
+        self._never_used: set[int] = set()  # known of a static graph
+        self._used_unsynced: set[int] = set()
+        self._where: dict[int, tuple[Bucket, int]] = {}
         self._storage: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._first_order: list[int] | None = None
         self.has_rebuilt = False
@@ -94,14 +108,20 @@ class Reducer:
                 [self._params[i] for i in spec.indices],
                 [self._names[i] for i in spec.indices],
                 is_last=index == len(plan) - 1,
+                is_view=self._is_view,
+                late_only=frozenset(p for p, i in enumerate(spec.indices) if self._counts[i] > 1),
             )
             for index, spec in enumerate(plan)
         )
-        self._restore(grads)
         for bucket in self.buckets:
-            for position, (index, param) in enumerate(zip(bucket.spec.indices, bucket.params, strict=True)):
+            for position, index in enumerate(bucket.spec.indices):
+                self._where[index] = (bucket, position)
                 hook = self._make_hook(bucket, position, index)
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                self._handles.append(_register(self._params[index], hook))
+        for index, grad in grads.items():
+            bucket, position = self._where[index]
+            bucket.views[position].copy_(grad)
+            self._params[index].grad = bucket.views[position]
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
         """One allocation a dtype and device for all its buckets, so that a new plan needs no new memory."""
@@ -121,22 +141,14 @@ class Reducer:
         """Lets go of the present buckets; the gradients that live in them are kept aside."""
         self.remove_hooks()
         grads = {}
-        for bucket in self.buckets:
-            for index, param, view in zip(bucket.spec.indices, bucket.params, bucket.views, strict=True):
-                if param.grad is view:
-                    grads[index] = view.clone()
-                    param.grad = None
+        for index, (bucket, position) in self._where.items():
+            view = bucket.views[position]
+            if self._params[index].grad is view:
+                grads[index] = view.clone()
+                self._params[index].grad = None
+        self._where = {}
         self.buckets = ()
         return grads
-
-    def _restore(self, grads: dict[int, torch.Tensor]) -> None:
-        if not grads:
-            return
-        for bucket in self.buckets:
-            for index, param, view in zip(bucket.spec.indices, bucket.params, bucket.views, strict=True):
-                if index in grads:
-                    view.copy_(grads.pop(index))
-                    param.grad = view
 
     def remove_hooks(self) -> None:
         """Takes the reducer's hooks off the parameters; their gradients are no longer averaged."""
@@ -155,17 +167,20 @@ class Reducer:
         if self._first_order is None:
             return False
         device = self._specs[0].device
-        order = torch.tensor(self._first_order, dtype=torch.int64, device=device)
+        arrived = list(dict.fromkeys(self._first_order))
+        present = set(arrived)
+        rest = [i for i in range(len(self._params) - 1, -1, -1) if i not in present]
+        order = torch.tensor(arrived + rest, dtype=torch.int64, device=device)
         self._first_order = None
         self.has_rebuilt = True
         self._group.wait(self._group.broadcast(order, 0), device)
         plan = self._plan([int(i) for i in order.tolist()])
-        if plan == tuple(bucket.spec for bucket in self.buckets):
-            return False
+        if plan == tuple(bucket.spec for bucket in self.buckets) and not self._is_static:
+            return False  # a static graph's hooks must stop learning, even where the plan stays
         self._build(plan)
         return True
 
-    # ------------------------------------------------------------------ one backward
+    # ------------------------------------------------------------------ start of a backward
 
     @property
     def has_hook(self) -> bool:
@@ -176,12 +191,17 @@ class Reducer:
         """Lets `hook` reduce the buckets from the next backward on."""
         self._hook = hook
         self._hook_state = state
+        self._scale = None
 
-    def arm(self) -> None:
-        """Expects every parameter's gradient once in the next backward.
+    def arm(self, outputs: Any = None) -> None:
+        """Expects every parameter's gradient in the next backward.
 
         Does not communicate, unless the last backward was interrupted: then it waits for what that had
         launched.
+
+        Args:
+            outputs: what the backward will start from, in nested containers. With `find_unused_parameters`
+                its graph tells early which parameters get no gradient.
 
         Raises:
             MissingGradientError: a gradient was missing in an earlier step on some of the ranks only, so that
@@ -190,21 +210,38 @@ class Reducer:
         if self._broken is not None:
             raise self._broken.copy()
         if self._is_running:
-            self._abandon()
+            self._is_running = False  # the last backward was interrupted
+            self._drain()
         self._ready.clear()
         self._next = 0
+        self._is_armed = True
+        self._declared = {i for i, p in enumerate(self._params) if not p.requires_grad}
         for bucket in self.buckets:
-            bucket.arm()
+            bucket.arm(sum(self._counts[i] for i in bucket.spec.indices if i not in self._declared))
+        tensors = [t for t in find_tensors(outputs) if t.requires_grad]
+        if self._finds_unused and not self._is_static:
+            reached = reached_parameters(tensors)
+            unreached = {i for i, p in enumerate(self._params) if id(p) not in reached}
+            self._unreached = unreached - self._declared
+        for tensor in tensors:
+            tensor.register_hook(self._make_start_hook())
+
+    def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
+        """A hook for an output: it runs first, and in the outermost of nested backwards."""
+        owner = weakref.ref(self)
+
+        def start(_grad: torch.Tensor) -> None:
+            reducer = owner()
+            if reducer is not None and reducer._is_armed:
+                reducer._begin()
+
+        return start
 
     def disarm(self) -> None:
         """Lets gradients accumulate without synchronisation until `arm`."""
+        self._is_armed = False
         for bucket in self.buckets:
             bucket.armed = False
-
-    def _abandon(self) -> None:
-        """The last backward was interrupted: waits for what it had launched, and forgets it."""
-        self._is_running = False
-        self._drain()
 
     def _drain(self) -> None:
         """Waits for what this backward has launched."""
@@ -212,22 +249,60 @@ class Reducer:
             if bucket.work is not None:
                 self._wait(bucket)
 
+    def _begin(self) -> None:
+        """The first event of a synchronised backward."""
+        if self._is_running:
+            return
+        self._is_running = True
+        self.step += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._is_learning:
+            return
+        for index in self._declared | self._never_used:
+            bucket, position = self._where[index]
+            bucket.fill_absent(position, self._scale)
+        for bucket in self.buckets:
+            if not bucket.num_pending:  # nobody expects anything of it: no rank launches it
+                bucket.is_skipped = len(self._declared.intersection(bucket.spec.indices)) == bucket.size
+                self._fill(bucket)
+        self._mark_absent(self._unreached)
+
+    def _mark_absent(self, indices: Iterable[int]) -> None:
+        """Parameters that will get no gradient in this backward count as ready, with what they have."""
+        for index in indices:
+            bucket, position = self._where[index]
+            bucket.fill_absent(position, self._scale)
+            bucket.num_pending -= max(self._counts[index], 1)
+            if not bucket.num_pending:
+                self._fill(bucket)
+
+    # ------------------------------------------------------------------ gradients arrive
+
     def _make_hook(self, bucket: Bucket, position: int, index: int) -> Callable[[torch.Tensor], None]:
         owner = weakref.ref(self)  # parameters must not keep the reducer alive
         mark = self._ready.append
+        note = self._used_unsynced.add if self._finds_unused else None
         is_early = position in bucket.early
+        is_learning = self._is_learning
         all_but_one = bucket.size - 1
 
         def ready(_parameter: torch.Tensor) -> None:
             if not bucket.armed:
+                if note is not None:
+                    note(index)
                 return
             mark(index)
+            if is_learning:
+                reducer = owner()
+                if reducer is not None:
+                    reducer._begin()
+                return
             if is_early:
                 reducer = owner()
                 if reducer is not None:
-                    reducer._copy_in(bucket, position)
+                    reducer._copy_early(bucket, position)
             bucket.num_pending = left = bucket.num_pending - 1
-            if left == all_but_one or left <= 0:
+            if left >= all_but_one or left <= 0:
                 reducer = owner()
                 if reducer is not None:
                     reducer._progress(bucket)
@@ -236,66 +311,42 @@ class Reducer:
 
     def _progress(self, bucket: Bucket) -> None:
         """A bucket got its first or its last gradient."""
-        if not self._is_running:
-            self._is_running = True
-            self.step += 1
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if bucket.num_pending > 0:
-            return
+        self._begin()
         if bucket.num_pending < 0:
             raise self._twice_error()
-        self._copy_late(bucket)
+        if bucket.num_pending == 0:
+            self._fill(bucket)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """All that this bucket can get is there: it and those that waited for it are launched, in order."""
+        if not bucket.is_skipped:
+            try:
+                with torch.no_grad():
+                    bucket.copy_late(self._scale)
+            except TypeError as error:
+                raise self._vanished_error(bucket) from error
         bucket.is_full = True
         with self._lock:
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
                 self._launch(self.buckets[self._next])
                 self._next += 1
 
-    def _copy_in(self, bucket: Bucket, position: int) -> None:
-        """Puts one large gradient into the bucket, scaled on the way, and frees its own memory."""
-        param = bucket.params[position]
-        grad = param.grad
-        view = bucket.views[position]
-        if grad is None:
-            raise self._vanished_error(bucket)
-        with torch.no_grad():
-            if self._hook is not None:
-                if grad is not view:
-                    view.copy_(grad)
-            elif grad is view:
-                view.mul_(self._scale)
-            else:
-                torch.mul(grad, self._scale, out=view)
-        if self._is_view and grad is not view:
-            param.grad = view
-
-    def _copy_late(self, bucket: Bucket) -> None:
-        """Puts all small gradients into the bucket with one multi-tensor copy, then scales them."""
-        params, views = bucket.late_params, bucket.late_views
-        grads = [p.grad for p in params]
-        if any(map(operator.is_, grads, views)):  # some accumulated in place: only the others move
-            moved = [i for i, (grad, view) in enumerate(zip(grads, views, strict=True)) if grad is not view]
-            params = [params[i] for i in moved]
-            views = [views[i] for i in moved]
-            grads = [grads[i] for i in moved]
-        with torch.no_grad():
-            if grads:
-                try:
-                    torch._foreach_copy_(views, cast(list[torch.Tensor], grads))
-                except TypeError as error:  # one of them is None
-                    raise self._vanished_error(bucket) from error
-            if self._is_view:
-                for param, view in zip(params, views, strict=True):
-                    param.grad = view
-            if self._hook is None and bucket.late_runs:
-                torch._foreach_mul_(bucket.late_runs, self._scale)
+    def _copy_early(self, bucket: Bucket, position: int) -> None:
+        try:
+            with torch.no_grad():
+                bucket.copy_early(position, self._scale)
+        except TypeError as error:
+            raise self._vanished_error(bucket) from error
 
     def _launch(self, bucket: Bucket) -> None:
+        if bucket.is_skipped or not bucket.flat.numel():
+            return
         if self._hook is None:
             bucket.work = self._group.all_reduce(bucket.flat)
             return
         try:
-            future = self._hook(self._hook_state, bucket)
+            with without_engine_context():
+                future = self._hook(self._hook_state, bucket)
         except Exception as error:
             raise self._hook_error(bucket, f"raised {type(error).__name__}: {error}") from error
         if not isinstance(future, torch._C.Future):  # what get_future() of a work returns, too
@@ -305,33 +356,96 @@ class Reducer:
             )
         bucket.work = future
 
-    # ------------------------------------------------------------------ end of backward
+    # ------------------------------------------------------------------ end of a backward
 
     def _finish(self) -> None:
         """Called by the autograd engine when all gradients of this backward are there."""
         self.disarm()
-        if self._next < len(self.buckets):
-            self._raise_missing()
-        if not self.has_rebuilt:
+        if self._is_learning:
+            self._learn()
+        elif self._next < len(self.buckets):
+            self._complete()
+        absent = self._absent_indices()
+        used = self._start_usage_exchange(absent)
+        if not self.has_rebuilt and not (self._finds_unused and not self._is_static):
             self._first_order = list(self._ready)
         for bucket in self.buckets:
-            value = self._wait(bucket)
-            if value is not None:
-                self._take_result(bucket, value)
-            if not self._is_view:
-                self._copy_out(bucket)
+            if bucket.work is not None:
+                value = self._wait(bucket)
+                if value is not None:
+                    self._take_result(bucket, value)
+            with torch.no_grad():
+                bucket.copy_out()
+        self._settle_absent(absent, used)
+        self._used_unsynced.clear()
         self._is_running = False
 
-    def _raise_missing(self) -> None:
+    def _complete(self) -> None:
+        """Backward is over and buckets are not full: parameters were not used, or it is an error."""
         arrived = set(self._ready)
-        names = [name for i, name in enumerate(self._names) if i not in arrived]
-        self._is_running = False
+        late = [
+            i
+            for i in range(len(self._params))
+            if i not in arrived and i not in self._declared and i not in self._unreached and self._counts[i]
+        ]
+        if not self._finds_unused or self._is_static:
+            self._is_running = False
+            self._raise_missing([self._names[i] for i in late])
+        self._mark_absent(late)
+
+    def _raise_missing(self, names: Sequence[str]) -> None:
         error = self._missing.report(self.step, names, self._next)
         if error.num_launched is None:
             self._broken = error.copy()
         else:
             self._drain()
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # else it and this frame keep each other, and the process group, alive
+
+    def _learn(self) -> None:
+        """First step of a static graph: nothing was launched yet; what arrived is what will arrive."""
+        counts = [0] * len(self._params)
+        for index in self._ready:
+            counts[index] += 1
+        self._counts = counts
+        self._never_used = {i for i, count in enumerate(counts) if not count}
+        self._is_learning = False
+        for bucket in self.buckets:
+            with torch.no_grad():
+                for position, index in enumerate(bucket.spec.indices):
+                    if not counts[index]:
+                        bucket.fill_absent(position, self._scale)
+                    elif position in bucket.early:
+                        bucket.copy_early(position, self._scale)
+            bucket.num_pending = 0
+            self._fill(bucket)
+
+    def _absent_indices(self) -> list[int]:
+        return [bucket.spec.indices[p] for bucket in self.buckets for p in sorted(bucket.absent)]
+
+    def _start_usage_exchange(self, absent: Sequence[int]) -> tuple[Any, torch.Tensor] | None:
+        """Tells all ranks which parameters this one used since the last synchronised backward."""
+        if not (self._finds_unused or self._is_static):
+            return None
+        used = [1] * len(self._params)
+        for index in absent:
+            used[index] = int(index in self._used_unsynced and index not in self._declared)
+        bitmap = torch.tensor(used, dtype=torch.int32, device=self._specs[0].device)
+        return self._group.all_reduce(bitmap), bitmap
+
+    def _settle_absent(self, absent: Sequence[int], used: tuple[Any, torch.Tensor] | None) -> None:
+        counts: list[int] | None = None
+        if used is not None:
+            work, bitmap = used
+            self._group.wait(work, bitmap.device)
+            counts = bitmap.tolist() if absent else None
+        with torch.no_grad():
+            for index in absent:
+                bucket, position = self._where[index]
+                is_used = counts is not None and counts[index] > 0 and index not in self._declared
+                bucket.take_absent(position, is_used)
 
     def _wait(self, bucket: Bucket) -> Any:
         work = bucket.work
@@ -339,9 +453,9 @@ class Reducer:
         try:
             if self._hook is None:
                 self._group.wait(work, bucket.spec.device, watch)
-                value = None
-            else:
-                value = self._group.wait_future(work, watch)
+                return None
+            bucket.work = None  # its result may hold another copy of the gradients
+            return self._group.wait_future(work, watch)
         except MissingGradientError as error:
             self._broken = error.copy()
             raise
@@ -351,7 +465,6 @@ class Reducer:
             if self._hook is None:
                 raise
             raise self._hook_error(bucket, f"failed: {error}") from error
-        return value
 
     def _take_result(self, bucket: Bucket, value: Any) -> None:
         if isinstance(value, (list, tuple)) and len(value) == 1:
@@ -367,13 +480,6 @@ class Reducer:
             )
         if value.data_ptr() != flat.data_ptr():
             flat.copy_(value.detach().view(-1))
-
-    def _copy_out(self, bucket: Bucket) -> None:
-        grads = [p.grad for p in bucket.params if p.grad is not None]
-        if len(grads) != bucket.size:
-            raise self._vanished_error(bucket)
-        with torch.no_grad():
-            torch._foreach_copy_(grads, bucket.views)
 
     # ------------------------------------------------------------------ errors
 
@@ -404,3 +510,12 @@ class Reducer:
             f" {', '.join(names)}. Re-entrant activation checkpointing does that: use"
             " torch.utils.checkpoint(..., use_reentrant=False)."
         )
+
+
+def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Registers a hook, also on a parameter whose gradient is switched off at the moment."""
+    is_on = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_on)
+    return handle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,19 @@ _CHUNK_BYTES = 25 * MIB
 _IN_PLACE_BYTES = MIB
 
 
-def verify_across_ranks(group: Group, specs: Sequence[ParameterSpec], device: torch.device) -> str:
-    """Checks that all ranks hold the same parameters. All ranks call it; it communicates.
+def verify_across_ranks(
+    group: Group,
+    specs: Sequence[ParameterSpec],
+    device: torch.device,
+    settings: Mapping[str, Any] | None = None,
+) -> str:
+    """Checks that all ranks hold the same parameters and settings. All ranks call it; it communicates.
 
     Args:
         group: the ranks to compare.
         specs: this rank's parameters that require gradients, in registration order.
         device: where the tensors of the exchange live, as the backend needs it.
+        settings: arguments that must be the same on all ranks, by name.
 
     Returns:
         A random token, the same on all ranks, that no other call returns.
@@ -38,14 +44,27 @@ def verify_across_ranks(group: Group, specs: Sequence[ParameterSpec], device: to
     # Devices differ by index between ranks, so only their type is compared.
     form = [(s.name, s.shape, s.stride, str(s.dtype), s.device.type) for s in specs]
     token = secrets.token_bytes(8)
-    mine = hashlib.sha256(pickle.dumps(form)).digest() + token
+    answer = (dict(settings or {}), form)
+    mine = hashlib.sha256(pickle.dumps(answer)).digest() + token
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(group.size)]
     group.wait(group.all_gather(received, sent), device)
     answers = [t.cpu().numpy().tobytes() for t in received]
     if any(answer[:32] != answers[0][:32] for answer in answers):
-        _raise_mismatch(group, all_gather_objects(group, form, device))
+        everyone = all_gather_objects(group, answer, device)
+        _raise_settings_mismatch(group, [settings for settings, _ in everyone])
+        _raise_mismatch(group, [form for _, form in everyone])
     return answers[0][32:].hex()
+
+
+def _raise_settings_mismatch(group: Group, settings: Sequence[Mapping[str, Any]]) -> None:
+    for rank, theirs in enumerate(settings):
+        for name, value in settings[0].items():
+            if theirs[name] != value:
+                raise RankMismatchError(
+                    f"rank {group.rank}: {name} is {value!r} on rank 0 and {theirs[name]!r} on rank {rank}."
+                    " Wrap the model with the same arguments on every rank."
+                )
 
 
 def _raise_mismatch(group: Group, forms: Sequence[Sequence[tuple[Any, ...]]]) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that the graph does not reach: who misses which, told to all ranks.
+"""Parameters that the graph does not reach: which they are, and who misses which, told to all ranks.
 
 A rank that lacks a gradient cannot take part in the all-reduce of that bucket, and the others would wait
 for it without end. So it says so through the group's store; the others look there while they wait, and all
@@ -7,20 +7,63 @@ of them raise the same error, with the names from every rank.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypedDict
+
+import torch
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import MissingGradientError
 
-__all__ = ["MissingGradients"]
+__all__ = ["MissingGradients", "find_tensors", "reached_parameters"]
 
 _FIRST_LOOK_S = 0.2
 _LONGEST_PAUSE_S = 2.0
 _REPORT_DEADLINE_S = 10.0
 _POLL_S = 0.01
+
+
+def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples, dicts, dataclasses and registered pytrees.
+
+    >>> [int(t) for t in find_tensors({"a": torch.tensor(1), "b": (torch.tensor(2), "text", [None])})]
+    [1, 2]
+    """
+    if isinstance(obj, torch.Tensor):
+        yield obj
+    elif isinstance(obj, (list, tuple)):
+        for item in obj:
+            yield from find_tensors(item)
+    elif isinstance(obj, dict):
+        for item in obj.values():
+            yield from find_tensors(item)
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for field in dataclasses.fields(obj):
+            yield from find_tensors(getattr(obj, field.name))
+    else:
+        for leaf in torch.utils._pytree.tree_leaves(obj):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+
+
+def reached_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
+    """The `id`s of the leaf tensors whose gradient a backward from `outputs` may compute."""
+    reached = {id(t) for t in outputs if t.requires_grad and t.grad_fn is None}
+    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)  # an AccumulateGrad node has the leaf that it serves
+        if leaf is not None:
+            reached.add(id(leaf))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return reached
 
 
 class _Post(TypedDict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -99,6 +100,7 @@ class _Run:
 
     def _start(self) -> None:
         context = multiprocessing.get_context(_start_method())
+        gc.collect()  # a fork must not inherit gloo groups that await collection: their threads stay here
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -244,6 +246,7 @@ def _rank_main(
     group_timeout_s: float | None,
     stay_after_error: bool,
 ) -> None:
+    gc.freeze()  # what the parent left is not for this process to free
     os.setsid()
     _die_with_parent()
     torch.set_num_threads(1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,6 +19,8 @@ import torch.distributed as dist
 
 from harness.outcomes import RankOutcome, values_or_raise
 
+LONGEST_COLLECTIVE_S = 10.0
+"""Time limit of the groups: a freed one with a pending collective may hold up the whole process so long."""
 FAILURE_GRACE_S = 5.0
 """How long `run_threads` waits for the other ranks once one of them has failed."""
 
@@ -94,7 +98,7 @@ def _make_group(store: dist.Store, rank: int, world_size: int, timeout_s: float)
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface=loopback)]
-    options._timeout = timedelta(seconds=2 * timeout_s)
+    options._timeout = timedelta(seconds=min(timeout_s, LONGEST_COLLECTIVE_S))
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
     backend._set_sequence_number_for_group()
     group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, world_size)
@@ -123,9 +127,12 @@ def _end(threads: list[threading.Thread], groups: list[dist.ProcessGroup | None]
     def free(rank: int) -> None:
         groups[rank] = None
 
+    alive = [weakref.ref(group) for group in groups if group is not None]
     group = None
     freeing = [threading.Thread(target=free, args=(rank,), daemon=True) for rank in range(len(groups))]
     for thread in freeing:
         thread.start()
     for thread in [*threads, *freeing]:
         thread.join(timeout=1)
+    if any(reference() is not None for reference in alive):
+        gc.collect()  # a traceback keeps it; better freed here than in the middle of another test

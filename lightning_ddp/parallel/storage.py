@@ -1,0 +1,242 @@
+"""The flat buffer of a bucket, its views, and how gradients get in and out of it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from lightning_ddp.parallel.buckets import BucketSpec
+
+__all__ = ["Bucket"]
+
+_EARLY_COPY_BYTES = 256 * 1024
+"""From this size on a gradient is copied into its bucket at once, while it is in the cache, and its own
+memory is freed; the smaller ones of a bucket go in one multi-tensor copy when the last has arrived."""
+
+
+class Bucket:
+    """The flat buffer of a bucket and the state of its reduction in this step.
+
+    Offers the methods of torch's `GradBucket`, so that torch's communication hooks and those of users run
+    on it unchanged.
+
+    Args:
+        index: position in launch order.
+        spec: its part of the plan.
+        flat: the memory of its gradients: 1-D, contiguous, `spec.numel` elements of `spec.dtype`.
+        parameters: its parameters, in the order of `spec.indices`.
+        names: their qualified names.
+        is_last: whether it is launched last.
+        is_view: whether `.grad` becomes a view of the flat buffer.
+        late_only: positions that must not be copied early, as they get several gradients in one backward.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        spec: BucketSpec,
+        flat: torch.Tensor,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        *,
+        is_last: bool,
+        is_view: bool = True,
+        late_only: frozenset[int] = frozenset(),
+    ) -> None:
+        self.spec = spec
+        self.params = tuple(parameters)
+        self.names = tuple(names)
+        self.size = len(self.params)
+        self.flat = flat
+        self.views = _views(self.flat, self.params)
+        self.early = frozenset(
+            i
+            for i, p in enumerate(self.params)
+            if p.numel() * p.element_size() >= _EARLY_COPY_BYTES and i not in late_only
+        )
+        self._late = [i for i in range(self.size) if i not in self.early]
+        self._late_params = [self.params[i] for i in self._late]
+        self._late_views = [self.views[i] for i in self._late]
+        self._late_runs = _runs(self.flat, self.params, self.early)
+        self._is_view = is_view
+        self.armed = False
+        self.num_pending = 0
+        self.is_full = False
+        self.is_skipped = False
+        self.absent: set[int] = set()
+        self._saved: dict[int, torch.Tensor] = {}
+        self.work: Any = None
+        self._index = index
+        self._is_last = is_last
+        self._buffer = self.flat
+
+    # ------------------------------------------------------------------ for communication hooks
+
+    def index(self) -> int:
+        """Position in launch order, from 0."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """The flat gradient, 1-D, of the bucket's dtype; not yet divided by the world size."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of `buffer()`, one a parameter, with the parameter's shape."""
+        return _views(self._buffer, self.params) if self._buffer is not self.flat else list(self.views)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters, in the order of `gradients()`."""
+        return list(self.params)
+
+    def is_last(self) -> bool:
+        """Whether this bucket is launched last in a backward."""
+        return self._is_last
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces what `buffer()` returns, for hooks that work on another tensor of the same size."""
+        self._buffer = buffer
+
+    # ------------------------------------------------------------------ one backward
+
+    def arm(self, num_expected: int) -> None:
+        """Forgets the last reduction and expects `num_expected` gradients."""
+        self.armed = True
+        self.num_pending = num_expected
+        self.is_full = False
+        self.is_skipped = False
+        self.absent.clear()
+        self._saved.clear()
+        self.work = None
+        self._buffer = self.flat
+
+    def copy_early(self, position: int, scale: float | None) -> None:
+        """Puts one large gradient in, scaled on the way unless `scale` is None, and frees its own memory.
+
+        Raises:
+            TypeError: there is no gradient.
+        """
+        param, view = self.params[position], self.views[position]
+        grad = cast(torch.Tensor, param.grad)
+        if grad is view:
+            if scale is not None:
+                view.mul_(scale)
+            return
+        if scale is None:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
+        if self._is_view:
+            param.grad = view
+
+    def copy_late(self, scale: float | None) -> None:
+        """Puts all small gradients in with one multi-tensor copy, then scales them.
+
+        Raises:
+            TypeError: one of them is not there.
+        """
+        params, views = self._late_params, self._late_views
+        if self.absent:
+            present = [i for i in self._late if i not in self.absent]
+            params, views = [self.params[i] for i in present], [self.views[i] for i in present]
+        grads = [p.grad for p in params]
+        if any(map(operator.is_, grads, views)):  # some accumulated in place: only the others move
+            moved = [i for i, (grad, view) in enumerate(zip(grads, views, strict=True)) if grad is not view]
+            params, views = [params[i] for i in moved], [views[i] for i in moved]
+            grads = [grads[i] for i in moved]
+        if grads:
+            torch._foreach_copy_(views, cast(list[torch.Tensor], grads))
+            if self._is_view:
+                for param, view in zip(params, views, strict=True):
+                    param.grad = view
+        if scale is not None and self._late_runs:
+            torch._foreach_mul_(self._late_runs, scale)
+
+    def fill_absent(self, position: int, scale: float | None) -> None:
+        """Puts in what a parameter without a new gradient contributes: its accumulated one, or zeros.
+
+        Its `.grad` stays as it is until `take_absent`.
+        """
+        self.absent.add(position)
+        grad, view = self.params[position].grad, self.views[position]
+        if grad is None:
+            view.zero_()
+        elif grad is view:
+            self._saved[position] = view.clone()
+        else:
+            view.copy_(grad)
+        if scale is not None and position in self.early:
+            view.mul_(scale)
+
+    def take_absent(self, position: int, is_used: bool) -> None:
+        """Gives an absent parameter the mean if some rank used it, else leaves its `.grad` as it was."""
+        param, view = self.params[position], self.views[position]
+        saved = self._saved.pop(position, None)
+        if not is_used:
+            if saved is not None:
+                view.copy_(saved)
+        elif self._is_view:
+            param.grad = view
+        elif param.grad is None:
+            param.grad = view.clone()
+        else:
+            param.grad.copy_(view)
+
+    def copy_out(self) -> None:
+        """Where gradients are no views, writes the means into them.
+
+        Raises:
+            TypeError: one of them is not there.
+        """
+        if self._is_view:
+            return
+        present = [i for i in range(self.size) if i not in self.absent]
+        grads = [self.params[i].grad for i in present]
+        if grads:
+            torch._foreach_copy_(cast(list[torch.Tensor], grads), [self.views[i] for i in present])
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one block of memory, in whatever order of the dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    views = []
+    offset = 0
+    base = flat.storage_offset()
+    for p in parameters:
+        if p.numel() and _is_dense(
+            p
+        ):  # keeps channels_last and the like, as autograd wants the strides of the parameter
+            views.append(flat.as_strided(p.shape, p.stride(), base + offset))
+        else:
+            views.append(flat[offset : offset + p.numel()].view(p.shape))
+        offset += p.numel()
+    return views
+
+
+def _runs(
+    flat: torch.Tensor, parameters: Sequence[torch.Tensor], early: frozenset[int]
+) -> list[torch.Tensor]:
+    """The stretches of the flat buffer between the parameters that are copied early."""
+    runs = []
+    start = offset = 0
+    for i, p in enumerate(parameters):
+        if i in early:
+            if offset > start:
+                runs.append(flat[start:offset])
+            start = offset + p.numel()
+        offset += p.numel()
+    if offset > start:
+        runs.append(flat[start:offset])
+    return runs
