@@ -181,6 +181,49 @@ def test_without_a_named_port_a_free_one_is_taken_and_arguments_reach_the_childr
     assert all("['--x', 'a b']" in line for line in lines)
 
 
+def test_forkserver_trains_as_well(tmp_path) -> None:
+    script = TRAIN.replace(
+        'strategy="custom_ddp"', 'strategy=lightning_ddp.CustomDDPStrategy(start_method="forkserver")'
+    )
+    script = script.replace('os.environ["MASTER_PORT"]', "trainer.world_size")
+    result = run_script(script, timeout_s=DEADLINE_S).check()
+    assert "TRAINED 0 2 []" in result.stdout
+
+
+def test_processes_that_slurm_started_are_joined_and_none_is_added(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        variables = {
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+            "SLURM_NODELIST": "localhost",
+            "SLURM_JOB_ID": "1",
+            "SLURM_JOB_NAME": "train",
+            "MASTER_PORT": str(port),
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(script)],
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    for rank, output in enumerate(outputs):
+        assert output.count("TRAINED") == 1
+        assert f"TRAINED {rank} {port} []" in output
+
+
 def test_a_module_is_run_again_as_a_module(tmp_path) -> None:
     package = tmp_path / "some_app"
     package.mkdir()

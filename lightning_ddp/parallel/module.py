@@ -91,6 +91,7 @@ class BucketedDDP(torch.nn.Module):
         named = _trainable(module)
         self.module = module
         self.device = named[0][1].device
+        self._passing_sync_batchnorm_handle(module)
         self.device_ids = _check_device_ids(device_ids, output_device, self.device)
         self.broadcast_buffers = broadcast_buffers
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -117,6 +118,15 @@ class BucketedDDP(torch.nn.Module):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
         )
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        """Refuses synchronised batch normalisation on the CPU, at once; torch's name of that check."""
+        layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
+        if layers and self.device.type == "cpu":
+            raise ConfigurationError(
+                f"SyncBatchNorm layers only work with GPU modules, and this one is on the CPU:"
+                f" {', '.join(map(repr, layers))}. Leave out sync_batchnorm, or use BatchNorm."
+            )
 
     @property
     def process_group(self) -> Any:

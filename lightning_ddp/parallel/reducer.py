@@ -472,7 +472,9 @@ class Reducer:
         if not isinstance(value, torch.Tensor):
             raise self._hook_error(bucket, f"gave {type(value).__name__}; expected the flat gradient")
         flat = bucket.flat
-        if value.numel() != flat.numel() or value.dtype != flat.dtype:
+        # a hook that put a compressed tensor in the bucket's place may return that type; copy_ converts it
+        is_known_type = value.dtype in (flat.dtype, bucket.buffer().dtype)
+        if value.numel() != flat.numel() or not is_known_type:
             raise self._hook_error(
                 bucket,
                 f"gave shape {list(value.shape)} of {value.dtype};"

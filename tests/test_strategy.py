@@ -1,0 +1,138 @@
+"""The strategy's collectives, beside those of Lightning's own strategy in the same processes."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks, run_script, run_threads
+from pytorch_lightning.plugins.environments import LightningEnvironment
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_ddp import BucketedDDP, CustomDDPStrategy
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import ConfigurationError
+
+CPUS = [torch.device("cpu")] * 2
+
+
+def joined(strategy: DDPStrategy, rank: int, world_size: int) -> DDPStrategy:
+    """The strategy as a Trainer leaves it after the launch, in a process that has a group already."""
+    environment = LightningEnvironment()
+    environment.set_global_rank(rank)
+    environment.set_world_size(world_size)
+    strategy.cluster_environment = environment
+    if isinstance(strategy, CustomDDPStrategy):
+        strategy._group = Group(dist.group.WORLD)
+    return strategy
+
+
+def reductions(rank, world_size):
+    ours = joined(CustomDDPStrategy(parallel_devices=CPUS), rank, world_size)
+    theirs = joined(DDPStrategy(parallel_devices=CPUS), rank, world_size)
+    inputs = [torch.tensor([1.5, -2.0]) * (rank + 1), torch.tensor([1, 4]) + rank, torch.tensor(rank + 1.0)]
+    seen = []
+    for op in ("mean", "avg", "sum", "min", "max", dist.ReduceOp.SUM):
+        for tensor in inputs:
+            mine = tensor.clone()
+            result = ours.reduce(mine, reduce_op=op)
+            expected = theirs.reduce(tensor.clone(), reduce_op=op)
+            assert result is mine, "in place, as Lightning does"
+            assert result.dtype == expected.dtype
+            assert torch.equal(result, expected), (op, tensor)
+            seen.append(result.tolist())
+    for flag in (True, False, rank == 0):
+        for need_all in (True, False):
+            assert ours.reduce_boolean_decision(flag, all=need_all) == theirs.reduce_boolean_decision(
+                flag, all=need_all
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Lightning calls a function that torch deprecates
+        expected = theirs.all_gather(inputs[0])
+    assert torch.equal(ours.all_gather(inputs[0]), expected)
+    for src in range(world_size):
+        assert ours.broadcast({"from": rank}, src=src) == {"from": src}
+    ours.barrier("named")
+    return seen
+
+
+def test_collectives_agree_with_lightnings() -> None:
+    first, second = run_ranks(reductions, 2)
+    assert first == second
+    assert first[0] == [2.25, -3.0]
+
+
+def nested(rank, world_size):
+    strategy = joined(CustomDDPStrategy(parallel_devices=CPUS), rank, world_size)
+    values = {"a": torch.tensor(rank + 1.0), "b": [torch.tensor([rank, 2]), "text", None, 7]}
+    reduced = strategy.reduce(values, reduce_op="sum")
+    with pytest.raises(ConfigurationError, match="unknown reduce_op 'median'"):
+        strategy.reduce(torch.ones(1), reduce_op="median")
+    return reduced["a"].item(), reduced["b"][0].tolist(), reduced["b"][1:]
+
+
+def test_nested_containers_are_reduced_and_the_rest_is_left_alone() -> None:
+    assert run_ranks(nested, 2) == [(3.0, [1, 4], ["text", None, 7])] * 2
+
+
+def gathered_gradient(rank, world_size):
+    strategy = joined(CustomDDPStrategy(parallel_devices=CPUS), rank, world_size)
+    tensor = torch.tensor([rank + 1.0], requires_grad=True)
+    (strategy.all_gather(tensor, sync_grads=True) * torch.tensor([[2.0], [5.0]])).sum().backward()
+    return tensor.grad.item()
+
+
+def test_gathered_tensors_send_their_gradients_back() -> None:
+    assert run_ranks(gathered_gradient, 2) == [4.0, 10.0]
+
+
+def test_before_the_launch_collectives_do_nothing() -> None:
+    strategy = CustomDDPStrategy(parallel_devices=CPUS)
+    strategy.barrier()
+    assert strategy.broadcast("alone") == "alone"
+    assert strategy.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert strategy.all_gather(torch.ones(2)).tolist() == [1.0, 1.0]
+    with pytest.raises(ConfigurationError, match="the process group does not exist yet"):
+        strategy._setup_model(torch.nn.Linear(1, 1))
+
+
+def test_sync_batchnorm_on_the_cpu_is_refused_with_the_layer() -> None:
+    def rank_main(rank, world_size, group):
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+        with pytest.raises(ConfigurationError, match=r"SyncBatchNorm layers only work with GPU modules.*'1'"):
+            BucketedDDP(module, process_group=group)
+
+    run_threads(rank_main, 1)
+
+
+HOOKED = """
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+import lightning_ddp
+
+calls = []
+
+def hook(state, bucket):
+    calls.append((state, bucket.index()))
+    return hooks.allreduce_hook(None, bucket)
+
+if __name__ == "__main__":
+    strategy = lightning_ddp.CustomDDPStrategy(
+        ddp_comm_state="the state", ddp_comm_hook=hook, ddp_comm_wrapper=hooks.fp16_compress_wrapper
+    )
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    print("CALLS", trainer.global_rank, calls, flush=True)
+"""
+
+
+def test_a_hook_runs_on_the_cpu_once_a_bucket_and_step() -> None:
+    result = run_script(HOOKED).check()
+    for rank in range(2):
+        assert f"CALLS {rank} [('the state', 0), ('the state', 0), ('the state', 0)]" in result.stdout
