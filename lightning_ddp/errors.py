@@ -19,6 +19,7 @@ __all__ = [
     "PeerFailure",
     "RankMismatchError",
     "RendezvousError",
+    "UnsuitableModuleError",
 ]
 
 
@@ -28,6 +29,10 @@ class LightningDDPError(Exception):
 
 class ConfigurationError(LightningDDPError, ValueError):
     """An argument, name or environment variable that cannot be used as given."""
+
+
+class UnsuitableModuleError(LightningDDPError, RuntimeError):
+    """A module that cannot be wrapped: nothing in it to train, or parameters without a shape."""
 
 
 class RankMismatchError(LightningDDPError, RuntimeError):

@@ -427,9 +427,9 @@ def test_a_difference_on_the_last_of_three_ranks_names_that_rank():
 
 
 def wrap_without_trainable(rank, world_size, group):
-    with pytest.raises(ValueError, match=r"Linear has no parameter that requires a gradient"):
+    with pytest.raises(RuntimeError, match=r"Linear has no parameter that requires a gradient"):
         BucketedDDP(nn.Linear(2, 2).requires_grad_(False), process_group=group)
-    with pytest.raises(ValueError, match=r"Tanh has no parameter that requires a gradient"):
+    with pytest.raises(RuntimeError, match=r"Tanh has no parameter that requires a gradient"):
         BucketedDDP(nn.Tanh(), process_group=group)
 
 
@@ -440,7 +440,7 @@ def test_a_module_without_trainable_parameters_is_an_error():
 def wrap_lazy(rank, world_size, group):
     module = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(5), nn.LazyLinear(6, bias=False))
     expected = r"(?s)(uninitiali[sz]ed|lazy).*1\.weight.*1\.bias.*2\.weight.*forward"
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(RuntimeError, match=expected):
         BucketedDDP(module, process_group=group)
     module(torch.zeros(1, 3))
     BucketedDDP(module, process_group=group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 
 from lightning_ddp.comm.group import Group, Interrupt
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, UnsuitableModuleError
 from lightning_ddp.parallel.buckets import MIB, ParameterSpec
 from lightning_ddp.parallel.reducer import CommHook, Reducer
 from lightning_ddp.parallel.states import BufferSync, broadcast_coalesced, verify_across_ranks
@@ -56,7 +56,8 @@ class BucketedDDP(torch.nn.Module):
         interrupt: a failure that another thread may report; every wait raises it within 0.1 s.
 
     Raises:
-        ConfigurationError: an argument cannot be used, no parameter requires a gradient, or one is lazy.
+        ConfigurationError: an argument cannot be used.
+        UnsuitableModuleError: no parameter requires a gradient, or one is lazy.
         RankMismatchError: the ranks hold different models.
 
     Construction communicates (all ranks call it), as do `forward` in training with buffers, and backward.
@@ -99,25 +100,46 @@ class BucketedDDP(torch.nn.Module):
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
+        self._cap_bytes = int((_DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB)
         self._group = Group(process_group if process_group is not None else _default_group(), interrupt)
-        token = "unverified"
         self._buffer_sync = BufferSync(self._group, module)
+        token = "unverified"
         if init_sync:
             settings = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
             specs = [ParameterSpec.of(n, p) for n, p in named]
             token = verify_across_ranks(self._group, specs, self.device, settings)
             self._broadcast_state()
-        self.reducer = Reducer(
+        self.reducer = self._make_reducer(named, token)
+
+    def _make_reducer(self, named: Sequence[tuple[str, torch.nn.Parameter]], token: str) -> Reducer:
+        return Reducer(
             [p for _, p in named],
             [n for n, _ in named],
             self._group,
             token=token,
-            first_cap_bytes=min(_FIRST_CAP_BYTES, _cap_bytes(bucket_cap_mb)),
-            cap_bytes=_cap_bytes(bucket_cap_mb),
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
+            first_cap_bytes=min(_FIRST_CAP_BYTES, self._cap_bytes),
+            cap_bytes=self._cap_bytes,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to this process: the group, the reducer and its hooks."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_group", "_buffer_sync", "reducer")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickled or copied wrapper on the default process group. Does not communicate.
+
+        All ranks are expected to restore the same. A communication hook has to be registered again.
+
+        Raises:
+            ConfigurationError: there is no default process group.
+        """
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._group = Group(_default_group())
+        self._buffer_sync = BufferSync(self._group, self.module)
+        self.reducer = self._make_reducer(_trainable(self.module), "restored")
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         """Refuses synchronised batch normalisation on the CPU, at once; torch's name of that check."""
@@ -203,13 +225,13 @@ class BucketedDDP(torch.nn.Module):
 def _trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     lazy = [n for n, p in module.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
     if lazy:
-        raise ConfigurationError(
+        raise UnsuitableModuleError(
             f"uninitialised (lazy) parameters: {', '.join(lazy)}. Run one forward pass with a sample batch"
             " before wrapping, so that they get their shapes."
         )
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not named:
-        raise ConfigurationError(
+        raise UnsuitableModuleError(
             f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to"
             " average: use it without a data-parallel wrapper, or set requires_grad=True on a parameter."
         )
@@ -222,10 +244,6 @@ def _default_group() -> Any:
             "no process group: call torch.distributed.init_process_group first, or pass process_group="
         )
     return dist.group.WORLD
-
-
-def _cap_bytes(bucket_cap_mb: float | None) -> int:
-    return int((_DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB)
 
 
 def _check_device_ids(

@@ -1,0 +1,113 @@
+"""`BucketedDDP` as a module: copies, pickles, state dicts, teardown, arguments."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks, run_threads
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.errors import ConfigurationError, UnsuitableModuleError
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def trained(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def copied_and_pickled(rank, world_size):
+    model = BucketedDDP(net(), bucket_cap_mb=1e-4, static_graph=True)
+    copied = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert [b.spec for b in loaded.reducer.buckets] == [b.spec for b in model.reducer.buckets]
+    results = [trained(m, rank) for m in (model, copied, loaded)]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    return [p.sum().item() for p in results[0]]
+
+
+def test_a_copy_and_a_pickle_train_as_the_original() -> None:
+    first, second = run_ranks(copied_and_pickled, 2)
+    assert first == second
+
+
+def state_dicts(rank, world_size):
+    ours, theirs = BucketedDDP(net()), DistributedDataParallel(net())
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    ours.load_state_dict(theirs.state_dict())
+    return next(iter(ours.state_dict()))
+
+
+def test_state_dict_has_torchs_keys() -> None:
+    assert run_ranks(state_dicts, 2) == ["module.0.weight"] * 2
+
+
+def test_a_pickle_needs_a_default_group(tmp_path) -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(net(), process_group=group)
+        with pytest.raises(ConfigurationError, match="no process group: call torch"):
+            copy.deepcopy(model)
+
+    assert not dist.is_initialized()
+    run_threads(rank_main, 1)
+
+
+def test_after_teardown_the_module_is_on_its_own() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(net(), process_group=group)
+        inner = model.module
+        model.teardown()
+        inner(torch.full((2, 4), rank + 1.0)).sum().backward()
+        return [len(p._post_accumulate_grad_hooks or ()) for p in inner.parameters()]
+
+    assert run_threads(rank_main, 2) == [[0] * 6] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dim": 1}, ConfigurationError, "dim=1: inputs are scattered along dimension 0 only"),
+        ({"bucket_cap_mb": 0}, ConfigurationError, "bucket_cap_mb=0: expected a size in MiB above 0"),
+        ({"check_reduction": True}, ConfigurationError, "check_reduction=True: deprecated"),
+        ({"device_ids": [0]}, ConfigurationError, "but the module is on cpu"),
+        ({"output_device": 1}, ConfigurationError, "but the module is on cpu"),
+        ({"module": nn.ReLU()}, UnsuitableModuleError, "ReLU has no parameter that requires a gradient"),
+        (
+            {"module": nn.LazyLinear(2)},
+            UnsuitableModuleError,
+            "parameters: weight, bias",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named(arguments, error, message) -> None:
+    def rank_main(rank, world_size, group):
+        given = {"module": net(), "process_group": group, **arguments}
+        with pytest.raises(error, match=message):
+            BucketedDDP(**given)
+
+    run_threads(rank_main, 1)
+
+
+def test_without_any_group_the_error_says_what_to_call() -> None:
+    with pytest.raises(ConfigurationError, match="no process group: call torch"):
+        BucketedDDP(net())
