@@ -13,7 +13,8 @@ from torch.distributed.utils import _to_kwargs
 from lightning_ddp.comm.group import Group, Interrupt
 from lightning_ddp.errors import ConfigurationError, UnsuitableModuleError
 from lightning_ddp.parallel.buckets import MIB, ParameterSpec
-from lightning_ddp.parallel.reducer import CommHook, Reducer
+from lightning_ddp.parallel.reducer import Reducer
+from lightning_ddp.parallel.reduction import CommHook
 from lightning_ddp.parallel.states import BufferSync, broadcast_coalesced, verify_across_ranks
 
 __all__ = ["BucketedDDP"]

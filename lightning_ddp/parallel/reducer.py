@@ -16,16 +16,14 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.group import Group, without_engine_context
-from lightning_ddp.errors import BackwardOrderError, CommHookError, LightningDDPError, MissingGradientError
-from lightning_ddp.parallel.buckets import BucketSpec, ParameterSpec, plan_buckets
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import BackwardOrderError, MissingGradientError
+from lightning_ddp.parallel.layout import BucketLayout
+from lightning_ddp.parallel.reduction import CommHook, Reduction
 from lightning_ddp.parallel.storage import Bucket
 from lightning_ddp.parallel.unused import MissingGradients, find_tensors, reached_parameters
 
-__all__ = ["CommHook", "Reducer"]
-
-CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-"""`hook(state, bucket)`, called once a bucket is full; its future holds the reduced flat gradient."""
+__all__ = ["Reducer"]
 
 
 class Reducer:
@@ -56,19 +54,19 @@ class Reducer:
         find_unused_parameters: bool = False,
         static_graph: bool = False,
     ) -> None:
-        self._params = tuple(parameters)
-        self._names = tuple(names)
-        self._specs = tuple(ParameterSpec.of(n, p) for n, p in zip(names, parameters, strict=True))
+        self._layout = BucketLayout(
+            parameters,
+            names,
+            first_cap_bytes=first_cap_bytes,
+            cap_bytes=cap_bytes,
+            is_view=gradient_as_bucket_view,
+        )
+        self._params = self._layout.params
         self._group = group
+        self._reduction = Reduction(group)
         self._missing = MissingGradients(group, token)
-        self._first_cap_bytes = first_cap_bytes
-        self._cap_bytes = cap_bytes
-        self._is_view = gradient_as_bucket_view
         self._finds_unused = find_unused_parameters
         self._is_static = static_graph
-        self._scale: float | None = 1.0 / group.size
-        self._hook: CommHook | None = None
-        self._hook_state: Any = None
         self._lock = threading.Lock()
         self._handles: list[Any] = []
         self._ready: list[int] = []
@@ -81,74 +79,23 @@ class Reducer:
         self._declared: set[int] = set()  # requires_grad is switched off
         self._never_used: set[int] = set()  # known of a static graph
         self._used_unsynced: set[int] = set()
-        self._where: dict[int, tuple[Bucket, int]] = {}
-        self._storage: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._first_order: list[int] | None = None
         self.has_rebuilt = False
         self.step = -1  # number of the synchronised backward that runs or ran last
         self._broken: MissingGradientError | None = None
-        self.buckets: tuple[Bucket, ...] = ()
-        self._build(self._plan(range(len(self._params) - 1, -1, -1)))
+        self._add_hooks()
 
     # ------------------------------------------------------------------ plan
 
-    def _plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
-        return plan_buckets(
-            self._specs, order, first_cap_bytes=self._first_cap_bytes, cap_bytes=self._cap_bytes
-        )
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The present buckets, in launch order."""
+        return self._layout.buckets
 
-    def _build(self, plan: Sequence[BucketSpec]) -> None:
-        grads = self._release()
-        flats = self._slice_storage(plan)
-        self.buckets = tuple(
-            Bucket(
-                index,
-                spec,
-                flats[index],
-                [self._params[i] for i in spec.indices],
-                [self._names[i] for i in spec.indices],
-                is_last=index == len(plan) - 1,
-                is_view=self._is_view,
-                late_only=frozenset(p for p, i in enumerate(spec.indices) if self._counts[i] > 1),
-            )
-            for index, spec in enumerate(plan)
-        )
-        for bucket in self.buckets:
-            for position, index in enumerate(bucket.spec.indices):
-                self._where[index] = (bucket, position)
-                hook = self._make_hook(bucket, position, index)
-                self._handles.append(_register(self._params[index], hook))
-        for index, grad in grads.items():
-            bucket, position = self._where[index]
-            bucket.views[position].copy_(grad)
-            self._params[index].grad = bucket.views[position]
-
-    def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
-        """One allocation a dtype and device for all its buckets, so that a new plan needs no new memory."""
-        offsets: dict[tuple[torch.dtype, torch.device], int] = {}
-        flats = []
-        for spec in plan:
-            kind = (spec.dtype, spec.device)
-            if kind not in self._storage:
-                numel = sum(other.numel for other in plan if (other.dtype, other.device) == kind)
-                self._storage[kind] = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
-            start = offsets.get(kind, 0)
-            offsets[kind] = start + spec.numel
-            flats.append(self._storage[kind][start : start + spec.numel])
-        return flats
-
-    def _release(self) -> dict[int, torch.Tensor]:
-        """Lets go of the present buckets; the gradients that live in them are kept aside."""
-        self.remove_hooks()
-        grads = {}
-        for index, (bucket, position) in self._where.items():
-            view = bucket.views[position]
-            if self._params[index].grad is view:
-                grads[index] = view.clone()
-                self._params[index].grad = None
-        self._where = {}
-        self.buckets = ()
-        return grads
+    def _add_hooks(self) -> None:
+        for index, (bucket, position) in self._layout.where.items():
+            hook = self._make_hook(bucket, position, index)
+            self._handles.append(_register(self._params[index], hook))
 
     def remove_hooks(self) -> None:
         """Takes the reducer's hooks off the parameters; their gradients are no longer averaged."""
@@ -166,7 +113,7 @@ class Reducer:
         """
         if self._first_order is None:
             return False
-        device = self._specs[0].device
+        device = self._layout.device
         arrived = list(dict.fromkeys(self._first_order))
         present = set(arrived)
         rest = [i for i in range(len(self._params) - 1, -1, -1) if i not in present]
@@ -174,10 +121,12 @@ class Reducer:
         self._first_order = None
         self.has_rebuilt = True
         self._group.wait(self._group.broadcast(order, 0), device)
-        plan = self._plan([int(i) for i in order.tolist()])
-        if plan == tuple(bucket.spec for bucket in self.buckets) and not self._is_static:
+        plan = self._layout.plan([int(i) for i in order.tolist()])
+        if self._layout.holds(plan) and not self._is_static:
             return False  # a static graph's hooks must stop learning, even where the plan stays
-        self._build(plan)
+        self.remove_hooks()
+        self._layout.apply(plan, frozenset(i for i, count in enumerate(self._counts) if count > 1))
+        self._add_hooks()
         return True
 
     # ------------------------------------------------------------------ start of a backward
@@ -185,13 +134,11 @@ class Reducer:
     @property
     def has_hook(self) -> bool:
         """Whether a communication hook reduces the buckets."""
-        return self._hook is not None
+        return self._reduction.has_hook
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook` reduce the buckets from the next backward on."""
-        self._hook = hook
-        self._hook_state = state
-        self._scale = None
+        self._reduction.set_hook(state, hook)
 
     def arm(self, outputs: Any = None) -> None:
         """Expects every parameter's gradient in the next backward.
@@ -255,12 +202,13 @@ class Reducer:
             return
         self._is_running = True
         self.step += 1
+        self._reduction.step = self.step
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if self._is_learning:
             return
         for index in self._declared | self._never_used:
-            bucket, position = self._where[index]
-            bucket.fill_absent(position, self._scale)
+            bucket, position = self._layout.where[index]
+            bucket.fill_absent(position, self._reduction.scale)
         for bucket in self.buckets:
             if not bucket.num_pending:  # nobody expects anything of it: no rank launches it
                 bucket.is_skipped = len(self._declared.intersection(bucket.spec.indices)) == bucket.size
@@ -270,8 +218,8 @@ class Reducer:
     def _mark_absent(self, indices: Iterable[int]) -> None:
         """Parameters that will get no gradient in this backward count as ready, with what they have."""
         for index in indices:
-            bucket, position = self._where[index]
-            bucket.fill_absent(position, self._scale)
+            bucket, position = self._layout.where[index]
+            bucket.fill_absent(position, self._reduction.scale)
             bucket.num_pending -= max(self._counts[index], 1)
             if not bucket.num_pending:
                 self._fill(bucket)
@@ -322,39 +270,21 @@ class Reducer:
         if not bucket.is_skipped:
             try:
                 with torch.no_grad():
-                    bucket.copy_late(self._scale)
+                    bucket.copy_late(self._reduction.scale)
             except TypeError as error:
                 raise self._vanished_error(bucket) from error
         bucket.is_full = True
         with self._lock:
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
-                self._launch(self.buckets[self._next])
+                self._reduction.launch(self.buckets[self._next])
                 self._next += 1
 
     def _copy_early(self, bucket: Bucket, position: int) -> None:
         try:
             with torch.no_grad():
-                bucket.copy_early(position, self._scale)
+                bucket.copy_early(position, self._reduction.scale)
         except TypeError as error:
             raise self._vanished_error(bucket) from error
-
-    def _launch(self, bucket: Bucket) -> None:
-        if bucket.is_skipped or not bucket.flat.numel():
-            return
-        if self._hook is None:
-            bucket.work = self._group.all_reduce(bucket.flat)
-            return
-        try:
-            with without_engine_context():
-                future = self._hook(self._hook_state, bucket)
-        except Exception as error:
-            raise self._hook_error(bucket, f"raised {type(error).__name__}: {error}") from error
-        if not isinstance(future, torch._C.Future):  # what get_future() of a work returns, too
-            raise self._hook_error(
-                bucket,
-                f"returned {type(future).__name__}; expected a torch.futures.Future of the flat gradient",
-            )
-        bucket.work = future
 
     # ------------------------------------------------------------------ end of a backward
 
@@ -371,9 +301,7 @@ class Reducer:
             self._first_order = list(self._ready)
         for bucket in self.buckets:
             if bucket.work is not None:
-                value = self._wait(bucket)
-                if value is not None:
-                    self._take_result(bucket, value)
+                self._wait(bucket)
             with torch.no_grad():
                 bucket.copy_out()
         self._settle_absent(absent, used)
@@ -390,7 +318,7 @@ class Reducer:
         ]
         if not self._finds_unused or self._is_static:
             self._is_running = False
-            self._raise_missing([self._names[i] for i in late])
+            self._raise_missing([self._layout.names[i] for i in late])
         self._mark_absent(late)
 
     def _raise_missing(self, names: Sequence[str]) -> None:
@@ -416,9 +344,9 @@ class Reducer:
             with torch.no_grad():
                 for position, index in enumerate(bucket.spec.indices):
                     if not counts[index]:
-                        bucket.fill_absent(position, self._scale)
+                        bucket.fill_absent(position, self._reduction.scale)
                     elif position in bucket.early:
-                        bucket.copy_early(position, self._scale)
+                        bucket.copy_early(position, self._reduction.scale)
             bucket.num_pending = 0
             self._fill(bucket)
 
@@ -432,7 +360,7 @@ class Reducer:
         used = [1] * len(self._params)
         for index in absent:
             used[index] = int(index in self._used_unsynced and index not in self._declared)
-        bitmap = torch.tensor(used, dtype=torch.int32, device=self._specs[0].device)
+        bitmap = torch.tensor(used, dtype=torch.int32, device=self._layout.device)
         return self._group.all_reduce(bitmap), bitmap
 
     def _settle_absent(self, absent: Sequence[int], used: tuple[Any, torch.Tensor] | None) -> None:
@@ -443,55 +371,18 @@ class Reducer:
             counts = bitmap.tolist() if absent else None
         with torch.no_grad():
             for index in absent:
-                bucket, position = self._where[index]
+                bucket, position = self._layout.where[index]
                 is_used = counts is not None and counts[index] > 0 and index not in self._declared
                 bucket.take_absent(position, is_used)
 
-    def _wait(self, bucket: Bucket) -> Any:
-        work = bucket.work
-        watch = self._missing.watch(self.step, self._next)
+    def _wait(self, bucket: Bucket) -> None:
         try:
-            if self._hook is None:
-                self._group.wait(work, bucket.spec.device, watch)
-                return None
-            bucket.work = None  # its result may hold another copy of the gradients
-            return self._group.wait_future(work, watch)
+            self._reduction.wait(bucket, self._missing.watch(self.step, self._next))
         except MissingGradientError as error:
             self._broken = error.copy()
             raise
-        except LightningDDPError:
-            raise
-        except RuntimeError as error:
-            if self._hook is None:
-                raise
-            raise self._hook_error(bucket, f"failed: {error}") from error
-
-    def _take_result(self, bucket: Bucket, value: Any) -> None:
-        if isinstance(value, (list, tuple)) and len(value) == 1:
-            value = value[0]
-        if not isinstance(value, torch.Tensor):
-            raise self._hook_error(bucket, f"gave {type(value).__name__}; expected the flat gradient")
-        flat = bucket.flat
-        # a hook that put a compressed tensor in the bucket's place may return that type; copy_ converts it
-        is_known_type = value.dtype in (flat.dtype, bucket.buffer().dtype)
-        if value.numel() != flat.numel() or not is_known_type:
-            raise self._hook_error(
-                bucket,
-                f"gave shape {list(value.shape)} of {value.dtype};"
-                f" expected {list(flat.shape)} of {flat.dtype}",
-            )
-        if value.data_ptr() != flat.data_ptr():
-            flat.copy_(value.detach().view(-1))
 
     # ------------------------------------------------------------------ errors
-
-    def _hook_error(self, bucket: Bucket, what: str) -> CommHookError:
-        name = getattr(self._hook, "__qualname__", type(self._hook).__name__)
-        return CommHookError(
-            f"rank {self._group.rank}, step {self.step}: communication hook {name!r} {what}"
-            f" (bucket {bucket.index()} of {len(self.buckets)}, {bucket.flat.numel()} elements,"
-            f" parameters {bucket.names[0]!r} to {bucket.names[-1]!r})"
-        )
 
     def _vanished_error(self, bucket: Bucket) -> BackwardOrderError:
         if len(set(self._ready)) != len(self._ready):
@@ -506,7 +397,7 @@ class Reducer:
         counts: dict[int, int] = {}
         for index in self._ready:
             counts[index] = counts.get(index, 0) + 1
-        names = [self._names[i] for i, n in counts.items() if n > 1]
+        names = [self._layout.names[i] for i, n in counts.items() if n > self._counts[i]]
         return BackwardOrderError(
             f"rank {self._group.rank}, step {self.step}: more than one gradient in one backward for"
             f" {', '.join(names)}. Re-entrant activation checkpointing does that: use"

@@ -1,0 +1,111 @@
+"""Which bucket holds which parameter now: the plan put into memory, and moved to another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_ddp.parallel.buckets import BucketSpec, ParameterSpec, plan_buckets
+from lightning_ddp.parallel.storage import Bucket
+
+__all__ = ["BucketLayout"]
+
+
+class BucketLayout:
+    """The buckets of a reducer.
+
+    Args:
+        parameters: in one order on all ranks.
+        names: their qualified names.
+        first_cap_bytes: cap of the first bucket, in bytes.
+        cap_bytes: cap of the others, in bytes.
+        is_view: whether `.grad` becomes a view of the bucket.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        *,
+        first_cap_bytes: int,
+        cap_bytes: int,
+        is_view: bool,
+    ) -> None:
+        self.params = tuple(parameters)
+        self.names = tuple(names)
+        self.device = self.params[0].device
+        self._specs = tuple(ParameterSpec.of(n, p) for n, p in zip(names, parameters, strict=True))
+        self._first_cap_bytes = first_cap_bytes
+        self._cap_bytes = cap_bytes
+        self._is_view = is_view
+        self._storage: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self.buckets: tuple[Bucket, ...] = ()
+        self.where: dict[int, tuple[Bucket, int]] = {}
+        self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
+
+    def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
+        """The plan for gradients that become ready in `order`, a permutation of all parameters."""
+        return plan_buckets(
+            self._specs, order, first_cap_bytes=self._first_cap_bytes, cap_bytes=self._cap_bytes
+        )
+
+    def holds(self, plan: Sequence[BucketSpec]) -> bool:
+        """Whether the buckets are those of `plan`."""
+        return tuple(plan) == tuple(bucket.spec for bucket in self.buckets)
+
+    def apply(self, plan: Sequence[BucketSpec], late_only: frozenset[int] = frozenset()) -> None:
+        """Makes the buckets of `plan`, in the memory of the present ones; gradients in there move along.
+
+        Args:
+            plan: holds every parameter once.
+            late_only: parameters that get several gradients in one backward.
+        """
+        grads = self._release()
+        flats = self._slice_storage(plan)
+        self.buckets = tuple(
+            Bucket(
+                index,
+                spec,
+                flats[index],
+                [self.params[i] for i in spec.indices],
+                [self.names[i] for i in spec.indices],
+                is_last=index == len(plan) - 1,
+                is_view=self._is_view,
+                late_only=frozenset(p for p, i in enumerate(spec.indices) if i in late_only),
+            )
+            for index, spec in enumerate(plan)
+        )
+        for bucket in self.buckets:
+            for position, index in enumerate(bucket.spec.indices):
+                self.where[index] = (bucket, position)
+        for index, grad in grads.items():
+            bucket, position = self.where[index]
+            bucket.views[position].copy_(grad)
+            self.params[index].grad = bucket.views[position]
+
+    def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
+        """One allocation a dtype and device for all its buckets, so that a new plan needs no new memory."""
+        offsets: dict[tuple[torch.dtype, torch.device], int] = {}
+        flats = []
+        for spec in plan:
+            kind = (spec.dtype, spec.device)
+            if kind not in self._storage:
+                numel = sum(other.numel for other in plan if (other.dtype, other.device) == kind)
+                self._storage[kind] = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
+            start = offsets.get(kind, 0)
+            offsets[kind] = start + spec.numel
+            flats.append(self._storage[kind][start : start + spec.numel])
+        return flats
+
+    def _release(self) -> dict[int, torch.Tensor]:
+        """Lets go of the present buckets; copies of the gradients that live in them are kept."""
+        grads = {}
+        for index, (bucket, position) in self.where.items():
+            view = bucket.views[position]
+            if self.params[index].grad is view:
+                grads[index] = view.clone()
+                self.params[index].grad = None
+        self.where = {}
+        self.buckets = ()
+        return grads

@@ -1,0 +1,115 @@
+"""How one bucket is averaged over the ranks: by an all-reduce, or by a communication hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_ddp.comm.group import Group, without_engine_context
+from lightning_ddp.errors import CommHookError, LightningDDPError
+from lightning_ddp.parallel.storage import Bucket
+
+__all__ = ["CommHook", "Reduction"]
+
+CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+"""`hook(state, bucket)`, called once a bucket is full; its future holds the reduced flat gradient."""
+
+
+class Reduction:
+    """Starts the reduction of full buckets and waits for it. All ranks call it in one order.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._hook: CommHook | None = None
+        self._state: Any = None
+        self.scale: float | None = 1.0 / group.size  # gradients are scaled so on their way into the bucket
+        self.step = -1
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a communication hook reduces the buckets."""
+        return self._hook is not None
+
+    def set_hook(self, state: Any, hook: CommHook) -> None:
+        """Lets `hook` reduce the buckets from the next backward on; it scales by itself."""
+        self._hook = hook
+        self._state = state
+        self.scale = None
+
+    def launch(self, bucket: Bucket) -> None:
+        """Starts the reduction of a full bucket.
+
+        Raises:
+            CommHookError: the hook raised, or returned no future.
+        """
+        if bucket.is_skipped or not bucket.flat.numel():
+            return
+        if self._hook is None:
+            bucket.work = self._group.all_reduce(bucket.flat)
+            return
+        try:
+            with without_engine_context():
+                future = self._hook(self._state, bucket)
+        except Exception as error:
+            raise self._error(bucket, f"raised {type(error).__name__}: {error}") from error
+        if not isinstance(future, torch._C.Future):  # what get_future() of a work returns, too
+            raise self._error(
+                bucket,
+                f"returned {type(future).__name__}; expected a torch.futures.Future of the flat gradient",
+            )
+        bucket.work = future
+
+    def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
+        """Waits until the flat buffer holds the result.
+
+        Args:
+            bucket: launched before.
+            on_slice: called with the seconds waited, now and then; may raise.
+
+        Raises:
+            CommHookError: the hook's future failed, or holds no flat gradient.
+            RuntimeError: the all-reduce failed.
+        """
+        work = bucket.work
+        if self._hook is None:
+            self._group.wait(work, bucket.spec.device, on_slice)
+            return
+        bucket.work = None  # its result may hold another copy of the gradients
+        try:
+            value = self._group.wait_future(work, on_slice)
+        except LightningDDPError:
+            raise
+        except RuntimeError as error:
+            raise self._error(bucket, f"failed: {error}") from error
+        self._take(bucket, value)
+
+    def _take(self, bucket: Bucket, value: Any) -> None:
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, torch.Tensor):
+            raise self._error(bucket, f"gave {type(value).__name__}; expected the flat gradient")
+        flat = bucket.flat
+        # a hook that put a compressed tensor in the bucket's place may return that type; copy_ converts it
+        is_known_type = value.dtype in (flat.dtype, bucket.buffer().dtype)
+        if value.numel() != flat.numel() or not is_known_type:
+            raise self._error(
+                bucket,
+                f"gave shape {list(value.shape)} of {value.dtype};"
+                f" expected {list(flat.shape)} of {flat.dtype}",
+            )
+        if value.data_ptr() != flat.data_ptr():
+            flat.copy_(value.detach().view(-1))
+
+    def _error(self, bucket: Bucket, what: str) -> CommHookError:
+        name = getattr(self._hook, "__qualname__", type(self._hook).__name__)
+        return CommHookError(
+            f"rank {self._group.rank}, step {self.step}: communication hook {name!r} {what}"
+            f" (bucket {bucket.index()}, {bucket.flat.numel()} elements,"
+            f" parameters {bucket.names[0]!r} to {bucket.names[-1]!r})"
+        )
