@@ -7,6 +7,9 @@ works, and in a child of its launcher ties the process's life to the launcher's.
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.orphans import adopt_from_environment
 from lightning_ddp.parallel.module import BucketedDDP
+from lightning_ddp.parallel.parallel_apply import parallel_apply
+from lightning_ddp.parallel.replicas import DataParallel, data_parallel, replicate
+from lightning_ddp.parallel.scatter import gather, scatter
 from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
 from lightning_ddp.trainer import Trainer
 from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
@@ -16,10 +19,16 @@ __all__ = [
     "BucketedDDP",
     "CustomDDPPlugin",
     "CustomDDPStrategy",
+    "DataParallel",
     "PeerFailure",
     "Trainer",
     "available_variants",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
     "register_variant",
+    "replicate",
+    "scatter",
 ]
 
 adopt_from_environment()

@@ -19,6 +19,7 @@ __all__ = [
     "PeerFailure",
     "RankMismatchError",
     "RendezvousError",
+    "ReplicaError",
     "UnsuitableModuleError",
 ]
 
@@ -41,6 +42,10 @@ class RankMismatchError(LightningDDPError, RuntimeError):
 
 class RendezvousError(LightningDDPError, RuntimeError):
     """The processes of a run could not find each other."""
+
+
+class ReplicaError(LightningDDPError, RuntimeError):
+    """A replica raised an error of a kind that cannot be built anew; the original is its `__cause__`."""
 
 
 class BackwardOrderError(LightningDDPError, RuntimeError):

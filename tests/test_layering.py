@@ -118,9 +118,15 @@ def test_public_names_are_the_ones_promised() -> None:
         "BucketedDDP",
         "CustomDDPPlugin",
         "CustomDDPStrategy",
+        "DataParallel",
         "PeerFailure",
         "Trainer",
         "available_variants",
+        "data_parallel",
+        "gather",
+        "parallel_apply",
         "register_variant",
+        "replicate",
+        "scatter",
     }
     assert lightning_ddp.CustomDDPPlugin is lightning_ddp.CustomDDPStrategy

@@ -1,0 +1,853 @@
+"""The single-process data-parallel family, compared with the plain module on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import threading
+import traceback
+import weakref
+from collections import OrderedDict, defaultdict
+from typing import NamedTuple
+
+import pytest
+import torch
+from harness import run_threads
+from models import batch, build
+from torch import Tensor, nn
+
+from lightning_ddp.errors import ConfigurationError, ReplicaError
+from lightning_ddp.parallel.module import BucketedDDP
+from lightning_ddp.parallel.parallel_apply import parallel_apply
+from lightning_ddp.parallel.replicas import DataParallel, data_parallel, replicate
+from lightning_ddp.parallel.scatter import gather, scatter, scatter_kwargs
+
+TWO = ["cpu", "cpu"]
+THREE = ["cpu"] * 3
+DEADLINE_S = 10.0
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    label: str
+
+
+class Scale(nn.Module):
+    """Multiplies by one weight."""
+
+    def __init__(self, weight: float = 3.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(actual: nn.Module, expected: nn.Module, rtol: float = 1e-6) -> None:
+    found, wanted = gradients(actual), gradients(expected)
+    assert found.keys() == wanted.keys()
+    assert wanted
+    for name, grad in wanted.items():
+        # atol for entries that are a rounding error beside the others of their tensor
+        atol = rtol * float(grad.abs().max())
+        torch.testing.assert_close(found[name], grad, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def train_step(run, inputs: Tensor, labels: Tensor) -> None:
+    nn.functional.cross_entropy(run(inputs), labels).backward()
+
+
+# ------------------------------------------------------------------ gradients
+
+
+@pytest.mark.parametrize("devices", [["cpu"], TWO, THREE, ["cpu"] * 4], ids=len)
+@pytest.mark.parametrize("name", ["mlp", "transformer", "shared_and_frozen", "mixed_dtypes"])
+def test_outputs_and_gradients_are_those_of_the_plain_module_on_the_whole_batch(name, devices) -> None:
+    plain = build(name, seed=1)
+    module = copy.deepcopy(plain)
+    inputs, labels = batch(name, 0, 0)  # 6 samples: chunks of 2, 2, 2 on 4 devices
+    train_step(plain, inputs, labels)
+    train_step(DataParallel(module, devices), inputs, labels)
+    assert_same_gradients(module, plain, rtol=2e-2 if name == "mixed_dtypes" else 1e-6)  # bfloat16
+
+
+def test_gradients_are_exact_where_the_arithmetic_is() -> None:
+    plain, module = nn.Linear(3, 2), nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in [*plain.parameters(), *module.parameters()]:
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+    inputs = torch.arange(15.0).view(5, 3)
+    plain(inputs).square().sum().backward()
+    data_parallel(module, inputs, THREE).square().sum().backward()
+    for name, grad in gradients(plain).items():
+        assert torch.equal(gradients(module)[name], grad), name
+
+
+def test_batch_norm_normalises_each_chunk_and_the_running_statistics_are_those_of_replica_0() -> None:
+    module = build("conv_batch_norm", seed=1)
+    by_hand = copy.deepcopy(module)
+    inputs, labels = batch("conv_batch_norm", 0, 0)
+    running = {n: b.clone() for n, b in by_hand.named_buffers()}
+    first = by_hand(inputs[:3])
+    after_first = {n: b.clone() for n, b in by_hand.named_buffers()}
+    nn.functional.cross_entropy(torch.cat([first, by_hand(inputs[3:])]), labels).backward()
+    train_step(DataParallel(module, TWO), inputs, labels)
+    assert_same_gradients(module, by_hand)
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, after_first[name]), name
+        assert not torch.equal(buffer, running[name]), name
+
+
+def test_batch_norm_in_eval_equals_the_plain_module() -> None:
+    module = build("conv_batch_norm", seed=1)
+    plain = copy.deepcopy(module).eval()
+    inputs, labels = batch("conv_batch_norm", 0, 0)
+    train_step(plain, inputs, labels)
+    wrapped = DataParallel(module, TWO).eval()
+    train_step(wrapped, inputs, labels)
+    assert_same_gradients(module, plain)
+    assert int(module.features[1].num_batches_tracked) == 0
+
+
+def test_an_lstm_whose_weights_are_also_in_a_list_trains() -> None:
+    plain = nn.LSTM(4, 5, batch_first=True)
+    module = copy.deepcopy(plain)
+    inputs = torch.randn(6, 3, 4)
+    plain(inputs)[0].square().mean().backward()
+    replicas = replicate(module, TWO)
+    assert all(
+        w is getattr(replicas[1], n)
+        for n, w in zip(plain._flat_weights_names, replicas[1]._flat_weights, strict=True)
+    )
+    outputs = parallel_apply(replicas, scatter((inputs,), TWO))
+    torch.cat([o[0] for o in outputs]).square().mean().backward()
+    assert_same_gradients(module, plain)
+
+
+def test_parameter_lists_and_parametrizations_train() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList([torch.randn(4, 4), torch.randn(4, 4)])
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for weight in self.weights:
+                x = torch.tanh(x @ weight)
+            return self.normed(x)
+
+    plain = Listed()
+    module = copy.deepcopy(plain)
+    inputs = torch.randn(6, 4)
+    plain(inputs).square().mean().backward()
+    DataParallel(module, TWO)(inputs).square().mean().backward()
+    assert len(gradients(module)) == 5
+    assert_same_gradients(module, plain)
+
+
+def test_gradients_accumulate_over_two_uses_of_one_wrapper() -> None:
+    plain = build("mlp", seed=1)
+    module = copy.deepcopy(plain)
+    wrapped = DataParallel(module, TWO)
+    (a, _), (b, _) = batch("mlp", 0, 0), batch("mlp", 0, 1)
+    (plain(a) * plain(b)).mean().backward()
+    (wrapped(a) * wrapped(b)).mean().backward()
+    assert_same_gradients(module, plain)
+
+
+def test_gradients_reach_the_inputs() -> None:
+    inputs = torch.randn(5, 2, requires_grad=True)
+    weights = torch.arange(10.0).view(5, 2)
+    (data_parallel(Scale(), inputs, TWO) * weights).sum().backward()
+    assert torch.equal(inputs.grad, 3 * weights)
+
+
+def test_a_gradient_penalty_differentiates_twice() -> None:
+    def penalty(run, inputs: Tensor) -> None:
+        inputs = inputs.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(run(inputs).square().sum(), inputs, create_graph=True)
+        grad.square().mean().backward()
+
+    plain = build("mlp", seed=1)
+    module = copy.deepcopy(plain)
+    inputs, _ = batch("mlp", 0, 0)
+    penalty(plain, inputs)
+    penalty(DataParallel(module, TWO), inputs)
+    assert_same_gradients(module, plain)
+
+
+def test_second_derivatives_of_the_parameters_pass_through_the_sum_over_replicas() -> None:
+    module = Scale(3.0)
+    output = data_parallel(module, torch.tensor([1.0, 2.0]), TWO).pow(3).sum()
+    (grad,) = torch.autograd.grad(output, module.weight, create_graph=True)
+    grad.sum().backward()
+    assert module.weight.grad.item() == 6 * 3.0 * (1 + 8)  # d2/dw2 of (x w)^3 is 6 w x^3
+
+
+def test_a_parameter_that_no_replica_uses_keeps_no_gradient_and_one_used_by_some_gets_theirs() -> None:
+    class Choosy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positive, self.negative, self.unused = Scale(), Scale(), Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.positive(x) if x[0] > 0 else self.negative(x)
+
+    module = Choosy()
+    data_parallel(module, torch.tensor([1.0, 2.0, -4.0, -8.0]), TWO).sum().backward()
+    assert module.positive.weight.grad.tolist() == [3.0]
+    assert module.negative.weight.grad.tolist() == [-12.0]
+    assert module.unused.weight.grad is None
+
+
+def test_sparse_gradients_are_summed() -> None:
+    module = nn.Embedding(4, 1, sparse=True)
+    data_parallel(module, torch.tensor([0, 1, 1, 3]), TWO).sum().backward()
+    assert module.weight.grad.is_sparse
+    assert module.weight.grad.to_dense().flatten().tolist() == [1.0, 2.0, 0.0, 1.0]
+
+
+def test_sparse_gradients_stay_sparse_where_a_replica_has_none() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(3, 1, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x) if x[0] > 0 else torch.zeros(len(x), 1)
+
+    module = Sometimes()
+    data_parallel(module, torch.tensor([0, 0, 1, 2]), TWO).sum().backward()
+    assert module.table.weight.grad.is_sparse
+    assert module.table.weight.grad.to_dense().flatten().tolist() == [0.0, 1.0, 1.0]
+
+
+def test_an_inplace_change_of_the_inputs_by_one_replica_does_not_disturb_the_others() -> None:
+    class Inplace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.relu_())
+
+    inputs = torch.tensor([[1.0, -1.0], [2.0, -2.0]])
+    module = Inplace()
+    data_parallel(module, inputs, TWO).sum().backward()
+    assert torch.equal(module.linear.weight.grad, torch.tensor([[3.0, 0.0], [3.0, 0.0]]))
+    assert inputs.tolist() == [[1.0, -1.0], [2.0, -2.0]]
+
+
+# ------------------------------------------------------------------ replicate
+
+
+def test_replicas_are_distinct_tensors_with_an_edge_and_the_original_stays_as_it_was() -> None:
+    module = build("shared_and_frozen", seed=1)
+    before = dict(module.named_parameters())
+    replicas = replicate(module, TWO)
+    addresses = {r.trained.weight.data_ptr() for r in (module, *replicas)}
+    assert len(addresses) == 3
+    for replica in replicas:
+        assert torch.equal(replica.trained.weight, module.trained.weight)
+        assert replica.trained.weight.grad_fn is not None
+        assert not replica.frozen.weight.requires_grad
+        assert list(replica.parameters()) == []
+        assert replica.embedding.weight is replica.output.weight
+        assert replica.output.bias is None
+    assert dict(module.named_parameters()).keys() == before.keys()
+    assert all(p is before[n] and p.is_leaf for n, p in module.named_parameters())
+
+
+def test_a_module_under_two_names_is_one_module_in_a_replica() -> None:
+    shared = Scale()
+    replica = replicate(nn.ModuleDict({"a": shared, "b": shared}), TWO)[1]
+    assert replica["a"] is replica["b"]
+    assert replica["a"] is not shared
+
+
+def test_buffers_are_shared_with_the_first_replica_on_their_device_and_copied_for_the_others() -> None:
+    module = nn.BatchNorm1d(2)
+    replicas = replicate(module, ["meta", "cpu", "cpu"])
+    assert replicas[1].running_mean is module.running_mean
+    assert torch.equal(replicas[2].running_mean, module.running_mean)
+    assert replicas[2].running_mean.data_ptr() != module.running_mean.data_ptr()
+    assert {t.device.type for t in (replicas[0].running_mean, replicas[0].weight)} == {"meta"}
+    assert replicate(module, ["cpu"])[0].running_mean is module.running_mean
+
+
+def test_hooks_and_attributes_are_kept() -> None:
+    module = Scale()
+    module.note = "kept"
+    seen = []
+    module.register_forward_hook(lambda m, args, output: seen.append(m))
+    replicas = replicate(module, TWO)
+    parallel_apply(replicas, [torch.ones(1)] * 2)
+    assert {id(m) for m in seen} == {id(r) for r in replicas}
+    assert [r.note for r in replicas] == ["kept"] * 2
+
+
+def test_replicas_are_detached_under_no_grad() -> None:
+    with torch.no_grad():
+        replicas = replicate(Scale(), TWO)
+    assert [r.weight.requires_grad for r in replicas] == [False, False]
+    assert [r.weight.item() for r in replicas] == [3.0, 3.0]
+
+
+def test_a_module_compiled_in_place_runs_its_replicas_with_their_own_parameters() -> None:
+    module = Scale()
+    module._compiled_call_impl = module._call_impl  # what module.compile() binds, without the compiler
+    data_parallel(module, torch.ones(2), TWO)
+    assert all(r._compiled_call_impl is None for r in replicate(module, TWO))
+
+
+class _Wrapper(nn.Module):
+    """The shape of what torch.compile returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+def test_a_compiled_part_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"^inner is a _Wrapper: scripted and compiled modules"):
+        replicate(nn.ModuleDict({"inner": _Wrapper(Scale())}), TWO)
+
+
+# ------------------------------------------------------------------ scatter
+
+
+@pytest.mark.parametrize(
+    ("size", "num_devices", "expected"),
+    [(4, 2, [2, 2]), (3, 2, [2, 1]), (1, 2, [1]), (5, 4, [2, 2, 1]), (0, 2, [0]), (3, 1, [3])],
+)
+def test_chunks_are_as_equal_as_they_can_be_and_fewer_than_devices_where_rows_lack(
+    size, num_devices, expected
+) -> None:
+    pieces = scatter(torch.arange(size), ["cpu"] * num_devices)
+    assert [len(piece) for piece in pieces] == expected
+    assert torch.cat(pieces).tolist() == list(range(size))
+
+
+def test_scatter_reaches_nested_containers_keeps_their_kinds_and_repeats_the_rest() -> None:
+    marker = object()
+    x = torch.arange(4)
+    inputs = (
+        [x],
+        Pair(x, marker),
+        OrderedDict(b=x, a="text"),
+        defaultdict(int, k=x),
+        Sample(x, "y"),
+        torch.return_types.max((x, x)),
+    )
+    pieces = scatter(inputs, TWO)
+    assert len(pieces) == 2
+    for i, (listed, pair, ordered, default, sample, maximum) in enumerate(pieces):
+        half = [2 * i, 2 * i + 1]
+        assert listed[0].tolist() == half
+        assert type(pair) is Pair
+        assert pair.first.tolist() == half
+        assert pair.second is marker
+        assert type(ordered) is OrderedDict
+        assert list(ordered) == ["b", "a"]
+        assert ordered["b"].tolist() == half
+        assert ordered["a"] == "text"
+        assert default["k"].tolist() == half
+        assert default["other"] == 0
+        assert type(sample) is Sample
+        assert sample.x.tolist() == half
+        assert sample.label == "y"
+        assert type(maximum) is torch.return_types.max
+        assert maximum.values.tolist() == half
+    assert inputs[3].keys() == {"k"}
+    assert inputs[4].x is x
+
+
+def test_scatter_splits_along_dim_and_places_the_chunks() -> None:
+    pieces = scatter(torch.arange(6).view(2, 3), ["cpu", "meta"], dim=1)
+    assert pieces[0].tolist() == [[0, 1], [3, 4]]
+    assert (pieces[1].device.type, tuple(pieces[1].shape)) == ("meta", (2, 1))
+    assert scatter(torch.arange(6).view(2, 3), TWO, dim=-1)[1].tolist() == [[2], [5]]
+
+
+def test_without_tensors_all_is_repeated_for_each_device() -> None:
+    assert scatter(("text", [1]), THREE) == [("text", [1])] * 3
+
+
+def test_tensors_with_different_numbers_of_chunks_are_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigurationError,
+        match=r"inputs\['x'\] of shape \(4, 2\): 2; inputs\['mask'\]\[0\] of shape \(1, 2\): 1",
+    ):
+        scatter({"x": torch.ones(4, 2), "mask": [torch.ones(1, 2)]}, TWO)
+
+
+def test_a_tensor_without_the_dimension_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"kwargs\['scale'\] of shape \(\) has no dimension 0"):
+        scatter_kwargs((torch.ones(2),), {"scale": torch.tensor(1.0)}, TWO)
+    assert scatter(torch.tensor(1.0), ["cpu"])[0].item() == 1.0  # nothing to split
+
+
+def test_scatter_kwargs_pads_or_repeats_the_side_that_has_no_tensors() -> None:
+    x = torch.arange(3)
+    inputs, kwargs = scatter_kwargs((x,), None, TWO)
+    assert ([i[0].tolist() for i in inputs], kwargs) == ([[0, 1], [2]], [{}, {}])
+    inputs, kwargs = scatter_kwargs((), {"x": x}, TWO)
+    assert (inputs, [k["x"].tolist() for k in kwargs]) == ([(), ()], [[0, 1], [2]])
+    inputs, kwargs = scatter_kwargs((x[:1],), {"flag": True}, TWO)  # one chunk only
+    assert (len(inputs), kwargs) == (1, [{"flag": True}])
+    assert scatter_kwargs((), {}, TWO) == ([()], [{}])
+
+
+# ------------------------------------------------------------------ gather
+
+
+def test_gather_joins_nested_containers_and_is_differentiable() -> None:
+    a, b = torch.ones(2, 1, requires_grad=True), torch.ones(1, 1, requires_grad=True)
+    joined = gather([{"y": Pair(a, "t"), "z": None}, {"z": None, "y": Pair(b, "t")}], "cpu")
+    assert type(joined["y"]) is Pair
+    assert (joined["y"].second, joined["z"]) == ("t", None)
+    (joined["y"].first * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward()
+    assert a.grad.tolist() == [[1.0], [2.0]]
+    assert b.grad.tolist() == [[3.0]]
+
+
+def test_gather_joins_along_dim() -> None:
+    assert gather([torch.zeros(2, 1), torch.ones(2, 2)], "cpu", dim=1).tolist() == [[0.0, 1.0, 1.0]] * 2
+
+
+def test_scalars_become_a_vector_with_a_warning() -> None:
+    losses = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)]
+    with pytest.warns(UserWarning, match=r"output\['loss'\] has no dimensions in any replica"):
+        joined = gather([{"loss": loss} for loss in losses], "cpu")
+    assert joined["loss"].tolist() == [1.0, 2.0]
+    joined["loss"].sum().backward()
+    assert [loss.grad.item() for loss in losses] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([], "gather got no outputs"),
+        ([{"n": 1}, {"n": 2}], r"output\['n'\] is no tensor and differs between the replicas: 1, 2"),
+        ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], r"output holds different things .*\['a'\]; \['b'\]"),
+        ([[torch.ones(1)], [None]], r"output\[0\] is of different types in the replicas: Tensor, NoneType"),
+        ([[torch.ones(1)], []], r"output holds different things in the replicas: \[0\]; nothing"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_named(outputs, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        gather(outputs, "cpu")
+
+
+# ------------------------------------------------------------------ parallel_apply
+
+
+def test_each_replica_has_a_thread_of_its_own_and_they_run_at_once() -> None:
+    barrier = threading.Barrier(3, timeout=DEADLINE_S)
+
+    def replica(x: int, *, plus: int) -> tuple[int, int]:
+        barrier.wait()  # breaks unless all three are here
+        return x + plus, threading.get_ident()
+
+    outputs = parallel_apply([replica] * 3, [1, (2,), [3]], [{"plus": 10 * i} for i in range(3)])
+    assert [value for value, _ in outputs] == [1, 12, 23]
+    assert len({ident for _, ident in outputs} | {threading.get_ident()}) == 4
+
+
+def test_one_replica_needs_no_thread() -> None:
+    assert parallel_apply([threading.get_ident], [()]) == [threading.get_ident()]
+
+
+def test_the_first_error_in_replica_order_is_raised_after_all_threads_have_ended() -> None:
+    threads: dict[str, threading.Thread] = {}
+    begun = threading.Barrier(3, timeout=DEADLINE_S)
+    ended = threading.Event()
+
+    def begin(name: str) -> None:
+        threads[name] = threading.current_thread()
+        begun.wait()
+
+    def late() -> None:
+        begin("late")
+        threads["early"].join(DEADLINE_S)
+        raise ValueError("late in time, first in order")
+
+    def early() -> None:
+        begin("early")
+        raise TypeError("early")
+
+    def fine() -> None:
+        begin("fine")
+        threads["late"].join(DEADLINE_S)
+        ended.set()
+
+    with pytest.raises(ValueError, match=r"^replica 0 on cpu: late in time, first in order$") as caught:
+        parallel_apply([late, early, fine], [()] * 3, devices=THREE)
+    assert ended.is_set()
+    assert not any(thread.is_alive() for thread in threads.values())
+    cause = caught.value.__cause__
+    assert type(cause) is ValueError
+    assert traceback.extract_tb(cause.__traceback__)[-1].name == "late"
+
+
+class Structured(Exception):
+    """Cannot be built from a message."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Fixed(Exception):
+    """Loses the message that it is built from."""
+
+    def __str__(self) -> str:
+        return "fixed"
+
+
+@pytest.mark.parametrize("error", [Structured(code=7), Fixed()], ids=["keyword", "fixed"])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_an_error_that_cannot_be_rebuilt_is_chained_to_a_replica_error(error, num_replicas) -> None:
+    def replica(_index: int) -> None:
+        raise error
+
+    with pytest.raises(ReplicaError, match=f"^replica 0 raised {type(error).__name__}: {error}$") as caught:
+        parallel_apply([replica] * num_replicas, range(num_replicas))
+    assert caught.value.__cause__ is error
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_key_error_stays_one_and_has_the_index() -> None:
+    with pytest.raises(KeyError, match="replica 0: 'missing'"):
+        parallel_apply([lambda: {}["missing"]] * 2, [()] * 2)
+
+
+def test_an_exit_passes_unchanged() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match=r"^3$"):
+        parallel_apply([leave] * 2, [()] * 2)
+
+
+def test_an_error_does_not_keep_the_replicas_tensors_alive() -> None:
+    alive = []
+
+    def replica() -> None:
+        tensor = torch.ones(1)
+        alive.append(weakref.ref(tensor))
+        raise ValueError("now")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="now"):
+            parallel_apply([replica] * 2, [()] * 2)
+        assert len(alive) == 2
+        assert [ref() for ref in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_threads_take_on_the_callers_settings_and_the_caller_keeps_them(num_replicas) -> None:
+    def state(*_: object) -> tuple[object, ...]:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def seen() -> list[object]:
+        return parallel_apply([state] * num_replicas, [()] * num_replicas, devices=["cpu"] * num_replicas)
+
+    assert seen() == [(True, False, False, None, True)] * num_replicas
+    with torch.no_grad():
+        assert seen() == [(False, False, False, None, True)] * num_replicas
+    with torch.inference_mode():
+        assert seen() == [(False, True, False, None, True)] * num_replicas
+    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        assert seen() == [(True, False, True, torch.float16, False)] * num_replicas
+        assert state() == (True, False, True, torch.float16, False)
+    assert state() == (True, False, False, None, True)
+
+
+def test_arguments_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"2 replicas; got 1 inputs, 2 kwargs and 3 devices"):
+        parallel_apply([int] * 2, [1], [{}, {}], THREE)
+
+
+# ------------------------------------------------------------------ data_parallel and DataParallel
+
+
+def test_an_error_in_a_replica_of_data_parallel_names_it() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x[0] > 0:
+                raise RuntimeError("a bad sample")
+            return x
+
+    with pytest.raises(RuntimeError, match=r"^replica 1 on cpu: a bad sample$"):
+        data_parallel(Fails(), torch.tensor([0.0, 1.0]), TWO)
+
+
+def test_nested_inputs_kwargs_and_outputs_pass() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale()
+
+        def forward(self, sample: Sample, *, extra: dict[str, Tensor], times: int) -> dict[str, object]:
+            y = self.scale(sample.x) + extra["add"]
+            return {"y": y, "again": [Pair(y * times, sample.label)], "none": None}
+
+    plain = Nested()
+    module = copy.deepcopy(plain)
+    sample, extra = Sample(torch.arange(5.0), "cat"), {"add": torch.arange(5.0) * 10}
+    expected = plain(sample, extra=extra, times=2)
+    output = DataParallel(module, TWO)(sample, extra=extra, times=2)
+    assert torch.equal(output["y"], expected["y"])
+    assert torch.equal(output["again"][0].first, expected["again"][0].first)
+    assert (output["again"][0].second, output["none"]) == ("cat", None)
+    (expected["again"][0].first.sum()).backward()
+    (output["again"][0].first.sum()).backward()
+    assert_same_gradients(module, plain)
+
+
+def test_fewer_chunks_than_devices_use_the_first_devices() -> None:
+    threads = []
+
+    class Noted(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            threads.append(threading.current_thread().name)
+            return super().forward(x)
+
+    module = Noted()
+    output = data_parallel(module, torch.tensor([1.0, 2.0]), THREE)
+    output.sum().backward()
+    assert sorted(threads) == ["replica 0", "replica 1"]
+    assert output.tolist() == [3.0, 6.0]
+    assert module.weight.grad.tolist() == [3.0]
+
+
+@pytest.mark.parametrize("devices", [["cpu"], TWO], ids=len)
+def test_empty_batches_and_no_inputs_run_once(devices) -> None:
+    module = Scale()
+    empty = data_parallel(module, torch.empty(0, 2), devices)
+    assert tuple(empty.shape) == (0, 2)
+    empty.sum().backward()
+    assert module.weight.grad.tolist() == [0.0]
+
+    class Bare(Scale):
+        def forward(self) -> Tensor:
+            return self.weight
+
+    assert data_parallel(Bare(), None, devices).tolist() == [3.0]
+    assert DataParallel(Bare(), devices)().tolist() == [3.0]
+
+
+def test_no_grad_and_eval_give_outputs_without_a_graph() -> None:
+    module = build("mlp", seed=1)
+    wrapped = DataParallel(module, TWO).eval()
+    inputs, _ = batch("mlp", 0, 0)
+    with torch.no_grad():
+        output = wrapped(inputs)
+        expected = module(inputs)
+    assert not output.requires_grad
+    assert not module.training
+    torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-7)
+    with torch.inference_mode():
+        assert wrapped(inputs).is_inference()
+
+
+def test_autocast_holds_in_the_replicas() -> None:
+    plain = build("mlp", seed=1)
+    module = copy.deepcopy(plain)
+    inputs, labels = batch("mlp", 0, 0)
+    wrapped = DataParallel(module, TWO)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert wrapped(inputs).dtype == torch.bfloat16
+        train_step(plain, inputs, labels)
+        train_step(wrapped, inputs, labels)
+    assert_same_gradients(module, plain, rtol=2e-2)  # sums of bfloat16 in two halves
+    assert wrapped(inputs).dtype == torch.float32
+
+
+def test_state_dict_has_torchs_keys_and_loads() -> None:
+    module = build("conv_batch_norm", seed=1)
+    wrapped = DataParallel(module, TWO)
+    assert list(wrapped.state_dict()) == [f"module.{name}" for name in module.state_dict()]
+    other = DataParallel(build("conv_batch_norm", seed=2), devices=TWO)
+    other.load_state_dict(wrapped.state_dict())
+    assert torch.equal(other.module.head.weight, module.head.weight)
+
+
+def test_a_deepcopy_trains_by_itself() -> None:
+    wrapped = DataParallel(Scale(), TWO)
+    copied = copy.deepcopy(wrapped)
+    copied(torch.ones(2)).sum().backward()
+    assert copied.module.weight.grad.tolist() == [2.0]
+    assert wrapped.module.weight.grad is None
+
+
+def test_one_device_runs_the_module_itself_and_passes_scalars_through() -> None:
+    seen = []
+    module = Scale()
+    module.register_forward_hook(lambda m, args, output: seen.append((m, threading.get_ident())))
+    output = DataParallel(module, ["cpu"])(torch.tensor(2.0))
+    assert seen == [(module, threading.get_ident())]
+    assert output.tolist() == [6.0]
+
+
+@pytest.mark.parametrize("devices", [["cpu"], TWO], ids=len)
+def test_outputs_are_gathered_on_the_output_device(devices) -> None:
+    wrapped = DataParallel(Scale(), devices, output_device="meta")
+    assert wrapped(torch.ones(2)).device.type == "meta"
+
+
+def test_dim_is_that_of_inputs_and_outputs() -> None:
+    inputs = torch.arange(6.0).view(2, 3)
+    assert torch.equal(DataParallel(Scale(), TWO, dim=1)(inputs), 3 * inputs)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Scale(), "parameter weight is on cpu; expected all parameters and buffers on meta"),
+        (nn.BatchNorm1d(2, affine=False), "buffer running_mean is on cpu; expected .* on meta"),
+    ],
+    ids=["parameter", "buffer"],
+)
+def test_a_module_elsewhere_is_refused_with_the_name_and_both_devices(module, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        data_parallel(module, torch.ones(2, 2), ["meta", "cpu"])
+
+
+def test_devices_that_cannot_be_used_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="devices is empty"):
+        DataParallel(Scale(), [])
+    with pytest.raises(
+        ConfigurationError, match=f"device 4096 does not exist: there are {torch.cuda.device_count()}"
+    ):
+        DataParallel(Scale(), [4096])
+    with pytest.raises(ConfigurationError, match="device -1 does not exist"):
+        DataParallel(Scale(), TWO, output_device=-1)
+    with pytest.raises(ConfigurationError, match="the same; pass one"):
+        DataParallel(Scale(), TWO, devices=TWO)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the CPU only where there is no CUDA")
+def test_without_cuda_the_default_is_one_cpu() -> None:
+    assert DataParallel(Scale()).devices == [torch.device("cpu")]
+    assert data_parallel(Scale(), torch.ones(1)).tolist() == [3.0]
+
+
+# ------------------------------------------------------------------ several processes
+
+
+@pytest.mark.parametrize("name", ["mlp", "shared_and_frozen"])
+def test_several_devices_in_several_processes_give_the_gradients_of_the_whole_batch(name) -> None:
+    num_steps, lr = 3, 0.1
+    plain = build(name, seed=1)
+    expected = []
+    for step in range(num_steps):  # the buckets are planned anew before the second
+        batches = [batch(name, rank, step) for rank in range(2)]
+        inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        plain.zero_grad()
+        train_step(plain, inputs, labels)
+        expected.append({n: g.clone() for n, g in gradients(plain).items()})
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                if parameter.grad is not None:
+                    parameter -= lr * parameter.grad
+
+    def rank_main(rank, world_size, process_group):
+        module = build(name, seed=1 + rank)  # rank 0's weights are broadcast
+        wrapped = BucketedDDP(DataParallel(module, TWO), process_group=process_group)
+        found = []
+        for step in range(num_steps):
+            wrapped.zero_grad()
+            train_step(wrapped, *batch(name, rank, step))
+            found.append({n: g.clone() for n, g in gradients(module).items()})
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        parameter -= lr * parameter.grad
+        return found
+
+    for found in run_threads(rank_main, 2):
+        for step in range(num_steps):
+            assert found[step].keys() == expected[step].keys()
+            for key, grad in expected[step].items():
+                atol = 1e-6 * float(grad.abs().max())
+                torch.testing.assert_close(found[step][key], grad, rtol=1e-6, atol=atol)
+
+
+def test_the_hybrid_finds_parameters_that_no_replica_uses() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = Scale(), Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    def rank_main(rank, world_size, process_group):
+        module = Partly()
+        wrapped = BucketedDDP(
+            DataParallel(module, TWO), process_group=process_group, find_unused_parameters=True
+        )
+        wrapped(torch.full((2,), rank + 1.0)).sum().backward()
+        return module.used.weight.grad.item(), module.unused.weight.grad
+
+    assert run_threads(rank_main, 2) == [(3.0, None)] * 2
+
+
+# ------------------------------------------------------------------ GPU
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_on_cuda_gradients_are_those_of_the_plain_module_and_devices_and_streams_are_current() -> None:
+    indices = [i % torch.cuda.device_count() for i in range(2)]
+    plain = build("mlp", seed=1).to("cuda:0")
+    module = copy.deepcopy(plain)
+    seen = {}
+
+    def note(replica: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        seen[threading.current_thread().name] = (
+            torch.cuda.current_device(),
+            args[0].device.index,
+            torch.cuda.current_stream().cuda_stream,
+        )
+
+    module.register_forward_hook(note)
+    inputs, labels = batch("mlp", 0, 0)
+    inputs, labels = inputs.to("cuda:0"), labels.to("cuda:0")
+    train_step(plain, inputs, labels)
+    side = torch.cuda.Stream("cuda:0")
+    side.wait_stream(torch.cuda.current_stream("cuda:0"))
+    with torch.cuda.stream(side):
+        expected = {
+            f"replica {n}": (i, i, torch.cuda.current_stream(i).cuda_stream) for n, i in enumerate(indices)
+        }
+        train_step(DataParallel(module, indices), inputs, labels)
+    torch.cuda.synchronize()
+    assert seen == expected
+    assert_same_gradients(module, plain, rtol=1e-5)
+    assert DataParallel(module).devices == [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
