@@ -103,13 +103,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def time_first_batch(script: Path, arguments: list[str], *, timeout_s: float) -> float:
+def time_first_batch(
+    script: Path, arguments: list[str], *, timeout_s: float, may_fail_later: bool = False
+) -> float:
     """Run a script to its end and return the seconds from its start to its first training batch.
 
     Args:
         script: A file that prints ``FIRST_BATCH <seconds since the epoch>`` at its first batch.
         arguments: The script's own arguments.
         timeout_s: Seconds after which the script and all processes of its group are killed.
+        may_fail_later: Whether a failure after the first batch is reported on standard error only. With
+            torch 2.13 Lightning's `ddp` aborts at its exit now and then.
 
     Raises:
         BenchmarkError: If the script fails, is not done in time or never prints the line. No process is left.
@@ -132,9 +136,11 @@ def time_first_batch(script: Path, arguments: list[str], *, timeout_s: float) ->
             raise BenchmarkError(f"{label} was still running after {timeout_s:g} s:\n{tail}") from error
         finally:
             _kill_group(process)
-    if status != 0:
-        raise BenchmarkError(f"{label} ended with status {status}:\n{_read_tail(output_path)}")
     mark = _MARK.search(output_path.read_text(encoding="utf-8", errors="replace"))
+    if status != 0 and may_fail_later and mark is not None:
+        print(f"note: {label} ended with status {status}, after its first batch", file=sys.stderr)
+    elif status != 0:
+        raise BenchmarkError(f"{label} ended with status {status}:\n{_read_tail(output_path)}")
     if mark is None:
         raise BenchmarkError(f"{label} reached no training batch:\n{_read_tail(output_path)}")
     return float(mark.group(1)) - start
@@ -151,7 +157,9 @@ def _measure(args: argparse.Namespace) -> dict[str, list[float]]:
         for round_index in range(args.rounds + 1):
             for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
                 arguments = [name, str(args.world_size), str(_PACKAGE_ROOT)]
-                seconds = time_first_batch(script, arguments, timeout_s=args.timeout_s)
+                seconds = time_first_batch(
+                    script, arguments, timeout_s=args.timeout_s, may_fail_later=name != OURS
+                )
                 if round_index > 0:
                     samples[name].append(seconds)
                 bar.update()
