@@ -164,7 +164,10 @@ class Reducer:
         self._is_armed = True
         self._declared = {i for i, p in enumerate(self._params) if not p.requires_grad}
         for bucket in self.buckets:
-            bucket.arm(sum(self._counts[i] for i in bucket.spec.indices if i not in self._declared))
+            num_expected = bucket.size
+            if self._declared or self._is_static:
+                num_expected = sum(self._counts[i] for i in bucket.spec.indices if i not in self._declared)
+            bucket.arm(num_expected)
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
         if self._finds_unused and not self._is_static:
             reached = reached_parameters(tensors)
@@ -232,7 +235,6 @@ class Reducer:
         note = self._used_unsynced.add if self._finds_unused else None
         is_early = position in bucket.early
         is_learning = self._is_learning
-        all_but_one = bucket.size - 1
 
         def ready(_parameter: torch.Tensor) -> None:
             if not bucket.armed:
@@ -250,7 +252,7 @@ class Reducer:
                 if reducer is not None:
                     reducer._copy_early(bucket, position)
             bucket.num_pending = left = bucket.num_pending - 1
-            if left >= all_but_one or left <= 0:
+            if left >= bucket.all_but_one or left <= 0:
                 reducer = owner()
                 if reducer is not None:
                     reducer._progress(bucket)

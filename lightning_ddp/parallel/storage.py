@@ -64,6 +64,7 @@ class Bucket:
         self._is_view = is_view
         self.armed = False
         self.num_pending = 0
+        self.all_but_one = -1
         self.is_full = False
         self.is_skipped = False
         self.absent: set[int] = set()
@@ -105,6 +106,7 @@ class Bucket:
         """Forgets the last reduction and expects `num_expected` gradients."""
         self.armed = True
         self.num_pending = num_expected
+        self.all_but_one = num_expected - 1
         self.is_full = False
         self.is_skipped = False
         self.absent.clear()
