@@ -28,6 +28,8 @@ from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
 
 victim, kind, strategy, devices = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+if "in-background" in sys.argv and "LOCAL_RANK" not in os.environ:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell script does for what it starts with &
 
 class Model(BoringModel):
     def training_step(self, batch, batch_idx):
@@ -76,8 +78,9 @@ def test_a_child_that_dies_ends_the_run_with_its_rank(kind, devices) -> None:
         assert f"WITNESS rank {victim} ValueError" in result.stdout
 
 
-def test_children_unwind_when_the_launching_rank_fails() -> None:
-    result = run_script(VICTIM, ["0", "raise", "custom_ddp", "3"], timeout_s=DEADLINE_S)
+@pytest.mark.parametrize("place", ["in-foreground", "in-background"])
+def test_children_unwind_when_the_launching_rank_fails(place) -> None:
+    result = run_script(VICTIM, ["0", "raise", "custom_ddp", "3", place], timeout_s=DEADLINE_S)
     assert result.returncode == 1
     assert "ValueError: expected 3 channels, got 1" in result.stderr
     assert "PeerFailure" not in result.stderr
@@ -113,7 +116,7 @@ import lightning_ddp
 
 class Model(BoringModel):
     def on_train_start(self):
-        os.write(1, f"READY {os.getpid()}\n".encode())  # one write: two ranks share the pipe
+        os.write(1, b"READY %d" % os.getpid() + os.linesep.encode())  # one write: two ranks share the pipe
         threading.Event().wait()
 
 if __name__ == "__main__":
@@ -360,20 +363,20 @@ def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
     assert time.monotonic() - start < 20
 
 
-def test_stopping_children_lets_them_finish_and_then_kills() -> None:
+def test_stopping_children_lets_them_finish_and_then_kills(tmp_path) -> None:
     failures: list[ChildExit] = []
     children = Children(failures.append)
-    polite = (
-        "import signal, sys\nprint('x')\ntry:\n    signal.pause()\nexcept KeyboardInterrupt:\n    sys.exit(5)"
-    )
-    deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.pause()\nsignal.pause()"
-    for rank, source in ((1, polite), (2, deaf)):
-        children.start(rank, [sys.executable, "-c", source], dict(os.environ))
-    waiting = [psutil.Process(proc.pid) for proc in children.procs]
-    deadline = time.monotonic() + 20
-    while not all(p.status() == psutil.STATUS_SLEEPING and p.num_threads() == 1 for p in waiting):
+    start = "import pathlib, signal, sys\nsignal.signal(signal.SIGINT, signal.{handler})\n"
+    ready = "pathlib.Path(sys.argv[1]).touch()"
+    polite = start.format(handler="default_int_handler")
+    polite += f"try:\n    {ready}\n    signal.pause()\nexcept KeyboardInterrupt:\n    sys.exit(5)"
+    deaf = start.format(handler="SIG_IGN") + f"{ready}\nsignal.pause()\nsignal.pause()"
+    marks = [tmp_path / "polite", tmp_path / "deaf"]
+    for rank, (source, mark) in enumerate(zip((polite, deaf), marks, strict=True), start=1):
+        children.start(rank, [sys.executable, "-c", source, str(mark)], dict(os.environ))
+    deadline = time.monotonic() + DEADLINE_S
+    while not all(mark.exists() for mark in marks):
         assert time.monotonic() < deadline
     children.stop(grace_s=3.0)
-    assert [proc.returncode in (5, -signal.SIGINT) for proc in children.procs] == [True, False]
-    assert children.procs[1].returncode in (-signal.SIGKILL, -signal.SIGINT)
+    assert [proc.returncode for proc in children.procs] == [5, -signal.SIGKILL]
     assert failures == []

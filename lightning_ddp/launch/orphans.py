@@ -21,11 +21,18 @@ _POLL_S = 0.5
 def adopt_from_environment() -> None:
     """In a child of our launcher, ties this process's life to the launcher's; elsewhere does nothing.
 
+    The launcher stops children by SIGINT, so that their finalisers run. One that was started in the
+    background of a shell script inherits SIGINT ignored, and so would this process: it gets Python's handler.
+
     Takes the variable out of the environment, so that processes which this one starts are not concerned.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is not None:
-        die_with_parent(int(parent))
+    if parent is None:
+        return
+    die_with_parent(int(parent))
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if is_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def die_with_parent(parent: int) -> None:
