@@ -41,7 +41,13 @@ if TYPE_CHECKING:
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
     from pytorch_lightning.strategies.strategy import _ForwardRedirection as ForwardRedirection
+    from pytorch_lightning.trainer.call import _interrupt as interrupt_trainer
+    from pytorch_lightning.trainer.connectors.logger_connector.result import (
+        _ResultCollection as ResultCollection,
+    )
     from pytorch_lightning.trainer.states import TrainerFn as TrainerFn
+    from pytorch_lightning.utilities.exceptions import SIGTERMException as SIGTERMException
+    from pytorch_lightning.utilities.exceptions import _TunerExitException as TunerExitException
 else:
     # our name -> (module below the root, name there); "fabric:" is the other package of the same family
     _NAMES = {
@@ -55,13 +61,17 @@ else:
         "LightningModule": ("", "LightningModule"),
         "MultiProcessingLauncher": ("strategies.launchers", "_MultiProcessingLauncher"),
         "Precision": ("plugins", "Precision"),
+        "ResultCollection": ("trainer.connectors.logger_connector.result", "_ResultCollection"),
+        "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
         "StrategyRegistry": ("strategies", "StrategyRegistry"),
         "SubprocessScriptLauncher": ("strategies.launchers", "_SubprocessScriptLauncher"),
         "Trainer": ("", "Trainer"),
         "TrainerFn": ("trainer.states", "TrainerFn"),
+        "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
         "basic_subprocess_cmd": ("fabric:strategies.launchers.subprocess_script", "_basic_subprocess_cmd"),
         "default_pg_timeout": ("fabric:plugins.collectives.torch_collective", "default_pg_timeout"),
         "hydra_subprocess_cmd": ("fabric:strategies.launchers.subprocess_script", "_hydra_subprocess_cmd"),
+        "interrupt_trainer": ("trainer.call", "_interrupt"),
         "optimizers_to_device": ("fabric:utilities.optimizer", "_optimizers_to_device"),
         "reset_seed": ("fabric:utilities.seed", "reset_seed"),
         "set_num_threads_if_needed": ("fabric:utilities.distributed", "_set_num_threads_if_needed"),
@@ -91,14 +101,24 @@ __all__ = [
     "LightningModule",
     "MultiProcessingLauncher",
     "Precision",
+    "ResultCollection",
+    "SIGTERMException",
     "StrategyRegistry",
     "SubprocessScriptLauncher",
     "Trainer",
     "TrainerFn",
+    "TunerExitException",
     "basic_subprocess_cmd",
     "default_pg_timeout",
     "hydra_subprocess_cmd",
+    "interrupt_trainer",
     "optimizers_to_device",
     "reset_seed",
     "set_num_threads_if_needed",
+    "set_training_results",
 ]
+
+
+def set_training_results(trainer: Trainer, results: ResultCollection) -> None:
+    """Lets `trainer` collect in `results` what is logged while it trains."""
+    trainer.fit_loop.epoch_loop._results = results

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.bench import BenchmarkError, launch, memory, step
+from lightning_ddp.bench import BenchmarkError, failures, hooks, launch, memory, step
 from lightning_ddp.bench.report import format_table
 
 
@@ -42,7 +42,13 @@ class Variants:
 
 
 _COMMANDS: Mapping[str, Command] = {"variants": Variants()}
-_BENCHES: Mapping[str, Command] = {"step": step, "memory": memory, "launch": launch}
+_BENCHES: Mapping[str, Command] = {
+    "step": step,
+    "memory": memory,
+    "launch": launch,
+    "failures": failures,
+    "hooks": hooks,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

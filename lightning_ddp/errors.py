@@ -16,10 +16,13 @@ __all__ = [
     "ConfigurationError",
     "LightningDDPError",
     "MissingGradientError",
+    "MissingGradientWarning",
     "PeerFailure",
+    "ProcessGroupError",
     "RankMismatchError",
     "RendezvousError",
     "ReplicaError",
+    "UnevenInputsError",
     "UnsuitableModuleError",
 ]
 
@@ -30,6 +33,10 @@ class LightningDDPError(Exception):
 
 class ConfigurationError(LightningDDPError, ValueError):
     """An argument, name or environment variable that cannot be used as given."""
+
+
+class ProcessGroupError(ConfigurationError, RuntimeError):
+    """There is no process group, or the one that was given cannot be used."""
 
 
 class UnsuitableModuleError(LightningDDPError, RuntimeError):
@@ -48,6 +55,10 @@ class ReplicaError(LightningDDPError, RuntimeError):
     """A replica raised an error of a kind that cannot be built anew; the original is its `__cause__`."""
 
 
+class UnevenInputsError(LightningDDPError, RuntimeError):
+    """A rank has run out of batches while others have more, and may not, or has had none at all."""
+
+
 class BackwardOrderError(LightningDDPError, RuntimeError):
     """Gradients arrived in a way that the reducer cannot follow, such as twice in one backward."""
 
@@ -60,6 +71,7 @@ class MissingGradientError(LightningDDPError, RuntimeError):
     """Parameters got no gradient in a backward that was to be synchronised.
 
     Attributes:
+        rank: the rank that raises it.
         missing: rank -> qualified names of the parameters without a gradient on that rank. A rank that
             did not report in time is absent.
         step: number of the synchronised backward, from 0.
@@ -75,12 +87,34 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         world_size: int,
         step: int,
         num_launched: int | None = None,
+        hint: str = "",
     ) -> None:
         self.num_launched = num_launched
-        self._arguments = (rank, world_size)
+        self.hint = hint
+        self.rank = rank
+        self._world_size = world_size
         self.missing = {r: tuple(names) for r, names in sorted(missing.items())}
         self.step = step
         super().__init__(self._describe(rank, world_size))
+
+    @property
+    def is_same_everywhere(self) -> bool:
+        """Whether every rank has reported, and all miss the same parameters."""
+        return len(self.missing) == self._world_size and len(set(self.missing.values())) == 1
+
+    def with_hint(self, hint: str) -> MissingGradientError:
+        """The same error with more to say at its end."""
+        return MissingGradientError(**{**self._keywords(), "hint": hint})
+
+    def _keywords(self) -> dict[str, Any]:
+        return {
+            "missing": self.missing,
+            "rank": self.rank,
+            "world_size": self._world_size,
+            "step": self.step,
+            "num_launched": self.num_launched,
+            "hint": self.hint,
+        }
 
     def copy(self) -> MissingGradientError:
         """The same error without a traceback, which would keep the frames that raised it alive."""
@@ -89,17 +123,7 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rank, world_size = self._arguments
-        return _rebuild, (
-            MissingGradientError,
-            {
-                "missing": self.missing,
-                "rank": rank,
-                "world_size": world_size,
-                "step": self.step,
-                "num_launched": self.num_launched,
-            },
-        )
+        return _rebuild, (type(self), self._keywords())
 
     def _describe(self, rank: int, world_size: int) -> str:
         lines = [f"rank {rank}: backward {self.step} ended, but these parameters got no gradient:"]
@@ -116,7 +140,19 @@ class MissingGradientError(LightningDDPError, RuntimeError):
             " the loss (or set requires_grad=False on it before wrapping), or let the unused ones be searched"
             " for in every step with find_unused_parameters=True."
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, self.hint] if self.hint else lines)
+
+
+class MissingGradientWarning(MissingGradientError, UserWarning):
+    """The same in the first backward of a wrapper, where all ranks miss the same parameters.
+
+    Their `.grad` stays as it was, those of the others are right; the next step raises the error.
+    """
+
+    @classmethod
+    def of(cls, error: MissingGradientError) -> MissingGradientWarning:
+        """The warning for an error that is put off to the next step."""
+        return cls(**{**error._keywords(), "hint": "The next step will be refused."})
 
 
 def _rebuild(kind: type[LightningDDPError], arguments: dict[str, Any]) -> LightningDDPError:
@@ -128,7 +164,7 @@ class PeerFailure(LightningDDPError, RuntimeError):
     """Another rank failed, and this one was stopped because of it.
 
     Attributes:
-        rank: global rank that failed first.
+        rank: global rank that failed first; -1 for a launching process that is no rank.
         node_rank: node of that rank, or None where it is not known.
         host: host name of that node, or None.
         pid: process id on that host, or None.
@@ -138,6 +174,7 @@ class PeerFailure(LightningDDPError, RuntimeError):
         message: text of its exception, or how it died.
         traceback: its formatted traceback, or None.
         exit_code: its exit code; negative is the number of the signal that killed it; None while it runs.
+        is_own: whether it is the rank that raises this which was found to have failed, such as by stalling.
     """
 
     def __init__(
@@ -153,8 +190,10 @@ class PeerFailure(LightningDDPError, RuntimeError):
         exception_type: str | None = None,
         traceback: str | None = None,
         exit_code: int | None = None,
+        is_own: bool = False,
     ) -> None:
         self.rank = rank
+        self.is_own = is_own
         self.message = message
         self.node_rank = node_rank
         self.host = host
@@ -172,11 +211,13 @@ class PeerFailure(LightningDDPError, RuntimeError):
     def _describe(self) -> str:
         where = [f"host {self.host}"] if self.host else []
         where += [f"pid {self.pid}"] if self.pid is not None else []
-        text = f"rank {self.rank}" + (f" ({', '.join(where)})" if where else "") + " failed"
+        name = f"rank {self.rank}" if self.rank >= 0 else "the launching process"
+        text = name + (f" ({', '.join(where)})" if where else "") + " failed"
         text += f" at step {self.step}" if self.step is not None else ""
         text += f" in {self.phase}" if self.phase else ""
         cause = f"{self.exception_type}: {self.message}" if self.exception_type else self.message
-        text += f":\n  {cause}\n  This rank was healthy and was stopped because of it."
+        text += f":\n  {cause}\n"
+        text += "" if self.is_own else "  This rank was healthy and was stopped because of it."
         if self.traceback:
             text += f" Traceback of rank {self.rank} follows.\n{self.traceback}"
         return text

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_ddp._lightning import (
     Accelerator,
@@ -27,11 +26,18 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
+from lightning_ddp.communicating_fit import CommunicatingFit
+from lightning_ddp.communication.wiring import Communication, HookSpec
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.launch.joining import join_run
 from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
-from lightning_ddp.launch.rendezvous import join_default_group
+from lightning_ddp.launch.reconciliation import current
+from lightning_ddp.launch.step_stop import StepStop
 from lightning_ddp.parallel.module import BucketedDDP
 from lightning_ddp.parallel.states import broadcast_coalesced
+from lightning_ddp.reconcile.record import Where
+from lightning_ddp.reconcile.settings import ReconcileSettings
+from lightning_ddp.uneven_fit import UnevenFit, UnevenInputs
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
@@ -40,7 +46,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
-class CustomDDPStrategy(DDPStrategy):
+class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
     """Data-parallel training in several processes, with this package's launcher, waits and reducer.
 
     A subclass of Lightning's `DDPStrategy` with its arguments and those of `BucketedDDP`. There is no
@@ -52,11 +58,13 @@ class CustomDDPStrategy(DDPStrategy):
         cluster_environment: tells ranks and addresses; None to detect it.
         checkpoint_io: how checkpoints are read and written; None for Lightning's.
         precision_plugin: set by the Trainer.
-        ddp_comm_state: first argument of `ddp_comm_hook`. A torch `PostLocalSGDState` together with
-            `model_averaging_period` switches on torch's periodic model averaging, as in Lightning.
-        ddp_comm_hook: `hook(state, bucket)` that reduces the buckets, on CPU and CUDA; None for the mean.
+        ddp_comm_state: first argument of a `ddp_comm_hook` that is a function. A torch `PostLocalSGDState`
+            together with `model_averaging_period` is Lightning's spelling of the averager `post_local_sgd`.
+        ddp_comm_hook: reduces the buckets, on CPU and CUDA: a name of `hooks.available_hooks`, a mapping
+            with `name` and options, a list of them (outer to inner), or a function `hook(state, bucket)`.
+            None for the mean.
         ddp_comm_wrapper: wraps the hook, for example torch's `fp16_compress_wrapper`.
-        model_averaging_period: optimizer steps between two averagings of the parameters.
+        model_averaging_period: optimizer steps between two averagings, in Lightning's spelling.
         process_group_backend: 'gloo', 'nccl' ...; None for nccl on CUDA and gloo elsewhere.
         timeout: of collectives.
         start_method: 'popen' re-runs the script in child processes; 'spawn', 'fork' and 'forkserver' run the
@@ -65,8 +73,29 @@ class CustomDDPStrategy(DDPStrategy):
         gradient_as_bucket_view: whether `.grad` is a view of the bucket after backward.
         find_unused_parameters: whether parameters may take no part in the loss; searched for in every step.
         static_graph: whether every step has the graph of the first one, unused parameters included.
-        broadcast_buffers: whether rank 0's buffers are copied to all ranks before each forward.
+        broadcast_buffers: 'auto' copies rank 0's buffers to all ranks before a forward that reads them; True
+            before each forward; False never.
         init_sync: whether wrapping verifies the model across ranks and broadcasts rank 0's state.
+        forward_sync_buffers: as `broadcast_buffers`, but wrapping always copies the buffers.
+        bucket_cap_mb_list: caps of the first bucket, the second ..., in MiB, instead of `bucket_cap_mb`.
+        batched_grad_copy: True for one copy a bucket, False for one a gradient, None to choose by size.
+        skip_all_reduce_unused_params: with `find_unused_parameters`, leaves out buckets of which nothing was
+            used; all ranks must leave the same parameters unused.
+        uneven_inputs: what happens in `fit` when a rank runs out of training batches before the others. With
+            'join' it repeats its last batch until all have run out, so that every rank takes every optimizer
+            step. The repetition adds zeros to the gradients, is left out of what `self.log` collects and of
+            `strategy.reduce` in training_step, and leaves buffers and torchmetrics as they were. Layers and
+            code of yours that communicate, such as SyncBatchNorm, see the repeated batch; so do values that
+            are logged on_step without sync_dist. With 'error' all ranks raise at that step. Both cost one
+            small all-reduce a step, for which the host waits. None does not look: ranks that differ hang.
+        divide_by_initial_world_size: with uneven_inputs='join', whether a rank that has run out counts in the
+            mean of the gradients; if False, the mean of a batch is over the ranks that have one.
+        heartbeat_timeout_s: a node that is not heard of for so many seconds has failed.
+        failure_grace_s: seconds that a process has to end after a failure; then it is ended, with its stacks.
+        stall_timeout: a rank that makes no progress for so long, while it waits for nobody, has failed (it is
+            stopped, or its data loader hangs); longer than the longest step. None for never.
+        model_averaging: local training with averaged parameters: a name of `averaging.available_averagers`,
+            or a mapping with `name` and options.
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -81,7 +110,7 @@ class CustomDDPStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_hook: HookSpec | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
@@ -92,19 +121,34 @@ class CustomDDPStrategy(DDPStrategy):
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | Literal["auto"] = "auto",
         init_sync: bool = True,
+        forward_sync_buffers: bool | None = None,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        uneven_inputs: UnevenInputs | None = None,
+        divide_by_initial_world_size: bool = True,
+        heartbeat_timeout_s: float = 15.0,
+        failure_grace_s: float = 30.0,
+        stall_timeout: timedelta | None = None,
+        model_averaging: str | Mapping[str, Any] | None = None,
     ) -> None:
         if start_method not in _START_METHODS:
             raise ConfigurationError(
                 f"start_method={start_method!r}; there are {', '.join(map(repr, _START_METHODS))}"
             )
-        if ddp_comm_hook is None and ddp_comm_wrapper is not None:
-            raise ConfigurationError("ddp_comm_wrapper wraps a hook: pass ddp_comm_hook as well")
-        if isinstance(ddp_comm_state, PostLocalSGDState) != (model_averaging_period is not None):
-            raise ConfigurationError(
-                "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period"
-            )
+        self._choose_uneven_inputs(uneven_inputs, divide_by_initial_world_size)
+        self._communication = Communication(
+            ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
+        )
+        engine = {
+            "bucket_cap_mb_list": bucket_cap_mb_list,
+            "batched_grad_copy": batched_grad_copy,
+            "forward_sync_buffers": forward_sync_buffers,
+            "skip_all_reduce_unused_params": skip_all_reduce_unused_params or None,
+        }
+        given: dict[str, Any] = {name: value for name, value in engine.items() if value is not None}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -112,7 +156,7 @@ class CustomDDPStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_hook=ddp_comm_hook,  # type: ignore[arg-type]  # a function in Lightning
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
@@ -124,8 +168,15 @@ class CustomDDPStrategy(DDPStrategy):
             static_graph=static_graph,
             broadcast_buffers=broadcast_buffers,
             init_sync=init_sync,
+            **given,
         )
-        self._forward_redirection = _ManualOptimizationRedirection()
+        self._reconcile_settings = ReconcileSettings(
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            failure_grace_s=failure_grace_s,
+            stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
+        )
+        self._stopping = StepStop()
+        self._forward_redirection = _ManualOptimizationRedirection(self._communication)
         self._group: Group | None = None
 
     # ------------------------------------------------------------------ set-up
@@ -133,9 +184,11 @@ class CustomDDPStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         if self._start_method == "popen":
             assert self.cluster_environment is not None  # set by the Trainer just before
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes, self._reconcile_settings
+            )
         else:
-            self._launcher = MultiprocessLauncher(self, start_method=self._start_method)
+            self._launcher = MultiprocessLauncher(self, self._start_method, self._reconcile_settings)
 
     def setup_distributed(self) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
@@ -143,20 +196,32 @@ class CustomDDPStrategy(DDPStrategy):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None  # set by the Trainer
-        group = join_default_group(
+        ours = current()
+        ours.where = self._where
+        group = join_run(
             self._process_group_backend,
             environment=self.cluster_environment,
+            num_nodes=self.num_nodes,
             timeout=self._timeout,
             device=self.root_device,
+            settings=self._reconcile_settings,
         )
-        interrupt = self._launcher.interrupt if isinstance(self._launcher, ScriptLauncher) else None
-        self._group = Group(group, interrupt)
+        self._group = Group(group, ours.interrupt)
+
+    def _where(self) -> Where:
+        """What this rank is doing, for the report of a failure."""
+        module = self.lightning_module
+        if module is None or module._trainer is None:
+            return Where()
+        stage = module._trainer.state.stage
+        return Where(step=module._trainer.global_step, phase=module._current_fx_name or stage)
 
     def setup(self, trainer: Trainer) -> None:
         """Places the model, wraps it for fitting, creates optimizers. All ranks call it; communicates."""
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
+        self._stopping.attach(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -165,14 +230,15 @@ class CustomDDPStrategy(DDPStrategy):
         if is_fitting:
             self.configure_ddp()
             self.setup_optimizers(trainer)
+            self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper; yet all ranks must evaluate one model
             states = [*self.model.parameters(), *self.model.buffers()]
             broadcast_coalesced(self._joined_group(), states)
         self.setup_precision_plugin()
         if is_fitting:
             optimizers_to_device(self.optimizers, self.root_device)
-            if isinstance(self._ddp_comm_state, PostLocalSGDState):
-                self._enable_model_averaging()
+            assert self.lightning_module is not None
+            self._communication.start(self.lightning_module, self.optimizers, self._joined_group())
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
         """Wraps `model`; unlike torch's class, ours is no subclass of DistributedDataParallel."""
@@ -185,21 +251,37 @@ class CustomDDPStrategy(DDPStrategy):
                 model,
                 device_ids=device_ids,
                 process_group=group.process_group,
+                raises_at_once=True,
                 interrupt=group.interrupt,
                 **self._ddp_kwargs,
             )
 
     def _register_ddp_hooks(self) -> None:
-        """Registers the communication hook, on every device type."""
-        if self._ddp_comm_hook is None:
-            return
-        assert isinstance(self.model, BucketedDDP)
-        hook = self._ddp_comm_hook
-        if self._ddp_comm_wrapper is not None:
-            hook = self._ddp_comm_wrapper(hook)
-        self.model.register_comm_hook(self._ddp_comm_state, hook)
+        """Registers the communication hook, on every device type. All ranks call it; communicates."""
+        self._communication.register(
+            self.model,
+            self._joined_group(),
+            self.root_device,
+            node_size=self.num_processes,
+            loss_scale=self._loss_scale,
+        )
 
     # ------------------------------------------------------------------ steps
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; a run that only validates stops at these steps when a signal asks for it."""
+        self._stopping.check_evaluation()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; a run that tests stops at these steps when a signal asks for it."""
+        self._stopping.check_evaluation()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; a run that predicts stops at these steps when a signal asks for it."""
+        self._stopping.check_evaluation()
+        return super().predict_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """With manual optimisation, makes the coming backward a synchronised one."""
@@ -221,6 +303,31 @@ class CustomDDPStrategy(DDPStrategy):
         else:
             yield
 
+    @contextlib.contextmanager
+    def no_backward_sync(self, enabled: bool = True) -> Generator[None, None, None]:
+        """For manual optimisation: gradients of `manual_backward` in here stay on their rank.
+
+        They are averaged together with those of the next backward outside, which has to be the last before
+        the optimizer step. Does not communicate. All ranks do it alike.
+
+        Args:
+            enabled: False for a context that changes nothing, as in
+                `no_backward_sync(enabled=not is_last_micro_batch)`.
+
+        Raises:
+            ConfigurationError: optimisation is automatic, so that backward comes after `training_step`.
+        """
+        if not enabled:
+            yield
+            return
+        if isinstance(self.model, BucketedDDP) and self._is_automatic():
+            raise ConfigurationError(
+                "no_backward_sync is for manual optimisation: with automatic optimisation backward comes"
+                " after training_step, where it has no effect. Use Trainer(accumulate_grad_batches=...)."
+            )
+        with self.block_backward_sync():
+            yield
+
     # ------------------------------------------------------------------ collectives
 
     def _joined_group(self) -> Group:
@@ -236,14 +343,18 @@ class CustomDDPStrategy(DDPStrategy):
             return joined
         return Group(group, joined.interrupt)
 
+    def _is_alone(self) -> bool:
+        """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""
+        return self._group is None or current().is_over
+
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Returns once all ranks have called it; before the launch it does nothing."""
-        if self._group is not None:
-            collectives.barrier(self._group, self.root_device)
+        """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
+        if self._group is not None and not self._is_alone():
+            collectives.barrier(self._group, self.root_device, name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object that rank `src` passed, on all ranks; before the launch, the object itself."""
-        if self._group is None:
+        """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`."""
+        if self._group is None or self._is_alone():
             return obj
         received: T = collectives.broadcast_object(self._group, obj, src, self.root_device)
         return received
@@ -252,7 +363,9 @@ class CustomDDPStrategy(DDPStrategy):
         """Reduces a tensor, or every tensor of nested dicts, lists and tuples, over the ranks.
 
         In place, with one collective for all tensors of a dtype. The mean of integers is computed in floating
-        point and written back as integers, as Lightning does. What is no tensor is returned as it is.
+        point and written back as integers, as Lightning does. What is no tensor is returned as it is. In a
+        training step in which ranks have run out of batches (see `uneven_inputs`), it is over the others, and
+        all ranks get the result.
 
         Args:
             tensor: a tensor or a nested container, of the same form on all ranks.
@@ -263,7 +376,11 @@ class CustomDDPStrategy(DDPStrategy):
             ConfigurationError: the name of the operation is unknown.
         """
         leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(tensor) if isinstance(leaf, torch.Tensor)]
-        if self._group is not None and leaves:
+        if self._group is None or not leaves or self._is_alone():
+            return tensor
+        if self._lockstep is not None and self._lockstep.is_partial:
+            self._lockstep.reduce(self._group_of(group), leaves, reduce_op)
+        else:
             collectives.all_reduce_coalesced(self._group_of(group), leaves, reduce_op)
         return tensor
 
@@ -279,9 +396,21 @@ class CustomDDPStrategy(DDPStrategy):
         """
         if self._group is None:
             return tensor
+        if self._is_alone():
+            return tensor.unsqueeze(0)
         return collectives.all_gather(self._group_of(group), tensor, sync_grads=sync_grads)
 
     # ------------------------------------------------------------------ end
+
+    def reconciliate_processes(self, trace: str) -> None:
+        """Ends the run on all ranks, with `trace` as the reason; Lightning 1.5 had it under this name.
+
+        Any rank may call it, alone. All ranks, this one included, raise `PeerFailure` in their main thread.
+
+        Args:
+            trace: a formatted traceback, or any text; its last line is the message.
+        """
+        current().fail(trace)
 
     def teardown(self) -> None:
         """Unwraps the model and lets go of its gradients' buckets. Does not communicate."""
@@ -298,6 +427,10 @@ CustomDDPPlugin = CustomDDPStrategy
 class _ManualOptimizationRedirection(ForwardRedirection):
     """Keeps the wrapper's forward from arming the reducer when backward has already run inside it."""
 
+    def __init__(self, communication: Communication) -> None:
+        super().__init__()
+        self._communication = communication
+
     def on_after_inner_forward(
         self, wrapper_module: torch.nn.Module, original_module: LightningModule
     ) -> None:
@@ -308,4 +441,4 @@ class _ManualOptimizationRedirection(ForwardRedirection):
         self, wrapper_module: torch.nn.Module, original_module: LightningModule
     ) -> None:
         if isinstance(wrapper_module, BucketedDDP) and not original_module.automatic_optimization:
-            wrapper_module.require_backward_grad_sync = True
+            wrapper_module.require_backward_grad_sync = self._communication.synchronises_backward

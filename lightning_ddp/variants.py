@@ -24,6 +24,37 @@ _BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
         "custom_ddp that reports parameters without a gradient as an error",
         {"find_unused_parameters": False},
     ),
+    "custom_ddp_fp16": ("gradients sent in float16: half the bytes", {"ddp_comm_hook": "fp16"}),
+    "custom_ddp_bf16": ("gradients sent in bfloat16: half the bytes", {"ddp_comm_hook": "bf16"}),
+    "custom_ddp_int8": (
+        "gradients sent in 8 bits with a scale for every 256: about a quarter of the bytes",
+        {"ddp_comm_hook": "int8"},
+    ),
+    "custom_ddp_powersgd": (
+        "low-rank gradients with error feedback: rank 4, after 100 steps of the plain mean",
+        {"ddp_comm_hook": {"name": "powersgd", "rank": 4, "start_step": 100}},
+    ),
+    "custom_ddp_topk": (
+        "the largest 1 % of the gradients with error feedback; the part falls to that over 100 steps",
+        {"ddp_comm_hook": {"name": "topk", "ratio": 0.01, "warmup_steps": 100}},
+    ),
+    "custom_ddp_post_local_sgd": (
+        "averaged gradients for 100 steps, then local steps and averaged parameters every 8",
+        {"model_averaging": {"name": "post_local_sgd", "start_step": 100, "period": 8}},
+    ),
+    "custom_ddp_hierarchical_sgd": (
+        "averaged gradients for 100 steps, then parameters averaged in pairs of ranks every 4 and among all"
+        " every 16",
+        {"model_averaging": {"name": "hierarchical_sgd", "start_step": 100, "periods": {4: 2, 16: 0}}},
+    ),
+    "custom_ddp_slowmo": (
+        "averaged gradients for 100 steps, then local steps and a slow momentum of 0.5 every 12",
+        {"model_averaging": {"name": "slowmo", "start_step": 100, "period": 12}},
+    ),
+    "custom_ddp_diloco": (
+        "local steps, and every 100 an outer step with Nesterov momentum (rate 0.7, momentum 0.9)",
+        {"model_averaging": {"name": "diloco", "period": 100}},
+    ),
     "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
 }
 

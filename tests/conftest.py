@@ -16,6 +16,20 @@ _NOT_OURS = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", 
 _ENDING_GRACE_S = 2.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all-faults`: the whole fault matrix of `test_failures.py`."""
+    parser.addoption("--all-faults", action="store_true", help="run all combinations of the fault matrix")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only `--all-faults` runs."""
+    if config.getoption("--all-faults"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("all_faults")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(autouse=True)
 def no_leaked_environment() -> Iterator[None]:
     """Restores the environment, then fails the test that changed it."""

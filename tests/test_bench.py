@@ -154,7 +154,7 @@ def test_usage_error_exits_with_2_and_prints_usage(
     assert message in error
 
 
-@pytest.mark.parametrize("name", ["step", "memory", "launch"])
+@pytest.mark.parametrize("name", ["step", "memory", "launch", "failures"])
 def test_every_benchmark_has_the_common_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["bench", name, "--help"])

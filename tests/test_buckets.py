@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp.launch import children
-from lightning_ddp.parallel import buckets
+from lightning_ddp.launch import children, environment
+from lightning_ddp.parallel import buckets, options
 from lightning_ddp.parallel.buckets import ParameterSpec, plan_buckets
 from lightning_ddp.parallel.storage import Bucket
 
@@ -27,26 +27,36 @@ def parameter_specs(draw: st.DrawFn) -> list[ParameterSpec]:
             stride=(1,),
             dtype=draw(st.sampled_from(DTYPES)),
             device=draw(st.sampled_from(DEVICES)),
+            is_sparse=draw(st.integers(0, 9)) == 0,
         )
         for i, size in enumerate(sizes)
     ]
 
 
-@given(specs=parameter_specs(), seed=st.randoms(), cap=st.integers(1, 2000), first=st.integers(1, 2000))
+@given(
+    specs=parameter_specs(),
+    seed=st.randoms(),
+    caps=st.lists(st.integers(1, 2000), min_size=1, max_size=4),
+)
 @settings(deadline=None)
-def test_plan_holds_every_parameter_once_within_caps(specs, seed, cap, first) -> None:
+def test_plan_holds_every_parameter_once_within_caps(specs, seed, caps) -> None:
     order = list(range(len(specs)))
     seed.shuffle(order)
-    plan = plan_buckets(specs, order, first_cap_bytes=first, cap_bytes=cap)
+    plan = plan_buckets(specs, order, caps_bytes=caps)
     assert sorted(i for bucket in plan for i in bucket.indices) == list(range(len(specs)))
-    assert plan == plan_buckets(specs, list(order), first_cap_bytes=first, cap_bytes=cap)
-    seen = set()
+    assert plan == plan_buckets(specs, list(order), caps_bytes=caps)
+    num_seen: dict[tuple[torch.dtype, torch.device], int] = {}
     for bucket in plan:
         members = [specs[i] for i in bucket.indices]
-        assert {(m.dtype, m.device) for m in members} == {(bucket.dtype, bucket.device)}
+        kind = (bucket.dtype, bucket.device)
+        assert {(m.dtype, m.device) for m in members} == {kind}
         assert bucket.numel == sum(m.numel for m in members)
-        limit = cap if (bucket.dtype, bucket.device) in seen else first
-        seen.add((bucket.dtype, bucket.device))
+        assert {m.is_sparse for m in members} == {bucket.is_sparse}
+        if bucket.is_sparse:
+            assert len(members) == 1
+            continue
+        limit = (caps + [caps[-1]] * len(plan))[num_seen.get(kind, 0)]
+        num_seen[kind] = num_seen.get(kind, 0) + 1
         assert len(members) == 1 or sum(m.nbytes for m in members) <= limit
     positions = {index: position for position, index in enumerate(order)}
     last = [max(positions[i] for i in bucket.indices) for bucket in plan]
@@ -58,7 +68,7 @@ def test_plan_holds_every_parameter_once_within_caps(specs, seed, cap, first) ->
 
 def test_a_parameter_above_the_cap_has_a_bucket_of_its_own() -> None:
     specs = [ParameterSpec.of(str(i), torch.empty(n)) for i, n in enumerate([10, 1000, 10])]
-    plan = plan_buckets(specs, [0, 1, 2], first_cap_bytes=100, cap_bytes=100)
+    plan = plan_buckets(specs, [0, 1, 2], caps_bytes=[100])
     assert [bucket.indices for bucket in plan] == [(0,), (1,), (2,)]
 
 
@@ -66,7 +76,7 @@ def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
     dense = torch.nn.Parameter(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
     expanded = torch.nn.Parameter(torch.empty(6)[::2])
     specs = [ParameterSpec.of("a", dense), ParameterSpec.of("b", expanded)]
-    (plan,) = plan_buckets(specs, [0, 1], first_cap_bytes=10**6, cap_bytes=10**6)
+    (plan,) = plan_buckets(specs, [0, 1], caps_bytes=[10**6])
     bucket = Bucket(0, plan, torch.zeros(plan.numel), [dense, expanded], ["a", "b"], is_last=True)
     a, b = bucket.gradients()
     assert a.stride() == dense.stride()
@@ -79,7 +89,7 @@ def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
 def test_a_hook_may_replace_the_buffer() -> None:
     params = [torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))]
     specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(params)]
-    (plan,) = plan_buckets(specs, [0, 1], first_cap_bytes=10**6, cap_bytes=10**6)
+    (plan,) = plan_buckets(specs, [0, 1], caps_bytes=[10**6])
     bucket = Bucket(0, plan, torch.zeros(plan.numel), params, ["0", "1"], is_last=True)
     base = torch.arange(10.0)
     bucket.set_buffer(base[3:])
@@ -90,7 +100,7 @@ def test_a_hook_may_replace_the_buffer() -> None:
 
 
 def test_doctests() -> None:
-    for module in (buckets, children):
+    for module in (buckets, children, environment, options):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0

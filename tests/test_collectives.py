@@ -13,7 +13,8 @@ from harness import run_threads
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group, Interrupt
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.parallel.states import BufferSync, broadcast_coalesced
+from lightning_ddp.parallel.buffers import BufferSync
+from lightning_ddp.parallel.states import broadcast_coalesced
 
 CPU = torch.device("cpu")
 

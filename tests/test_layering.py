@@ -19,13 +19,28 @@ FLOORS = {
     "trainer": 7,
     "variants": 6,
     "strategy": 5,
+    "communicating_fit": 4.5,
+    "uneven_fit": 4.5,
+    "communication": 4,
     "parallel": 4,
+    "averaging": 3,
+    "hooks": 3,
     "launch": 3,
     "comm": 2,
+    "reconcile": 2,
     "errors": 1,
     "_lightning": 1,
 }
-KNOWS_LIGHTNING = {"_lightning", "strategy", "trainer", "variants", "launch", "bench"}
+KNOWS_LIGHTNING = {
+    "_lightning",
+    "communicating_fit",
+    "uneven_fit",
+    "strategy",
+    "trainer",
+    "variants",
+    "launch",
+    "bench",
+}
 READS_ENVIRONMENT = {"launch", "bench"}
 
 

@@ -87,7 +87,7 @@ def test_after_teardown_the_module_is_on_its_own() -> None:
     ("arguments", "error", "message"),
     [
         ({"dim": 1}, ConfigurationError, "dim=1: inputs are scattered along dimension 0 only"),
-        ({"bucket_cap_mb": 0}, ConfigurationError, "bucket_cap_mb=0: expected a size in MiB above 0"),
+        ({"bucket_cap_mb": 0}, ConfigurationError, "bucket_cap_mb=0: expected sizes in MiB above 0"),
         ({"check_reduction": True}, ConfigurationError, "check_reduction=True: deprecated"),
         ({"device_ids": [0]}, ConfigurationError, "but the module is on cpu"),
         ({"output_device": 1}, ConfigurationError, "but the module is on cpu"),

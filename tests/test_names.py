@@ -77,6 +77,12 @@ def test_an_unknown_argument_names_the_closest() -> None:
         ),
         ({"ddp_comm_wrapper": lambda hook: hook}, "ddp_comm_wrapper wraps a hook"),
         ({"model_averaging_period": 4}, "post-local SGD needs both"),
+        ({"uneven_inputs": "joined"}, "uneven_inputs='joined'; there are None, 'error', 'join'"),
+        ({"divide_by_initial_world_size": False}, "divide_by_initial_world_size=False needs uneven_inputs="),
+        (
+            {"divide_by_initial_world_size": False, "uneven_inputs": "error"},
+            "divide_by_initial_world_size=False needs uneven_inputs=",
+        ),
     ],
 )
 def test_arguments_that_cannot_take_effect_raise(arguments, message) -> None:
@@ -169,7 +175,8 @@ def test_the_namespace_that_the_user_imported_is_used(imports, expected) -> None
 import sys
 {imports}
 import lightning_ddp
-assert lightning_ddp.CustomDDPStrategy.__mro__[1].__module__.split(".")[0] == {expected!r}
+base = next(c for c in lightning_ddp.CustomDDPStrategy.__mro__ if c.__name__ == "DDPStrategy")
+assert base.__module__.split(".")[0] == {expected!r}
 other = {{"lightning": "pytorch_lightning", "pytorch_lightning": "lightning.pytorch"}}[{expected!r}]
 assert other not in sys.modules
 trainer = pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, logger=False)

@@ -89,7 +89,22 @@ def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) 
             assert norm > recipe.clip_norm or step > 0, "the first step must be clipped"
         grads.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
         optimizer.step()
-    return Run(grads=grads, state={n: t.clone() for n, t in module.state_dict().items()})
+    # a forward that evaluates has rank 0's buffers; what rank 0 saves are its own before that
+    state = {n: t.clone() for n, t in module.state_dict().items() if rank == 0 or n not in _buffers(module)}
+    model.eval()
+    with torch.no_grad():
+        backward_free_forward(model, name, recipe, rank)
+    state |= {f"evaluated {n}": t.clone() for n, t in module.named_buffers()}
+    return Run(grads=grads, state=state)
+
+
+def _buffers(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_buffers()}
+
+
+def backward_free_forward(model: nn.Module, name: str, recipe: Recipe, rank: int) -> None:
+    inputs, _ = batch(name, rank, NUM_STEPS, 0)
+    model(inputs.to(recipe.dtype) if inputs.is_floating_point() else inputs)
 
 
 def backward(model: nn.Module, name: str, recipe: Recipe, rank: int, step: int, micro_batch: int) -> None:

@@ -12,7 +12,9 @@ import torch
 from harness import run_script
 
 import lightning_ddp
+from lightning_ddp.averaging import available_averagers
 from lightning_ddp.cli import build_parser
+from lightning_ddp.hooks import available_hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -58,7 +60,7 @@ def rows_of_table(heading: str) -> list[str]:
 
 def test_every_block_is_found():
     assert len(BLOCKS) == README.count("```") / 2
-    assert len(PYTHON_BLOCKS) == 5
+    assert len(PYTHON_BLOCKS) == 6
     assert {block.note for block in BLOCKS} == {
         "",
         "needs: 8 GPUs",
@@ -100,13 +102,18 @@ def test_every_file_of_a_command_exists():
 
 def test_every_command_of_the_package_is_one_that_it_has():
     ours = [command for command in COMMANDS if command.startswith("python -m lightning_ddp ")]
-    assert len(ours) == 3
+    assert len(ours) == 5
     for command in ours:
         build_parser().parse_args(shlex.split(command)[3:])
 
 
 def test_the_table_of_strategies_lists_the_registered_names():
     assert sorted(rows_of_table("Strategies (")) == sorted(lightning_ddp.available_variants())
+
+
+def test_the_tables_of_hooks_and_averagers_list_the_catalogues():
+    assert sorted(rows_of_table("Communication hooks")) == sorted(available_hooks())
+    assert sorted(rows_of_table("Averagers")) == sorted(available_averagers())
 
 
 def test_the_table_of_public_names_lists_what_the_package_exports():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks, run_script, run_threads
+from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 
@@ -103,6 +104,50 @@ def test_sync_batchnorm_on_the_cpu_is_refused_with_the_layer() -> None:
         module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
         with pytest.raises(ConfigurationError, match=r"SyncBatchNorm layers only work with GPU modules.*'1'"):
             BucketedDDP(module, process_group=group)
+
+    run_threads(rank_main, 1)
+
+
+def manual_gradients(rank, world_size, keeps):
+    """Of a module whose two backwards have the gradients 1 and 10 on rank 0, 3 and 30 on rank 1."""
+    strategy = joined(CustomDDPStrategy(parallel_devices=CPUS), rank, world_size)
+    module = BoringModel()
+    module.automatic_optimization = False
+    module.layer = torch.nn.Linear(1, 1, bias=False)
+    strategy.connect(module)
+    strategy.configure_ddp()
+    weight, seen = module.layer.weight, []
+    for value, enabled in ((1.0, keeps), (10.0, False)):
+        with strategy.no_backward_sync(enabled=enabled):
+            loss = (weight * value * (2 * rank + 1)).sum()
+            strategy.pre_backward(loss)
+            loss.backward()
+        seen.append(weight.grad.item())
+    return seen
+
+
+@pytest.mark.parametrize(("keeps", "expected"), [(True, [[1, 22], [3, 22]]), (False, [[2, 22], [2, 22]])])
+def test_manual_gradients_stay_on_their_rank_and_are_averaged_with_the_next(keeps, expected) -> None:
+    assert run_ranks(manual_gradients, 2, keeps) == expected
+
+
+def test_no_backward_sync_is_refused_with_automatic_optimisation() -> None:
+    strategy = CustomDDPStrategy(parallel_devices=CPUS)
+    with strategy.no_backward_sync():
+        pass  # before there is a wrapper there is nothing to block
+
+    def rank_main(rank, world_size, group):
+        strategy._group = Group(group)
+        strategy.connect(BoringModel())
+        strategy.configure_ddp()
+        with strategy.no_backward_sync(enabled=False):
+            pass
+        with (
+            pytest.raises(ConfigurationError, match="no_backward_sync is for manual optimisation"),
+            strategy.no_backward_sync(),
+        ):
+            pass
+        strategy.model.teardown()
 
     run_threads(rank_main, 1)
 

@@ -5,6 +5,8 @@ all of them, and reports medians of ratios that were paired round by round.
 
 * ``step``, ``memory``, ``launch``: the commands, without torch at import time;
 * ``workers``: what each spawned rank does; ``processes``: how ranks are spawned, watched and ended;
+* ``hooks``: the command for hooks and averagers; ``links``: ranks in two namespaces, with a shaped link
+  between them; ``tasks``: what they are trained on; ``traffic``: what each rank does;
 * ``models``, ``contenders``: what is trained, and what wraps it;
 * ``arguments``, ``report``: shared options; statistics, tables and JSON.
 """

@@ -70,7 +70,9 @@ class TrainingRun:
         self._optimizer.step()
 
     def averaged_state(self) -> dict[str, Tensor]:
-        """Return copies of what a wrapper keeps in step across ranks.
+        """Return copies of what a wrapper keeps in step across ranks; all ranks, communicates.
+
+        An evaluating forward comes first: by then a wrapper has to have brought the buffers together.
 
         Returns:
             ``gradients``, and ``buffers`` where the model has floating-point ones; each as one vector.
@@ -84,6 +86,10 @@ class TrainingRun:
                 raise RuntimeError(f"{self.contender} left {name} without a gradient")
             gradients.append(parameter.grad.flatten())
         state = {"gradients": torch.cat(gradients)}
+        self._wrapped.eval()
+        with torch.no_grad():
+            self._wrapped(self._batch)
+        self._wrapped.train()
         buffers = [buffer.flatten() for buffer in self._wrapped.buffers() if buffer.is_floating_point()]
         if buffers:
             state["buffers"] = torch.cat(buffers)

@@ -37,10 +37,17 @@ _PACKET_BYTES = 4096
 _HEADER_BYTES = 8
 
 
-def barrier(group: Group, device: torch.device) -> None:
-    """Returns once all ranks have called it. `device` is one that the group's backend serves."""
+def barrier(group: Group, device: torch.device, name: str | None = None) -> None:
+    """Returns once all ranks have called it.
+
+    Args:
+        group: the ranks.
+        device: one that the group's backend serves.
+        name: shown where somebody asks what a rank waits for.
+    """
     token = torch.zeros(1, dtype=torch.int32, device=device)
-    group.wait(group.all_reduce(token), device)
+    label = "barrier" if name is None else f"barrier {name!r}"
+    group.wait(group.all_reduce(token), device, label=label)
     group.wait_device(device)
 
 

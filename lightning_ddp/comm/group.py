@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["SLICE_S", "Group", "Interrupt", "without_engine_context"]
+__all__ = ["SLICE_S", "Activity", "Group", "Interrupt", "without_engine_context"]
 
 SLICE_S = 0.05
 """Longest time in seconds between two looks at signals and at the interrupt."""
@@ -27,6 +27,29 @@ _POLL_S = 0.0005
 _ENGINE_KEY = "context"
 
 
+class Activity:
+    """What the main thread of this rank is waiting for, and whether it gets on. Read by other threads."""
+
+    def __init__(self) -> None:
+        self.label: str | None = None
+        """The collective that it waits for, or None while it does not wait."""
+        self.since = time.monotonic()
+        """When that wait began or ended."""
+        self.count = 0
+        """Waits that have ended, steps that have begun: while it grows, the rank makes progress."""
+
+    def begin(self, label: str) -> None:
+        """A wait begins."""
+        self.since = time.monotonic()
+        self.label = label
+
+    def advance(self) -> None:
+        """A wait has ended, or a step has begun."""
+        self.label = None
+        self.since = time.monotonic()
+        self.count += 1
+
+
 class Interrupt:
     """A failure that some other thread has learned of, for the thread that waits.
 
@@ -34,6 +57,7 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
+        self.activity = Activity()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -76,6 +100,11 @@ def without_engine_context() -> Generator[None, None, None]:
         torch._C._stash_obj_in_tls(_ENGINE_KEY, context)
 
 
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A view without complex numbers, which most backends do not know."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 class Group:
     """What the engine needs of a process group: rank, size, store, collectives that return works, waits.
 
@@ -94,6 +123,7 @@ class Group:
         self.size: int = process_group.size()
         self._sum = dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        self._gather = dist.distributed_c10d.AllgatherOptions()
         self._broadcasts: dict[int, Any] = {}
         self._names: dict[str, str] = {}
 
@@ -101,30 +131,36 @@ class Group:
     def store(self) -> Any | None:
         """The key-value store that the group was made with, or None where torch does not tell."""
         get = getattr(self.process_group, "get_group_store", None)
-        if get is not None:
+        if get is not None and type(self.process_group) is dist.ProcessGroup:
             return get()
         known = dist.distributed_c10d._world.pg_map.get(self.process_group)
         return known[1] if known else None
 
     def backend(self, device: torch.device) -> str:
-        """Name of the backend that serves `device`: 'gloo', 'nccl' ..."""
+        """Name of the backend that serves `device`: 'gloo', 'nccl' ...; 'python' for one in Python."""
         name = self._names.get(device.type)
         if name is None:
             pg = self.process_group
-            backend = pg._get_backend(device) if isinstance(pg, dist.ProcessGroup) else pg
-            name = self._names[device.type] = str(backend.name()).lower()
+            if type(pg) is dist.ProcessGroup:
+                name = str(pg._get_backend(device).name()).lower()
+            else:
+                name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
+            self._names[device.type] = name
         return name
 
     # ------------------------------------------------------------------ collectives, not waited for
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Any:
-        """Starts an in-place all-reduce of a dense contiguous tensor; `op` defaults to the sum."""
+        """Starts an in-place all-reduce; `op` defaults to the sum.
+
+        The tensor is contiguous, or sparse where the backend knows that. Complex numbers travel as pairs.
+        """
         options = self._sum
         if op is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = op
         with without_engine_context():
-            return self.process_group.allreduce([tensor], options)
+            return self.process_group.allreduce([_as_real(tensor)], options)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Any:
         """Starts an in-place broadcast from group rank `src`."""
@@ -133,30 +169,57 @@ class Group:
             options = self._broadcasts[src] = dist.BroadcastOptions()
             options.rootRank = src
         with without_engine_context():
-            return self.process_group.broadcast([tensor], options)
+            return self.process_group.broadcast([_as_real(tensor)], options)
 
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Any:
         """Starts an all-gather into `outputs`, one tensor of the input's shape a rank."""
         with without_engine_context():
-            return self.process_group.allgather([outputs], [tensor])
+            return self.process_group.allgather(
+                [[_as_real(output) for output in outputs]], [_as_real(tensor)], self._gather
+            )
 
     # ------------------------------------------------------------------ waits
 
-    def wait(self, work: Any, device: torch.device, on_slice: Callable[[float], None] | None = None) -> None:
+    def wait(
+        self,
+        work: Any,
+        device: torch.device,
+        on_slice: Callable[[float], None] | None = None,
+        label: str = "collective",
+    ) -> None:
         """Waits for a work: on the CPU until done, with NCCL until it is queued on the current stream.
 
         Args:
             work: what a collective of this group returned.
             device: device of its tensors.
             on_slice: called after each expired slice with the seconds waited so far; may raise.
+            label: what is waited for, for people who ask where a rank is stuck.
 
         Raises:
             RuntimeError: the collective failed, for example as a peer closed its connection.
             BaseException: what the interrupt holds, or what a signal handler raised.
         """
+        with self._waiting(label):
+            self._wait(work, device, on_slice)
+
+    @contextmanager
+    def _waiting(self, label: str) -> Generator[None, None, None]:
+        activity = self.interrupt.activity if self.interrupt is not None else None
+        if activity is not None:
+            activity.begin(label)
+        try:
+            yield
+        finally:
+            if activity is not None:
+                activity.advance()
+
+    def _wait(self, work: Any, device: torch.device, on_slice: Callable[[float], None] | None) -> None:
         backend = self.backend(device)
         if backend == "gloo":
             self._wait_in_slices(work, on_slice)
+        elif backend == "python":
+            self.wait_future(work.get_future(), on_slice)
+            work.wait()
         elif device.type == "cpu":
             self._poll(work.is_completed, on_slice)
             work.wait()
@@ -182,11 +245,16 @@ class Group:
 
     def wait_future(self, future: Any, on_slice: Callable[[float], None] | None = None) -> Any:
         """Waits for a `torch.futures.Future` and returns its value. Raises as `wait` does."""
+        self.wait_done(future, on_slice)
+        return future.wait()
+
+    def wait_done(self, future: Any, on_slice: Callable[[float], None] | None = None) -> None:
+        """Waits until a future has a value or an error, which it does not raise."""
         if not future.done():
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
-            self._wait_event(done, on_slice)
-        return future.wait()
+            with self._waiting("communication hook"):
+                self._wait_event(done, on_slice)
 
     def _wait_event(self, done: threading.Event, on_slice: Callable[[float], None] | None) -> None:
         start = time.monotonic()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
+import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.multiprocessing as mp
 
@@ -18,68 +18,78 @@ from lightning_ddp._lightning import (
     LightningEnvironment,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
+    interrupt_trainer,
     set_num_threads_if_needed,
 )
-from lightning_ddp.comm.group import Interrupt
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.children import ChildExit, Children, describe_exit
 from lightning_ddp.launch.command import child_command
 from lightning_ddp.launch.orphans import PARENT_VARIABLE, die_with_parent
-from lightning_ddp.launch.rendezvous import host_store, named_port
+from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
+from lightning_ddp.launch.rendezvous import host_store, hosted_store, named_port
+from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
+from lightning_ddp.reconcile.report import render
+from lightning_ddp.reconcile.server import ControlServer
+from lightning_ddp.reconcile.settings import ReconcileSettings
+from lightning_ddp.reconcile.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
 
 __all__ = ["MultiprocessLauncher", "ScriptLauncher"]
 
-_ATTRIBUTION_S = 5.0
-"""A lost connection is the echo of a failure elsewhere: so long we wait to learn of which child."""
 _STOP_GRACE_S = 5.0
 _EXIT_GRACE_S = 60.0
-
-_LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
+_INTERRUPTED_S = 1.5
 
 
 class _Brood:
     """The children of this process, which live as long as it does, over several Trainers of a script."""
 
-    def __init__(self, first_rank: int) -> None:
-        self.interrupt = Interrupt()
+    def __init__(self, first_rank: int, node_rank: int, settings: ReconcileSettings) -> None:
         self.children = Children(self._on_failure)
-        self._first_rank = first_rank
-        self._is_reported = False
+        self._first_rank, self._node_rank = first_rank, node_rank
+        self._settings = settings
+        self._pid = os.getpid()
         atexit.register(self._at_exit)
 
-    def _failure(self, child: ChildExit) -> PeerFailure:
-        return PeerFailure(
-            rank=self._first_rank + child.local_rank,
-            host=socket.gethostname(),
-            pid=child.pid,
-            exit_code=child.code,
-            message=f"the process {describe_exit(child.code)}; what it printed stands above",
-        )
-
     def _on_failure(self, child: ChildExit) -> None:
-        self.interrupt.set(self._failure(child))
+        identity = Identity(
+            rank=self._first_rank + child.local_rank, node_rank=self._node_rank, pid=child.pid
+        )
+        message = f"the process {describe_exit(child.code)}; what it printed stands above"
+        current().child_ended(FailureRecord.of_identity(identity, message, exit_code=child.code))
 
-    def explain(self, error: BaseException) -> PeerFailure | None:
-        """The failure of a child that is behind `error` on this process, if there is one."""
-        self._is_reported = True
-        if isinstance(error, PeerFailure):
-            return None
-        is_echo = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
-        child = self.children.first_failure(_ATTRIBUTION_S if is_echo else 0.0)
-        return self._failure(child) if child is not None else None
+    def wake(self) -> None:
+        """Continues children that are stopped, so that they hear of the failure."""
+        self.children.send_signal(signal.SIGCONT)
 
-    def stop(self) -> None:
-        self.children.stop(_STOP_GRACE_S)
+    def kill(self) -> None:
+        """Ends the children at once."""
+        self.children.send_signal(signal.SIGKILL)
+
+    def end(self, grace_s: float) -> None:
+        """Waits until the children have ended, and after `grace_s` seconds ends them."""
+        if not self.children.join(grace_s):
+            self.children.stop(_STOP_GRACE_S)
 
     def _at_exit(self) -> None:
-        if not self.children.join(0.0) and not self.children.join(_EXIT_GRACE_S):
-            self.stop()
-        child = self.children.first_failure()
-        if child is not None and not self._is_reported:
-            print(f"{type(self._failure(child)).__name__}: {self._failure(child)}", file=sys.stderr)
+        if os.getpid() != self._pid:
+            return  # a process forked from this one inherits the handler, but has no children of ours
+        ours = current()
+        failed = ours.first_failure() is not None or ours.is_over or ours.interrupt.error is not None
+        if not failed and getattr(sys, "last_value", None) is None:
+            self.end(_EXIT_GRACE_S)
+        else:  # without a control channel nobody has told the children
+            self.end(self._settings.failure_grace_s if ours.watch is not None else 0.0)
+        if self.children.first_failure() is not None:  # told a moment ago, perhaps
+            ours.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
+        failure = ours.first_failure()
+        ours.close()
+        if failure is None:
+            return
+        print(render(failure), file=sys.stderr, end="")
+        if getattr(sys, "last_value", None) is None:  # else Python itself exits with 1
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exit handler has no other way to change the exit code
@@ -98,12 +108,18 @@ class ScriptLauncher(SubprocessScriptLauncher):
         cluster_environment: tells ranks and addresses; if it creates processes externally, none are started.
         num_processes: processes of this node.
         num_nodes: nodes of the run.
+        settings: times of reconciliation.
     """
 
-    @property
-    def interrupt(self) -> Interrupt | None:
-        """The failure of a child of this process, for its waits; None where it has no children."""
-        return _brood.interrupt if _brood is not None else None
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        settings: ReconcileSettings | None = None,
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._settings = settings or ReconcileSettings()
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
@@ -120,16 +136,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if not environment.creates_processes_externally:
             self._start_children()
         set_num_threads_if_needed(num_processes=self.num_processes)
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            if _brood is None:
-                raise
-            failure = _brood.explain(error)
-            _brood.stop()
-            if failure is not None:
-                raise failure from error
-            raise
+        return current().run(function, *args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        """Sends a signal to the children, once they had time to end by themselves after Ctrl-C."""
+        if _brood is not None:
+            _brood.children.join(_INTERRUPTED_S)
+            _brood.children.send_signal(signum)
 
     def _start_children(self) -> None:
         global _brood
@@ -148,7 +161,19 @@ class ScriptLauncher(SubprocessScriptLauncher):
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
         }
         os.environ.update(variables)
-        _brood = _Brood(node_rank * self.num_processes)
+        ours = current()
+        _brood = _Brood(node_rank * self.num_processes, node_rank, self._settings)
+        ours.on_failure = _brood.wake
+        ours.kill_children = _brood.kill
+        if node_rank == 0 and is_enabled():
+            ours.server = open_server(
+                environment.main_address,
+                hosted_store(),
+                identity=Identity(rank=0, node_rank=0),
+                world_size=self.num_processes * self.num_nodes,
+                num_nodes=self.num_nodes,
+                settings=self._settings,
+            )
         for local_rank in range(1, self.num_processes):
             command, cwd = child_command(local_rank)
             env = {**os.environ, "LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
@@ -164,7 +189,22 @@ def _port_of(environment: ClusterEnvironment) -> int | None:
 
 
 class MultiprocessLauncher(MultiProcessingLauncher):
-    """Runs a function in N processes made by spawn, fork or forkserver; this process only waits for them."""
+    """Runs a function in N processes made by spawn, fork or forkserver; this process only waits for them.
+
+    Args:
+        strategy: the strategy whose processes they are.
+        start_method: how they are made.
+        settings: times of reconciliation.
+    """
+
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
+        settings: ReconcileSettings | None = None,
+    ) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self._settings = settings or ReconcileSettings()
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
@@ -188,20 +228,81 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         )
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
+        server = self._open_server(strategy, node_rank) if is_enabled() and node_rank == 0 else None
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            raise _process_failure(error, node_rank * strategy.num_processes) from error
+            first_rank = node_rank * strategy.num_processes
+            failure = _process_failure(error, first_rank)
+            known = server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S) if server is not None else None
+            raise (self._with_exit(known, first_rank) if known is not None else failure) from error
+        except BaseException as error:
+            if server is not None:
+                server.tell({**_failure_of_launcher(error).to_message(), "kind": "failed"})
+                server.wait_for_verdict(EXIT_WAIT_S)
+            raise
         finally:
+            if server is not None:
+                server.close()
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
 
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+    def _open_server(self, strategy: DDPStrategy, node_rank: int) -> ControlServer:
+        assert strategy.cluster_environment is not None
+        return open_server(
+            strategy.cluster_environment.main_address,
+            hosted_store(),
+            identity=Identity(rank=-1, node_rank=node_rank),
+            world_size=strategy.num_processes * strategy.num_nodes,
+            num_nodes=strategy.num_nodes,
+            settings=self._settings,
+            on_failure=self._wake,
+        )
+
+    def _with_exit(self, record: FailureRecord, first_rank: int) -> PeerFailure:
+        """The failure with the exit code of its process, which all have by now."""
+        local_rank = record.rank - first_rank
+        code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
+        if code is not None:
+            record = record.with_exit(code, f"the process {describe_exit(code)}")
+        return record.to_error()
+
+    def _wake(self, record: FailureRecord) -> None:
+        """Continues processes that are stopped, so that they hear of the failure."""
+        for process in self.procs:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGCONT)
+
+    def _wrapping_function(
+        self, process_idx: int, trainer: Trainer | None, function: Any, *rest: Any
+    ) -> None:
         die_with_parent(os.getppid())
-        super()._wrapping_function(*args, **kwargs)
+        wrapped = _Unwinding(function, trainer)
+        super()._wrapping_function(process_idx, trainer, wrapped, *rest)
+        current().close()
+
+
+class _Unwinding:
+    """The function of a worker process, and what Lightning does about exceptions in the main one only."""
+
+    def __init__(self, function: Callable[..., Any], trainer: Trainer | None) -> None:
+        self._function, self._trainer = function, trainer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return current().run(self._function, *args, **kwargs)
+        except BaseException as error:
+            if self._trainer is not None:
+                interrupt_trainer(self._trainer, error)
+                self._trainer._teardown()
+            raise
+
+
+def _failure_of_launcher(error: BaseException) -> FailureRecord:
+    return FailureRecord.of_exception(error, Identity(rank=-1, node_rank=0), Where())
 
 
 def _process_failure(

@@ -9,13 +9,16 @@ import sys
 import threading
 import time
 
-__all__ = ["PARENT_VARIABLE", "adopt_from_environment", "die_with_parent"]
+__all__ = ["PARENT_VARIABLE", "adopt_from_environment", "die_with_parent", "is_child", "outlive_parent"]
 
 PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 """Environment variable in which a launcher tells a child its own process id."""
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
+
+_is_tied = threading.Event()
+_may_outlive = threading.Event()
 
 
 def adopt_from_environment() -> None:
@@ -41,18 +44,39 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: process id of the parent. If it is gone already, this process ends at once.
     """
+    _is_tied.set()
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+        _set_death_signal(signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent-watch").start()
     if os.getppid() != parent:
         os._exit(1)
 
 
+def is_child() -> bool:
+    """Whether a launcher of this package started this process."""
+    return _is_tied.is_set()
+
+
+def outlive_parent() -> None:
+    """Unties this process's life from its parent's: it is told of the end by other means, and unwinds.
+
+    If it is stopped (SIGSTOP) at that moment, the kernel continues it, so that it can.
+    """
+    _may_outlive.set()
+    if sys.platform == "linux":
+        _set_death_signal(signal.SIGCONT)
+
+
+def _set_death_signal(number: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+
+
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    os._exit(1)
+    if not _may_outlive.is_set():
+        os._exit(1)

@@ -16,9 +16,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
+from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 
-__all__ = ["STORE_VARIABLE", "HostedStore", "host_store", "join_default_group"]
+__all__ = [
+    "STORE_VARIABLE",
+    "HostedStore",
+    "existing_group",
+    "find_store",
+    "host_store",
+    "hosted_store",
+    "join_default_group",
+]
 
 STORE_VARIABLE = "LIGHTNING_DDP_STORE"
 """Environment variable by which a launcher tells its processes where its store listens: `host:port`."""
@@ -94,43 +103,72 @@ def named_port() -> int | None:
     return int(text)
 
 
-def join_default_group(
-    backend: str, *, environment: ClusterEnvironment, timeout: timedelta | None, device: torch.device
-) -> Any:
-    """Makes the default process group of this process, or returns the one that exists.
+def hosted_store() -> Any:
+    """The store that `host_store` has opened in this process."""
+    assert _hosted is not None  # only launchers ask, after they have opened it
+    return _hosted.store
 
-    All ranks call it; it returns once all have. Uses the launcher's store if there is one, else `env://`.
+
+def find_store(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
+    """The store of the run: the launcher's if there is one, else the one of `env://`.
+
+    Args:
+        environment: tells rank, world size and the address of the first node.
+        timeout: how long to wait for it; None for torch's own.
+
+    Raises:
+        RendezvousError: it cannot be reached.
+    """
+    where = os.environ.get(STORE_VARIABLE)
+    with remember_connections():  # a store on a node that is unreachable blocks as collectives do
+        return _connect(where, timeout) if where is not None else _rendezvous(environment, timeout)
+
+
+def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    rank, world_size = environment.global_rank(), environment.world_size()
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, **options))
+    return store
+
+
+def join_default_group(
+    backend: str, store: Any, *, rank: int, world_size: int, timeout: timedelta | None, device: torch.device
+) -> Any:
+    """Makes the default process group of this process. All ranks call it; it returns once all have.
 
     Args:
         backend: 'gloo', 'nccl' ...
-        environment: tells rank, world size and the address of the first node.
+        store: the store of the run.
+        rank: of this process.
+        world_size: number of ranks.
         timeout: of collectives; None for the backend's own.
         device: this process's device; NCCL is bound to it.
-
-    Raises:
-        ConfigurationError: a group of another size exists already.
-        RendezvousError: the store cannot be reached.
     """
-    rank, world_size = environment.global_rank(), environment.world_size()
-    if dist.is_initialized():
-        if dist.get_world_size() != world_size:
-            raise ConfigurationError(
-                f"this process belongs to a group of {dist.get_world_size()} ranks already, and this"
-                f" Trainer wants {world_size}: use the same devices and num_nodes in all of a script"
-            )
-        return dist.group.WORLD
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
         arguments["device_id"] = device
-    where = os.environ.get(STORE_VARIABLE)
-    if where is not None:
-        arguments["store"] = dist.PrefixStore("default_pg", _connect(where, timeout))
-    else:
-        os.environ["MASTER_ADDR"] = environment.main_address
-        os.environ["MASTER_PORT"] = str(environment.main_port)
-    dist.init_process_group(backend, **arguments)
+    with remember_connections():
+        dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), **arguments)
     if backend == "nccl":
         atexit.register(leave_default_group)  # torch warns of an NCCL group that is left to the exit
+    return dist.group.WORLD
+
+
+def existing_group(world_size: int) -> Any | None:
+    """The default process group that a Trainer of this process has made before; None if there is none.
+
+    Raises:
+        ConfigurationError: it has another size.
+    """
+    if not dist.is_initialized():
+        return None
+    if dist.get_world_size() != world_size:
+        raise ConfigurationError(
+            f"this process belongs to a group of {dist.get_world_size()} ranks already, and this"
+            f" Trainer wants {world_size}: use the same devices and num_nodes in all of a script"
+        )
     return dist.group.WORLD
 
 

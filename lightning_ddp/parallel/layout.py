@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from lightning_ddp.parallel.buckets import BucketSpec, ParameterSpec, plan_buckets
+from lightning_ddp.parallel.options import ReducerOptions
+from lightning_ddp.parallel.sparse import SparseBucket
 from lightning_ddp.parallel.storage import Bucket
 
 __all__ = ["BucketLayout"]
@@ -18,27 +20,24 @@ class BucketLayout:
     Args:
         parameters: in one order on all ranks.
         names: their qualified names.
-        first_cap_bytes: cap of the first bucket, in bytes.
-        cap_bytes: cap of the others, in bytes.
-        is_view: whether `.grad` becomes a view of the bucket.
+        options: caps of the buckets, and how gradients get in and out of them.
+        sparse: positions of the parameters whose gradients are sparse tensors.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
-        *,
-        first_cap_bytes: int,
-        cap_bytes: int,
-        is_view: bool,
+        options: ReducerOptions,
+        sparse: frozenset[int] = frozenset(),
     ) -> None:
         self.params = tuple(parameters)
         self.names = tuple(names)
-        self.device = self.params[0].device
-        self._specs = tuple(ParameterSpec.of(n, p) for n, p in zip(names, parameters, strict=True))
-        self._first_cap_bytes = first_cap_bytes
-        self._cap_bytes = cap_bytes
-        self._is_view = is_view
+        self._options = options
+        self._specs = tuple(
+            ParameterSpec.of(n, p, is_sparse=i in sparse, dtype=options.dtype)
+            for i, (n, p) in enumerate(zip(names, parameters, strict=True))
+        )
         self._storage: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self.buckets: tuple[Bucket, ...] = ()
         self.where: dict[int, tuple[Bucket, int]] = {}
@@ -46,9 +45,7 @@ class BucketLayout:
 
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
         """The plan for gradients that become ready in `order`, a permutation of all parameters."""
-        return plan_buckets(
-            self._specs, order, first_cap_bytes=self._first_cap_bytes, cap_bytes=self._cap_bytes
-        )
+        return plan_buckets(self._specs, order, caps_bytes=self._options.caps_bytes)
 
     def holds(self, plan: Sequence[BucketSpec]) -> bool:
         """Whether the buckets are those of `plan`."""
@@ -64,16 +61,7 @@ class BucketLayout:
         grads = self._release()
         flats = self._slice_storage(plan)
         self.buckets = tuple(
-            Bucket(
-                index,
-                spec,
-                flats[index],
-                [self.params[i] for i in spec.indices],
-                [self.names[i] for i in spec.indices],
-                is_last=index == len(plan) - 1,
-                is_view=self._is_view,
-                late_only=frozenset(p for p, i in enumerate(spec.indices) if i in late_only),
-            )
+            self._make_bucket(index, spec, flats[index], is_last=index == len(plan) - 1, late_only=late_only)
             for index, spec in enumerate(plan)
         )
         for bucket in self.buckets:
@@ -84,14 +72,37 @@ class BucketLayout:
             bucket.views[position].copy_(grad)
             self.params[index].grad = bucket.views[position]
 
+    def _make_bucket(
+        self, index: int, spec: BucketSpec, flat: torch.Tensor, *, is_last: bool, late_only: frozenset[int]
+    ) -> Bucket:
+        params = [self.params[i] for i in spec.indices]
+        names = [self.names[i] for i in spec.indices]
+        if spec.is_sparse:
+            return SparseBucket(index, spec, flat, params, names, is_last=is_last)
+        return Bucket(
+            index,
+            spec,
+            flat,
+            params,
+            names,
+            is_last=is_last,
+            is_view=self._options.gradient_as_bucket_view,
+            early_copy_bytes=self._options.early_copy_bytes,
+            late_only=frozenset(p for p, i in enumerate(spec.indices) if i in late_only),
+        )
+
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
         """One allocation a dtype and device for all its buckets, so that a new plan needs no new memory."""
         offsets: dict[tuple[torch.dtype, torch.device], int] = {}
         flats = []
         for spec in plan:
+            if spec.is_sparse:
+                flats.append(torch.empty(0, dtype=spec.dtype, device=spec.device))
+                continue
             kind = (spec.dtype, spec.device)
             if kind not in self._storage:
-                numel = sum(other.numel for other in plan if (other.dtype, other.device) == kind)
+                same = [o for o in plan if (o.dtype, o.device) == kind and not o.is_sparse]
+                numel = sum(other.numel for other in same)
                 self._storage[kind] = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
             start = offsets.get(kind, 0)
             offsets[kind] = start + spec.numel

@@ -2,45 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 
 from lightning_ddp.comm.group import Group, Interrupt
-from lightning_ddp.errors import ConfigurationError, UnsuitableModuleError
-from lightning_ddp.parallel.buckets import MIB, ParameterSpec
+from lightning_ddp.errors import CommHookError, ConfigurationError
+from lightning_ddp.parallel import torch_words
+from lightning_ddp.parallel.buckets import ParameterSpec
+from lightning_ddp.parallel.buffers import BufferHook, Buffers, BufferSettings
+from lightning_ddp.parallel.checks import (
+    check_device_ids,
+    check_hook,
+    check_process_group,
+    trainable_parameters,
+)
+from lightning_ddp.parallel.delayed import DelayedAllReduce
+from lightning_ddp.parallel.in_backward import OptimizersInBackward
+from lightning_ddp.parallel.joining import UnevenInputs
+from lightning_ddp.parallel.logging_data import LoggingData
+from lightning_ddp.parallel.mixed_precision import MixedPrecision, MixedPrecisionConfig
+from lightning_ddp.parallel.options import ReducerOptions, bucket_caps_bytes
+from lightning_ddp.parallel.places import ParameterPlaces
 from lightning_ddp.parallel.reducer import Reducer
 from lightning_ddp.parallel.reduction import CommHook
-from lightning_ddp.parallel.states import BufferSync, broadcast_coalesced, verify_across_ranks
+from lightning_ddp.parallel.sparse import sparse_parameters
+from lightning_ddp.parallel.states import broadcast_coalesced, verify_across_ranks
+from lightning_ddp.parallel.torch_compat import TorchNames, run_eagerly, tell_dynamo
 
 __all__ = ["BucketedDDP"]
 
-_FIRST_CAP_BYTES = MIB
-_DEFAULT_CAP_MB = 25
+_OF_THIS_PROCESS = (
+    "_group",
+    "_module_buffers",
+    "_places",
+    "_signals",
+    "_active_ranks",
+    "_delayed",
+    "_log",
+    "reducer",
+    "device_mesh",
+)
 
 
-class BucketedDDP(torch.nn.Module):
+class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
     """Averages a module's gradients over the ranks of a process group during backward.
 
     Usable wherever `torch.nn.parallel.DistributedDataParallel` is, with its names. Wrap the module after it
     is on its device; call the wrapper instead of the module; step the optimizer as with one process.
 
     After a synchronised backward `.grad` of every parameter holds the mean over the ranks. With
-    `gradient_as_bucket_view` it is a view of a bucket: do not `detach_()` it.
+    `gradient_as_bucket_view` it is a view of a bucket: do not `detach_()` it. A second backward through it
+    (`create_graph=True`) is refused. Names in the module's attribute `_ddp_params_and_buffers_to_ignore` are
+    left alone. Parameters that `torch.func.functional_call` replaces for a forward are not averaged.
+
+    `broadcast_buffers="auto"` computes what a copy of rank 0's buffers before each forward would: BatchNorm
+    layers in training mode normalise with their batch and only write their running statistics, and those of
+    rank 0 depend on rank 0's history alone, so copying them before a layer evaluates is early enough.
+    Modules with any other buffer take the copy before each forward. Between two copies the statistics of the
+    other ranks are those of their own batches; `sync_buffers()` copies rank 0's at once.
 
     Args:
-        module: on one device per process, the same on all ranks, with at least one parameter that requires
-            a gradient. Its parameters must not be replaced afterwards.
+        module: on one device per process, or on several CUDA devices; the same on all ranks, with at least
+            one parameter that requires a gradient. Its parameters must not be replaced afterwards.
         device_ids: for a module on one CUDA device, that device: inputs of `forward` are moved there.
             None (default) leaves inputs alone.
         output_device: kept for torch's signature; must be the device of the module, or None.
         dim: kept for torch's signature; only 0.
-        broadcast_buffers: whether the buffers of rank 0 are copied to all ranks before each forward that
-            follows a synchronised one.
+        broadcast_buffers: 'auto', the default; True for a copy before each forward that follows a
+            synchronised one; False for none, and none at construction.
         init_sync: whether construction verifies the parameters across ranks and broadcasts rank 0's
             parameters and buffers. If False, the caller vouches that all ranks hold the same values.
         process_group: the ranks; None for the default group.
@@ -50,10 +83,26 @@ class BucketedDDP(torch.nn.Module):
             `.grad`; one that some used gets the mean, with zeros from the others.
         check_reduction: deprecated in torch, without effect; only False.
         gradient_as_bucket_view: whether `.grad` is a view of the bucket after a synchronised backward,
-            which saves a copy and the memory of one gradient per parameter.
+            which saves a copy and the memory of one gradient per parameter; None for yes.
         static_graph: whether every step has the graph of the first one. It is learned there: communication
             starts after that backward, later during it. Parameters may be unused, or get several gradients
             in one backward (re-entrant checkpointing); a graph that changes is an error.
+        delay_all_reduce_named_params: (name, parameter) pairs that are no part of the buckets; their
+            gradients are averaged all at once when that of `param_to_hook_all_reduce` is ready.
+        param_to_hook_all_reduce: see there; both or none.
+        mixed_precision: torch's `_MixedPrecision`: parameters, inputs and buffers in low precision from
+            forward to the end of backward; gradients arrive in full precision.
+        device_mesh: one-dimensional; its ranks instead of `process_group`.
+        skip_all_reduce_unused_params: with `find_unused_parameters`, a bucket of which nothing was used is
+            not reduced. All ranks must leave the same parameters unused in each step.
+        bucket_cap_mb_list: caps of the first bucket, the second ..., in MiB; the last one holds for all that
+            follow. Instead of `bucket_cap_mb`.
+        batched_grad_copy: True for one copy a bucket, False for one a gradient; None (default) copies
+            gradients of 256 KiB and more when they arrive, and the smaller ones of a bucket together.
+        forward_sync_buffers: True or False as `broadcast_buffers`, but construction always copies buffers.
+        raises_at_once: whether parameters that all ranks miss in the first backward are an error there.
+            If False it is a `MissingGradientWarning` there and the error in the second step, as torch's DDP
+            lets one backward pass. In all other steps, and where ranks differ, it is an error at once.
         interrupt: a failure that another thread may report; every wait raises it within 0.1 s.
 
     Raises:
@@ -70,15 +119,24 @@ class BucketedDDP(torch.nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | Literal["auto"] | None = None,
         init_sync: bool = True,
         process_group: Any | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool | None = None,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: MixedPrecisionConfig | None = None,
+        device_mesh: Any | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool | None = None,
+        forward_sync_buffers: bool | None = None,
         *,
+        raises_at_once: bool = False,
         interrupt: Interrupt | None = None,
     ) -> None:
         super().__init__()
@@ -88,46 +146,103 @@ class BucketedDDP(torch.nn.Module):
             raise ConfigurationError(
                 "check_reduction=True: deprecated in torch and without effect; leave it out"
             )
-        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
-            raise ConfigurationError(f"bucket_cap_mb={bucket_cap_mb}: expected a size in MiB above 0")
-        named = _trainable(module)
+        if skip_all_reduce_unused_params and not find_unused_parameters:
+            raise ConfigurationError("skip_all_reduce_unused_params=True needs find_unused_parameters=True")
+        delayed = dict(delay_all_reduce_named_params or ())
+        if bool(delayed) != (param_to_hook_all_reduce is not None):
+            raise ConfigurationError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce go together: pass both or none"
+            )
+        caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        group = check_process_group(process_group, device_mesh)
+        self.parameters_to_ignore = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *delayed}
+        named = trainable_parameters(module, self.parameters_to_ignore, may_be_none=bool(delayed))
         self.module = module
-        self.device = named[0][1].device
+        self.device = next(iter([p for _, p in named] or module.parameters())).device
+        self.dim = dim
         self._passing_sync_batchnorm_handle(module)
-        self.device_ids = _check_device_ids(device_ids, output_device, self.device)
-        self.broadcast_buffers = broadcast_buffers
-        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.device_ids = check_device_ids(device_ids, output_device, [p for _, p in named])
+        self.output_device = self.device_ids[0] if self.device_ids else None
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._buffer_settings = BufferSettings.of(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers = self._buffer_settings.in_forward
+        self.gradient_as_bucket_view = gradient_as_bucket_view is not False
+        self.asked_for_views = bool(gradient_as_bucket_view)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
+        self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._cap_bytes = int((_DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB)
-        self._group = Group(process_group if process_group is not None else _default_group(), interrupt)
-        self._buffer_sync = BufferSync(self._group, module)
+        self.bucket_bytes_cap_list = [int(mb * 1024 * 1024) for mb in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap = max(caps_bytes)
+        self._group = Group(group, interrupt)
         token = "unverified"
         if init_sync:
-            settings = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
-            specs = [ParameterSpec.of(n, p) for n, p in named]
-            token = verify_across_ranks(self._group, specs, self.device, settings)
-            self._broadcast_state()
-        self.reducer = self._make_reducer(named, token)
+            settings = {
+                "find_unused_parameters": find_unused_parameters,
+                "static_graph": static_graph,
+                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+                "bucket_cap_mb": bucket_cap_mb,
+                "bucket_cap_mb_list": bucket_cap_mb_list and list(bucket_cap_mb_list),
+                "delay_all_reduce_named_params": list(delayed) or None,
+                "reduce_dtype": str(getattr(mixed_precision, "reduce_dtype", None)),
+            }
+            token = verify_across_ranks(
+                self._group, [ParameterSpec.of(n, p) for n, p in named], self.device, settings
+            )
+        self._mixed = None
+        if mixed_precision is not None:
+            self._mixed = MixedPrecision(mixed_precision, module, frozenset(self.parameters_to_ignore))
+        low_dtype = self._mixed.config.param_dtype if self._mixed is not None else None
+        self._options = ReducerOptions(
+            caps_bytes=caps_bytes,
+            # a parameter of low precision cannot hold the gradient in full precision meanwhile
+            gradient_as_bucket_view=self.gradient_as_bucket_view and not low_dtype,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            raises_at_once=raises_at_once,
+            early_copy_bytes=ReducerOptions.early_copy_for(batched_grad_copy),
+            dtype=self._mixed.reduce_dtype if self._mixed is not None else None,
+        )
+        self._connect(token)
+        self._delayed = None
+        if param_to_hook_all_reduce is not None:
+            params = list(delayed.values())
+            self._delayed = DelayedAllReduce(
+                self._group, params, param_to_hook_all_reduce, lambda: self.require_backward_grad_sync
+            )
+        if init_sync:
+            broadcast_coalesced(self._group, self.states())
+            if self._buffer_settings.at_construction:
+                self._module_buffers.copy()
+        self._log = LoggingData(self)
 
-    def _make_reducer(self, named: Sequence[tuple[str, torch.nn.Parameter]], token: str) -> Reducer:
-        return Reducer(
+    def _connect(self, token: str) -> None:
+        """Makes what belongs to this process and its group."""
+        ignored = frozenset(self.parameters_to_ignore)
+        named = trainable_parameters(self.module, ignored, may_be_none=True)
+        sparse = sparse_parameters(self.module.modules())
+        self._module_buffers = Buffers(self._group, self.module, ignored, self._buffer_settings)
+        self._places = ParameterPlaces(self.module, named)
+        self._has_prepared = False
+        self._connect_join()
+        self.reducer = Reducer(
             [p for _, p in named],
             [n for n, _ in named],
             self._group,
+            device=self.device,
             token=token,
-            first_cap_bytes=min(_FIRST_CAP_BYTES, self._cap_bytes),
-            cap_bytes=self._cap_bytes,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            find_unused_parameters=self.find_unused_parameters,
-            static_graph=self.static_graph,
+            options=self._options,
+            sparse=frozenset(i for i, (_, p) in enumerate(named) if id(p) in sparse),
         )
+        if self._mixed is not None:
+            self.reducer.before_finish = self._mixed.restore_parameters
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to this process: the group, the reducer and its hooks."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_group", "_buffer_sync", "reducer")}
+        return {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a pickled or copied wrapper on the default process group. Does not communicate.
@@ -138,16 +253,17 @@ class BucketedDDP(torch.nn.Module):
             ConfigurationError: there is no default process group.
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self._group = Group(_default_group())
-        self._buffer_sync = BufferSync(self._group, self.module)
-        self.reducer = self._make_reducer(_trainable(self.module), "restored")
+        self._group = Group(check_process_group(None, None))
+        self._delayed = None
+        self._connect("restored")
+        self._log = LoggingData(self)
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         """Refuses synchronised batch normalisation on the CPU, at once; torch's name of that check."""
         layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
         if layers and self.device.type == "cpu":
             raise ConfigurationError(
-                f"SyncBatchNorm layers only work with GPU modules, and this one is on the CPU:"
+                f"{torch_words.SYNC_BATCHNORM}, and this one is on the CPU:"
                 f" {', '.join(map(repr, layers))}. Leave out sync_batchnorm, or use BatchNorm."
             )
 
@@ -156,25 +272,83 @@ class BucketedDDP(torch.nn.Module):
         """The ranks over which gradients are averaged."""
         return self._group.process_group
 
-    def _broadcast_state(self) -> None:
-        broadcast_coalesced(self._group, list(self.module.parameters()))
-        if self.broadcast_buffers:
-            self._buffer_sync()
+    def update_process_group(self, process_group: Any) -> None:
+        """Goes on with other ranks, for example after a rank was lost. All ranks of the new group call it.
 
+        The buckets are planned anew; gradients stay. Does not communicate: the ranks must hold the same
+        parameters. A communication hook has to be told by its owner.
+
+        Args:
+            process_group: the new ranks.
+        """
+        state, hook = self.reducer.state_and_hook
+        step = self.reducer.step
+        self.reducer.remove_hooks()
+        self._group = Group(process_group, self._group.interrupt)
+        self._connect(f"updated/{step}/{process_group.size()}")
+        if hook is not None:
+            self.reducer.set_hook(state, hook)
+        if self._delayed is not None:
+            self._delayed.group = self._group
+
+    def states(self) -> list[torch.Tensor]:
+        """The parameters that are the same on all ranks."""
+        ignored = self.parameters_to_ignore
+        return [p for name, p in self.module.named_parameters() if name not in ignored]
+
+    # ------------------------------------------------------------------ forward
+
+    @run_eagerly
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; the next backward is synchronised unless inside `no_sync`."""
-        if torch.is_grad_enabled():
+        tell_dynamo()
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        with self._inside_forward():
+            output = self.module(*inputs, **kwargs)
+        return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not self._has_prepared:
+            self._prepare()
+        is_training = torch.is_grad_enabled()
+        if is_training and self.require_backward_grad_sync:
+            self.reducer.failures.check_usable()
+        if is_training and self.require_backward_grad_sync and self.reducer.times.start_forward():
+            self._log.publish()
+        self._notify_joined()
+        if is_training:
             self.reducer.rebuild()
-        if self.broadcast_buffers and self.require_forward_param_sync and self._buffer_sync:
-            self._buffer_sync()
+        self._sync_buffers_if_due("before_forward")
+        self._notify_synchronised()
         if self.device_ids:
             moved = _to_kwargs(inputs, kwargs, self.device, False)
             inputs, kwargs = moved[0][0], moved[1][0]
-        output = self.module(*inputs, **kwargs)
-        self.prepare_for_backward(output)
+        if self._mixed is not None:
+            self._mixed.cast_parameters()
+            inputs, kwargs = self._mixed.cast_inputs((inputs, kwargs))
+        return inputs, kwargs
+
+    def _post_forward(self, output: Any) -> Any:
+        self._sync_buffers_if_due("after_forward")
+        self._module_buffers.note_forward()
+        if self._mixed is not None:
+            self._mixed.restore_after_backward(output)
+        replaced = self._places.replaced()
+        if replaced:
+            self._places.expect_restored(output, replaced, self._group.rank)
+        if replaced and len(replaced) == len(self._places.names):
+            return output  # functional_call: none of our parameters takes part
+        self.prepare_for_backward(output, absent=replaced)
         return output
 
-    def prepare_for_backward(self, outputs: Any = None) -> None:
+    def _prepare(self) -> None:
+        """Before the first forward."""
+        self._has_prepared = True
+        params = self._places.parameters
+        if OptimizersInBackward.are_used(params):
+            self.reducer.after_bucket = OptimizersInBackward(params).step
+
+    def prepare_for_backward(self, outputs: Any = None, *, absent: Iterable[int] = ()) -> None:
         """Makes the next backward a synchronised one, unless inside `no_sync`.
 
         `forward` calls it. Call it by hand before a backward whose loss was not computed by this wrapper's
@@ -182,12 +356,64 @@ class BucketedDDP(torch.nn.Module):
 
         Args:
             outputs: what that backward starts from: tensors in nested containers.
+            absent: positions of parameters that get no gradient on any rank.
         """
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
-            self.reducer.arm(outputs)
+            if self._delayed is not None:
+                self._delayed.prepare()
+            self._set_divisor()
+            self.reducer.arm(outputs, absent)
         else:
             self.require_forward_param_sync = False
+
+    # ------------------------------------------------------------------ buffers
+
+    def _sync_buffers_if_due(
+        self, where: Literal["before_forward", "after_forward"], *, has_input: bool = True
+    ) -> None:
+        follows_sync = self.require_forward_param_sync
+        if self._module_buffers.are_due(where, follows_sync=follows_sync, is_joining=self._is_joining):
+            self.sync_buffers(has_input=has_input)
+
+    def sync_buffers(self, *, has_input: bool = True) -> None:
+        """Copies the buffers of rank 0 to all ranks now, or runs the buffer hook. All ranks call it.
+
+        Inside `join()` they come from the highest rank that has input left.
+
+        Args:
+            has_input: whether this rank is one of those.
+        """
+        src = self._signals.agree_on_source(has_input) if self._is_joining else 0
+        self.reducer.futures += self._module_buffers.sync(src)
+
+    def register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, torch.Tensor]], Any],
+        *,
+        location: Literal["before_forward", "after_forward"] = "after_forward",
+    ) -> None:
+        """Lets `hook(state, buffers)` bring the buffers together, instead of the copy from rank 0.
+
+        Args:
+            state: handed to the hook in each call.
+            hook: called on all ranks in each forward that follows a synchronised one, with the buffers by
+                qualified name. It changes them in place. It may return futures, which the end of the next
+                synchronised backward waits for.
+            location: when it is called.
+
+        Raises:
+            ConfigurationError: the location is another one.
+            TypeError: the hook is not callable.
+        """
+        if not callable(hook):
+            raise TypeError(f"buffer hook {hook!r} must be callable")
+        if location not in ("before_forward", "after_forward"):
+            raise ConfigurationError(f"location={location!r}: expected 'before_forward' or 'after_forward'")
+        self._module_buffers.hook = BufferHook(hook=hook, state=state, location=location)
+
+    # ------------------------------------------------------------------ synchronisation
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
@@ -210,55 +436,31 @@ class BucketedDDP(torch.nn.Module):
                 dtype (or a list of that one tensor). The hook divides by the world size itself.
 
         Raises:
-            ConfigurationError: the hook is not callable, or one is registered already.
+            TypeError: the hook is not callable.
+            ConfigurationError: its annotations say that it is for something else.
+            CommHookError: a hook is registered already.
         """
-        if not callable(hook):
-            raise ConfigurationError(f"comm hook {hook!r} is not callable")
-        if self.reducer.has_hook:
-            raise ConfigurationError("a communication hook is registered already; there can be one")
+        with self._log.errors_noted():
+            check_hook(hook)
+            if self.reducer.has_hook:
+                raise CommHookError(f"{torch_words.ALREADY_REGISTERED} There is one hook a wrapper.")
         self.reducer.set_hook(state, hook)
 
     def teardown(self) -> None:
         """Takes the hooks off the parameters, so that the module can be used without this wrapper."""
         self.reducer.remove_hooks()
+        if self._delayed is not None:
+            self._delayed.remove_hook()
 
+    def logging_data(self) -> dict[str, Any]:
+        """What this wrapper is made of and how long its steps take. Does not communicate.
 
-def _trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    lazy = [n for n, p in module.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
-    if lazy:
-        raise UnsuitableModuleError(
-            f"uninitialised (lazy) parameters: {', '.join(lazy)}. Run one forward pass with a sample batch"
-            " before wrapping, so that they get their shapes."
-        )
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    if not named:
-        raise UnsuitableModuleError(
-            f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to"
-            " average: use it without a data-parallel wrapper, or set requires_grad=True on a parameter."
-        )
-    return named
-
-
-def _default_group() -> Any:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigurationError(
-            "no process group: call torch.distributed.init_process_group first, or pass process_group="
-        )
-    return dist.group.WORLD
-
-
-def _check_device_ids(
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-    device: torch.device,
-) -> list[int] | None:
-    given = [*(device_ids or []), *([output_device] if output_device is not None else [])]
-    if not given:
-        return None
-    indices = {d if isinstance(d, int) else torch.device(d).index for d in given}
-    if device.type == "cpu" or indices != {device.index}:
-        raise ConfigurationError(
-            f"device_ids={device_ids}, output_device={output_device}, but the module is on {device}: pass its"
-            " one CUDA device, or None for a module on the CPU"
-        )
-    return [device.index]
+        Returns:
+            Settings and sizes (in bytes) from construction, figures of the last step, and means of how long
+            forward, backward, its communication and the part of that hidden behind computation take, in
+            seconds: `avg_forward_compute_time_s`, `avg_backward_compute_time_s`, `avg_backward_comm_time_s`,
+            `avg_backward_compute_comm_overlap_time_s`. The times come from the first ten steps and every
+            hundredth after, and are absent before the second step.
+        """
+        data: dict[str, Any] = self._log.collect()
+        return data

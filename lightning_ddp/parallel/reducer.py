@@ -12,33 +12,64 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.errors import BackwardOrderError, MissingGradientError
+from lightning_ddp.errors import BackwardOrderError, CommHookError, MissingGradientError
+from lightning_ddp.parallel.expected import ExpectedGradients
+from lightning_ddp.parallel.failures import BackwardFailures
 from lightning_ddp.parallel.layout import BucketLayout
+from lightning_ddp.parallel.missing import MissingGradients
+from lightning_ddp.parallel.options import ReducerOptions
+from lightning_ddp.parallel.ready import GradientHooks
 from lightning_ddp.parallel.reduction import CommHook, Reduction
+from lightning_ddp.parallel.run_times import RunTimes
+from lightning_ddp.parallel.second_order import refuse_double_backward
 from lightning_ddp.parallel.storage import Bucket
-from lightning_ddp.parallel.unused import MissingGradients, find_tensors, reached_parameters
+from lightning_ddp.parallel.torch_compat import ReducerTorchNames
+from lightning_ddp.parallel.unused import UsageExchange, find_tensors, settle_absent
 
 __all__ = ["Reducer"]
 
 
-class Reducer:
+@dataclass
+class StepFacts:
+    """What is known of the synchronised backwards so far, on this rank."""
+
+    has_rebuilt: bool = False
+    """Whether the buckets were planned anew after the first one."""
+    order: list[int] = field(default_factory=list)
+    """Parameters in the order in which their gradients became ready on rank 0, as of that."""
+    absent: frozenset[int] | None = None
+    """Parameters without a gradient in the last one."""
+    is_absent_static: bool = True
+    """Whether it were always the same."""
+    num_reduced: int = 0
+    """Buckets reduced in the last one."""
+
+    def note(self, absent: Iterable[int], num_reduced: int) -> None:
+        """One ends."""
+        missing = frozenset(absent)
+        self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
+        self.absent = missing
+        self.num_reduced = num_reduced
+
+
+class Reducer(ReducerTorchNames):
     """Averages the gradients of `parameters` over the ranks of `group`, in buckets.
 
     Args:
         parameters: all of them require gradients; on all ranks the same, in one order.
         names: their qualified names.
         group: the ranks.
+        device: where small tensors of the exchange between ranks live.
         token: the same on all ranks, different for every reducer.
-        first_cap_bytes: cap of the first bucket, in bytes.
-        cap_bytes: cap of the others, in bytes.
-        gradient_as_bucket_view: whether `.grad` becomes a view of the bucket.
-        find_unused_parameters: whether parameters may be without a gradient, on some ranks or on all.
-        static_graph: whether every step has the graph of the first one.
+        options: how gradients are bucketed and what is expected of a backward.
+        sparse: positions of the parameters whose gradients are sparse tensors.
     """
 
     def __init__(
@@ -47,42 +78,42 @@ class Reducer:
         names: Sequence[str],
         group: Group,
         *,
+        device: torch.device,
         token: str,
-        first_cap_bytes: int,
-        cap_bytes: int,
-        gradient_as_bucket_view: bool,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
+        options: ReducerOptions,
+        sparse: frozenset[int] = frozenset(),
     ) -> None:
-        self._layout = BucketLayout(
-            parameters,
-            names,
-            first_cap_bytes=first_cap_bytes,
-            cap_bytes=cap_bytes,
-            is_view=gradient_as_bucket_view,
-        )
-        self._params = self._layout.params
+        self.options = options
+        self.layout = BucketLayout(parameters, names, options=options, sparse=sparse)
+        self.times = RunTimes(device)
+        self._params = self.layout.params
+        self._device = device
         self._group = group
         self._reduction = Reduction(group)
-        self._missing = MissingGradients(group, token)
-        self._finds_unused = find_unused_parameters
-        self._is_static = static_graph
+        board = MissingGradients(group, token)
+        self.failures = BackwardFailures(
+            group, board, self.layout.names, raises_at_once=options.raises_at_once
+        )
+        self._expected = ExpectedGradients(
+            self._params, finds_unused=options.find_unused_parameters, is_static=options.static_graph
+        )
         self._lock = threading.Lock()
-        self._handles: list[Any] = []
         self._ready: list[int] = []
+        self._hooks = GradientHooks(self, self._ready)
         self._next = 0
         self._is_armed = False
         self._is_running = False
-        self._is_learning = static_graph
-        self._counts = [1] * len(self._params)  # gradients that a parameter gets in one backward
-        self._unreached: set[int] = set()
-        self._declared: set[int] = set()  # requires_grad is switched off
-        self._never_used: set[int] = set()  # known of a static graph
-        self._used_unsynced: set[int] = set()
+        self._creates_graph = False
         self._first_order: list[int] | None = None
-        self.has_rebuilt = False
+        self.usage = UsageExchange(group, len(self._params), device)
+        self.before_finish: Callable[[], None] | None = None
+        """Called at the end of a synchronised backward, before gradients are written."""
+        self.after_bucket: Callable[[Bucket], None] | None = None
+        """Called with each bucket once its means are in `.grad`, while later ones are still on their way."""
+        self.futures: list[Any] = []
+        """What else the end of the next synchronised backward waits for."""
+        self.facts = StepFacts()
         self.step = -1  # number of the synchronised backward that runs or ran last
-        self._broken: MissingGradientError | None = None
         self._add_hooks()
 
     # ------------------------------------------------------------------ plan
@@ -90,18 +121,22 @@ class Reducer:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The present buckets, in launch order."""
-        return self._layout.buckets
+        return self.layout.buckets
 
     def _add_hooks(self) -> None:
-        for index, (bucket, position) in self._layout.where.items():
-            hook = self._make_hook(bucket, position, index)
-            self._handles.append(_register(self._params[index], hook))
+        expected = self._expected
+        note = self.usage.unsynced.add if expected.finds_unused else None
+        self._hooks.add(self.layout, is_learning=expected.is_learning, note_unsynced=note)
 
     def remove_hooks(self) -> None:
         """Takes the reducer's hooks off the parameters; their gradients are no longer averaged."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.remove()
+
+    def make_static(self) -> None:
+        """Takes every step to have the graph of the first one, which is still to come."""
+        self._expected.is_static = self._expected.is_learning = True
+        self.remove_hooks()
+        self._add_hooks()
 
     def rebuild(self) -> bool:
         """Plans the buckets anew, once, in the order in which gradients became ready on rank 0.
@@ -113,19 +148,21 @@ class Reducer:
         """
         if self._first_order is None:
             return False
-        device = self._layout.device
+        device = self._device
         arrived = list(dict.fromkeys(self._first_order))
         present = set(arrived)
         rest = [i for i in range(len(self._params) - 1, -1, -1) if i not in present]
         order = torch.tensor(arrived + rest, dtype=torch.int64, device=device)
         self._first_order = None
-        self.has_rebuilt = True
+        self.facts.has_rebuilt = True
         self._group.wait(self._group.broadcast(order, 0), device)
-        plan = self._layout.plan([int(i) for i in order.tolist()])
-        if self._layout.holds(plan) and not self._is_static:
+        self.facts.order = [int(i) for i in order.tolist()]
+        plan = self.layout.plan(self.facts.order)
+        if self.layout.holds(plan) and not self._expected.is_static:
             return False  # a static graph's hooks must stop learning, even where the plan stays
         self.remove_hooks()
-        self._layout.apply(plan, frozenset(i for i, count in enumerate(self._counts) if count > 1))
+        several = frozenset(i for i, count in enumerate(self._expected.counts) if count > 1)
+        self.layout.apply(plan, several)
         self._add_hooks()
         return True
 
@@ -140,7 +177,16 @@ class Reducer:
         """Lets `hook` reduce the buckets from the next backward on."""
         self._reduction.set_hook(state, hook)
 
-    def arm(self, outputs: Any = None) -> None:
+    @property
+    def state_and_hook(self) -> tuple[Any, CommHook | None]:
+        """The communication hook with its state; (None, None) where there is none."""
+        return self._reduction.state_and_hook
+
+    def set_divisor(self, divisor: int) -> None:
+        """Makes the built-in mean a sum divided by `divisor`, from the next backward on."""
+        self._reduction.set_divisor(divisor)
+
+    def arm(self, outputs: Any = None, absent: Iterable[int] = ()) -> None:
         """Expects every parameter's gradient in the next backward.
 
         Does not communicate, unless the last backward was interrupted: then it waits for what that had
@@ -149,30 +195,22 @@ class Reducer:
         Args:
             outputs: what the backward will start from, in nested containers. With `find_unused_parameters`
                 its graph tells early which parameters get no gradient.
+            absent: parameters that get no gradient on any rank, besides those with `requires_grad` off.
 
         Raises:
-            MissingGradientError: a gradient was missing in an earlier step on some of the ranks only, so that
-                their collectives no longer match.
+            BackwardOrderError, MissingGradientError: the ranks cannot go on after an earlier step.
         """
-        if self._broken is not None:
-            raise self._broken.copy()
+        self.failures.check_usable()
         if self._is_running:
             self._is_running = False  # the last backward was interrupted
             self._drain()
         self._ready.clear()
         self._next = 0
         self._is_armed = True
-        self._declared = {i for i, p in enumerate(self._params) if not p.requires_grad}
-        for bucket in self.buckets:
-            num_expected = bucket.size
-            if self._declared or self._is_static:
-                num_expected = sum(self._counts[i] for i in bucket.spec.indices if i not in self._declared)
-            bucket.arm(num_expected)
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
-        if self._finds_unused and not self._is_static:
-            reached = reached_parameters(tensors)
-            unreached = {i for i, p in enumerate(self._params) if id(p) not in reached}
-            self._unreached = unreached - self._declared
+        self._expected.prepare(tensors, absent)
+        for bucket in self.buckets:
+            bucket.arm(self._expected.num_in(bucket))
         for tensor in tensors:
             tensor.register_hook(self._make_start_hook())
 
@@ -183,7 +221,7 @@ class Reducer:
         def start(_grad: torch.Tensor) -> None:
             reducer = owner()
             if reducer is not None and reducer._is_armed:
-                reducer._begin()
+                reducer.begin()
 
         return start
 
@@ -194,140 +232,147 @@ class Reducer:
             bucket.armed = False
 
     def _drain(self) -> None:
-        """Waits for what this backward has launched."""
+        """Waits for what a backward that has failed has launched; its results are not used."""
         for bucket in self.buckets[: self._next]:
             if bucket.work is not None:
-                self._wait(bucket)
+                with suppress(CommHookError):
+                    self._wait(bucket)
 
-    def _begin(self) -> None:
+    def _count_step(self) -> None:
+        self.step += 1
+        self._reduction.step = self.step
+        self._reduction.num_launched = 0
+
+    def begin(self) -> None:
         """The first event of a synchronised backward."""
         if self._is_running:
             return
         self._is_running = True
-        self.step += 1
-        self._reduction.step = self.step
+        self._creates_graph = torch.is_grad_enabled()
+        self.times.start_backward()
+        self._count_step()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if self._is_learning:
+        expected = self._expected
+        if expected.is_learning:
             return
-        for index in self._declared | self._never_used:
-            bucket, position = self._layout.where[index]
+        for index in expected.declared | expected.never:
+            bucket, position = self.layout.where[index]
             bucket.fill_absent(position, self._reduction.scale)
         for bucket in self.buckets:
             if not bucket.num_pending:  # nobody expects anything of it: no rank launches it
-                bucket.is_skipped = len(self._declared.intersection(bucket.spec.indices)) == bucket.size
+                bucket.is_skipped = expected.declared.issuperset(bucket.spec.indices)
                 self._fill(bucket)
-        self._mark_absent(self._unreached)
+        self._mark_absent(expected.unreached)
 
     def _mark_absent(self, indices: Iterable[int]) -> None:
         """Parameters that will get no gradient in this backward count as ready, with what they have."""
         for index in indices:
-            bucket, position = self._layout.where[index]
+            bucket, position = self.layout.where[index]
             bucket.fill_absent(position, self._reduction.scale)
-            bucket.num_pending -= max(self._counts[index], 1)
+            bucket.num_pending -= max(self._expected.counts[index], 1)
             if not bucket.num_pending:
+                bucket.is_skipped = (
+                    self.options.skip_all_reduce_unused_params and len(bucket.absent) == bucket.size
+                )
                 self._fill(bucket)
 
     # ------------------------------------------------------------------ gradients arrive
 
-    def _make_hook(self, bucket: Bucket, position: int, index: int) -> Callable[[torch.Tensor], None]:
-        owner = weakref.ref(self)  # parameters must not keep the reducer alive
-        mark = self._ready.append
-        note = self._used_unsynced.add if self._finds_unused else None
-        is_early = position in bucket.early
-        is_learning = self._is_learning
-
-        def ready(_parameter: torch.Tensor) -> None:
-            if not bucket.armed:
-                if note is not None:
-                    note(index)
-                return
-            mark(index)
-            if is_learning:
-                reducer = owner()
-                if reducer is not None:
-                    reducer._begin()
-                return
-            if is_early:
-                reducer = owner()
-                if reducer is not None:
-                    reducer._copy_early(bucket, position)
-            bucket.num_pending = left = bucket.num_pending - 1
-            if left >= bucket.all_but_one or left <= 0:
-                reducer = owner()
-                if reducer is not None:
-                    reducer._progress(bucket)
-
-        return ready
-
-    def _progress(self, bucket: Bucket) -> None:
+    def progress(self, bucket: Bucket) -> None:
         """A bucket got its first or its last gradient."""
-        self._begin()
+        self.begin()
         if bucket.num_pending < 0:
-            raise self._twice_error()
+            raise self._ready_twice()
         if bucket.num_pending == 0:
             self._fill(bucket)
 
     def _fill(self, bucket: Bucket) -> None:
         """All that this bucket can get is there: it and those that waited for it are launched, in order."""
         if not bucket.is_skipped:
-            try:
-                with torch.no_grad():
+            with torch.no_grad():
+                try:
                     bucket.copy_late(self._reduction.scale)
-            except TypeError as error:
-                raise self._vanished_error(bucket) from error
+                except TypeError as error:
+                    self._take_undefined(bucket, range(bucket.size), error)
+                    bucket.copy_late(self._reduction.scale)
         bucket.is_full = True
         with self._lock:
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
-                self._reduction.launch(self.buckets[self._next])
+                self.times.start_comm()
+                with self.failures.noted():
+                    self._reduction.launch(self.buckets[self._next])
                 self._next += 1
 
-    def _copy_early(self, bucket: Bucket, position: int) -> None:
-        try:
-            with torch.no_grad():
+    def copy_early(self, bucket: Bucket, position: int) -> None:
+        """A large gradient is there: into the bucket while it is in the cache."""
+        with torch.no_grad():
+            try:
                 bucket.copy_early(position, self._reduction.scale)
-        except TypeError as error:
-            raise self._vanished_error(bucket) from error
+            except TypeError as error:
+                self._take_undefined(bucket, [position], error)
+
+    def _take_undefined(self, bucket: Bucket, positions: Iterable[int], error: TypeError) -> None:
+        """Autograd gave no tensor for some parameters, which means zeros; unless something freed them."""
+        gone = [p for p in positions if bucket.params[p].grad is None and p not in bucket.absent]
+        # autograd calls the hooks of a parameter also where its gradient is undefined
+        others = [p for p in gone if len(bucket.params[p]._post_accumulate_grad_hooks or ()) != 1]
+        if len(set(self._ready)) != len(self._ready):
+            raise self._ready_twice() from error
+        if others or not gone:
+            raise self._freed(bucket, others) from error
+        for position in gone:
+            bucket.fill_absent(position, self._reduction.scale)
 
     # ------------------------------------------------------------------ end of a backward
 
     def _finish(self) -> None:
         """Called by the autograd engine when all gradients of this backward are there."""
+        self.times.end_backward()
         self.disarm()
-        if self._is_learning:
+        if self._expected.is_learning:
             self._learn()
         elif self._next < len(self.buckets):
             self._complete()
         absent = self._absent_indices()
-        used = self._start_usage_exchange(absent)
-        if not self.has_rebuilt and not (self._finds_unused and not self._is_static):
-            self._first_order = list(self._ready)
+        expected = self._expected
+        exchange = self.usage.start(absent, expected.declared) if expected.are_counted else None
+        self._note_order(absent)
+        if self.before_finish is not None:
+            self.before_finish()
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait(bucket)
             with torch.no_grad():
                 bucket.copy_out()
-        self._settle_absent(absent, used)
-        self._used_unsynced.clear()
+            if self.after_bucket is not None:
+                self.after_bucket(bucket)
+        self._settle(absent, exchange)
+        while self.futures:
+            self._group.wait_future(self.futures.pop())
+        if self._creates_graph:
+            refuse_double_backward(self._params)
+        self.times.end_comm()
         self._is_running = False
+
+    def _note_order(self, absent: Sequence[int]) -> None:
+        self.facts.note(absent, self._reduction.num_launched)
+        if not self.facts.has_rebuilt and not self._expected.may_lack:
+            self._first_order = list(self._ready)
 
     def _complete(self) -> None:
         """Backward is over and buckets are not full: parameters were not used, or it is an error."""
-        arrived = set(self._ready)
-        late = [
-            i
-            for i in range(len(self._params))
-            if i not in arrived and i not in self._declared and i not in self._unreached and self._counts[i]
-        ]
-        if not self._finds_unused or self._is_static:
-            self._is_running = False
-            self._raise_missing([self._layout.names[i] for i in late])
+        late = self._expected.late(self._ready)
+        if not self._expected.may_lack:
+            is_first = self.step == 0 and not self._expected.is_static
+            error = self.failures.missing(self.step, late, self._next, is_first=is_first)
+            if error is not None:
+                self._raise(error)
+            self._expected.declared.update(late)
         self._mark_absent(late)
 
-    def _raise_missing(self, names: Sequence[str]) -> None:
-        error = self._missing.report(self.step, names, self._next)
-        if error.num_launched is None:
-            self._broken = error.copy()
-        else:
+    def _raise(self, error: MissingGradientError) -> None:
+        self._is_running = False
+        if error.num_launched is not None:  # the same on all ranks
             self._drain()
         try:
             raise error
@@ -336,16 +381,11 @@ class Reducer:
 
     def _learn(self) -> None:
         """First step of a static graph: nothing was launched yet; what arrived is what will arrive."""
-        counts = [0] * len(self._params)
-        for index in self._ready:
-            counts[index] += 1
-        self._counts = counts
-        self._never_used = {i for i, count in enumerate(counts) if not count}
-        self._is_learning = False
+        self._expected.learn(self._ready)
         for bucket in self.buckets:
             with torch.no_grad():
                 for position, index in enumerate(bucket.spec.indices):
-                    if not counts[index]:
+                    if index in self._expected.never:
                         bucket.fill_absent(position, self._reduction.scale)
                     elif position in bucket.early:
                         bucket.copy_early(position, self._reduction.scale)
@@ -355,62 +395,54 @@ class Reducer:
     def _absent_indices(self) -> list[int]:
         return [bucket.spec.indices[p] for bucket in self.buckets for p in sorted(bucket.absent)]
 
-    def _start_usage_exchange(self, absent: Sequence[int]) -> tuple[Any, torch.Tensor] | None:
-        """Tells all ranks which parameters this one used since the last synchronised backward."""
-        if not (self._finds_unused or self._is_static):
-            return None
-        used = [1] * len(self._params)
-        for index in absent:
-            used[index] = int(index in self._used_unsynced and index not in self._declared)
-        bitmap = torch.tensor(used, dtype=torch.int32, device=self._layout.device)
-        return self._group.all_reduce(bitmap), bitmap
-
-    def _settle_absent(self, absent: Sequence[int], used: tuple[Any, torch.Tensor] | None) -> None:
+    def _settle(self, absent: Sequence[int], exchange: Any | None) -> None:
         counts: list[int] | None = None
+        if exchange is not None:
+            summed = self.usage.finish(exchange)
+            counts = summed.tolist() if absent else None  # reading it waits for the device
+        settle_absent([(i, *self.layout.where[i]) for i in absent], counts, self._expected.declared)
+
+    def check_finished(self) -> None:
+        """Raises if the last synchronised backward was interrupted.
+
+        Raises:
+            BackwardOrderError: it was.
+        """
+        if self._is_running:
+            raise self.failures.interrupted(self.step)
+
+    def shadow_backward(self) -> None:
+        """Takes part in the communication of one synchronised backward of the others, with zeros.
+
+        For a rank that has no input left. Its gradients stay as they are. Communicates as their backward.
+        """
+        self._count_step()
+        zeros = [bucket.zeros() for bucket in self.buckets]
+        for bucket in zeros:
+            self._reduction.launch(bucket)
+        is_counted = self._expected.are_counted
+        used = self.usage.start_with([0] * len(self._params)) if is_counted else None
+        for bucket in zeros:
+            if bucket.work is not None:
+                self._wait(bucket)
         if used is not None:
-            work, bitmap = used
-            self._group.wait(work, bitmap.device)
-            counts = bitmap.tolist() if absent else None
-        with torch.no_grad():
-            for index in absent:
-                bucket, position = self._layout.where[index]
-                is_used = counts is not None and counts[index] > 0 and index not in self._declared
-                bucket.take_absent(position, is_used)
+            self.usage.finish(used)
+        if not self.facts.has_rebuilt and not self._expected.may_lack:
+            self._first_order = []
+
+    def reduce_sum(self, bucket: Bucket) -> Any:
+        """Starts the sum of a bucket over the ranks, for hooks that go on from there; returns its work."""
+        return self._group.all_reduce(bucket.buffer())
 
     def _wait(self, bucket: Bucket) -> None:
-        try:
-            self._reduction.wait(bucket, self._missing.watch(self.step, self._next))
-        except MissingGradientError as error:
-            self._broken = error.copy()
-            raise
+        with self.failures.noted():
+            self._reduction.wait(bucket, self.failures.board.watch(self.step, self._next))
 
     # ------------------------------------------------------------------ errors
 
-    def _vanished_error(self, bucket: Bucket) -> BackwardOrderError:
-        if len(set(self._ready)) != len(self._ready):
-            return self._twice_error()
-        names = [n for n, p in zip(bucket.names, bucket.params, strict=True) if p.grad is None]
-        return BackwardOrderError(
-            f"rank {self._group.rank}, step {self.step}: something set .grad to None before it was"
-            f" averaged, for {', '.join(names)}. Free gradients after backward, not in a hook during it."
-        )
+    def _ready_twice(self) -> BackwardOrderError:
+        excess = self._expected.excess(self._ready)
+        return self.failures.ready_twice(self.step, excess, self._ready, is_static=self._expected.is_static)
 
-    def _twice_error(self) -> BackwardOrderError:
-        counts: dict[int, int] = {}
-        for index in self._ready:
-            counts[index] = counts.get(index, 0) + 1
-        names = [self._layout.names[i] for i, n in counts.items() if n > self._counts[i]]
-        return BackwardOrderError(
-            f"rank {self._group.rank}, step {self.step}: more than one gradient in one backward for"
-            f" {', '.join(names)}. Re-entrant activation checkpointing does that: use"
-            " torch.utils.checkpoint(..., use_reentrant=False)."
-        )
-
-
-def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Registers a hook, also on a parameter whose gradient is switched off at the moment."""
-    is_on = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(is_on)
-    return handle
+    def _freed(self, bucket: Bucket, positions: Iterable[int]) -> BackwardOrderError:
+        return self.failures.freed_gradient(self.step, [bucket.names[p] for p in positions])

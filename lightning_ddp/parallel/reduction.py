@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from lightning_ddp.comm.group import Group, without_engine_context
-from lightning_ddp.errors import CommHookError, LightningDDPError
+from lightning_ddp.errors import CommHookError
+from lightning_ddp.parallel import torch_words
 from lightning_ddp.parallel.storage import Bucket
 
 __all__ = ["CommHook", "Reduction"]
@@ -30,6 +31,7 @@ class Reduction:
         self._state: Any = None
         self.scale: float | None = 1.0 / group.size  # gradients are scaled so on their way into the bucket
         self.step = -1
+        self.num_launched = 0  # in this step, without those that nobody needs
 
     @property
     def has_hook(self) -> bool:
@@ -42,6 +44,16 @@ class Reduction:
         self._state = state
         self.scale = None
 
+    @property
+    def state_and_hook(self) -> tuple[Any, CommHook | None]:
+        """The communication hook with its state; (None, None) where there is none."""
+        return self._state, self._hook
+
+    def set_divisor(self, divisor: int) -> None:
+        """Makes the built-in mean a sum divided by `divisor`; a hook divides by itself."""
+        if self._hook is None:
+            self.scale = 1.0 / divisor
+
     def launch(self, bucket: Bucket) -> None:
         """Starts the reduction of a full bucket.
 
@@ -50,6 +62,7 @@ class Reduction:
         """
         if bucket.is_skipped or not bucket.flat.numel():
             return
+        self.num_launched += 1
         if self._hook is None:
             bucket.work = self._group.all_reduce(bucket.flat)
             return
@@ -61,7 +74,8 @@ class Reduction:
         if not isinstance(future, torch._C.Future):  # what get_future() of a work returns, too
             raise self._error(
                 bucket,
-                f"returned {type(future).__name__}; expected a torch.futures.Future of the flat gradient",
+                f"returned {type(future).__name__}: {torch_words.NO_FUTURE} {type(future).__name__};"
+                " make one of the flat gradient",
             )
         bucket.work = future
 
@@ -81,11 +95,10 @@ class Reduction:
             self._group.wait(work, bucket.spec.device, on_slice)
             return
         bucket.work = None  # its result may hold another copy of the gradients
+        self._group.wait_done(work, on_slice)
         try:
-            value = self._group.wait_future(work, on_slice)
-        except LightningDDPError:
-            raise
-        except RuntimeError as error:
+            value = work.wait()
+        except Exception as error:  # whatever the hook put there
             raise self._error(bucket, f"failed: {error}") from error
         self._take(bucket, value)
 
@@ -103,8 +116,7 @@ class Reduction:
                 f"gave shape {list(value.shape)} of {value.dtype};"
                 f" expected {list(flat.shape)} of {flat.dtype}",
             )
-        if value.data_ptr() != flat.data_ptr():
-            flat.copy_(value.detach().view(-1))
+        bucket.take(value)
 
     def _error(self, bucket: Bucket, what: str) -> CommHookError:
         name = getattr(self._hook, "__qualname__", type(self._hook).__name__)

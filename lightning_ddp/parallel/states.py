@@ -15,7 +15,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import RankMismatchError
 from lightning_ddp.parallel.buckets import MIB, ParameterSpec
 
-__all__ = ["BufferSync", "broadcast_coalesced", "verify_across_ranks"]
+__all__ = ["broadcast_coalesced", "verify_across_ranks"]
 
 _CHUNK_BYTES = 25 * MIB
 _IN_PLACE_BYTES = MIB
@@ -142,92 +142,3 @@ def _chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[
             chunk.append(tensor)
             nbytes += size
         yield chunk
-
-
-class BufferSync:
-    """Copies the buffers of a module from one rank to all, as bytes of all dtypes in one broadcast.
-
-    The list of buffers is kept between calls and made anew when a module holds another tensor under one of
-    the names.
-
-    Args:
-        group: the ranks that agree.
-        module: the wrapped module.
-        ignored: qualified names of buffers that are left alone.
-    """
-
-    def __init__(self, group: Group, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        self._group = group
-        self._module = module
-        self._ignored = ignored
-        self._places: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
-        self._packs: list[_BytePack] = []
-        self._others: list[torch.Tensor] = []
-        self._find()
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to copy."""
-        return bool(self._places)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The buffers that are copied."""
-        return [tensor for _, _, tensor, _ in self._places]
-
-    def _find(self) -> None:
-        self._places = []
-        seen: set[int] = set()
-        for prefix, module in self._module.named_modules():
-            for key, tensor in module._buffers.items():
-                name = f"{prefix}.{key}" if prefix else key
-                if tensor is None or name in self._ignored or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                self._places.append((module._buffers, key, tensor, tensor.data_ptr()))
-        dense: dict[torch.device, list[torch.Tensor]] = {}
-        self._others = []
-        for tensor in self.tensors:
-            if tensor.is_contiguous() and tensor.numel():
-                dense.setdefault(tensor.device, []).append(tensor)
-            else:
-                self._others.append(tensor)
-        self._packs = [_BytePack(tensors) for tensors in dense.values()]
-
-    def _is_current(self) -> bool:
-        return all(
-            owner.get(key) is tensor and tensor.data_ptr() == pointer
-            for owner, key, tensor, pointer in self._places
-        )
-
-    def __call__(self, src: int = 0) -> None:
-        """Overwrites the buffers with those of group rank `src`. All ranks call it; it communicates.
-
-        Does not count as an in-place change for autograd, as torch's DDP does not either: two forward
-        passes before one backward stay possible.
-        """
-        if not self._is_current():
-            self._find()
-        if not self._places:
-            return
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
-            for pack in self._packs:
-                pack.broadcast(self._group, src)
-            broadcast_coalesced(self._group, self._others, src)
-
-
-class _BytePack:
-    """Buffers of one device as slices of one byte tensor."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._bytes = [t.detach().view(-1).view(torch.uint8) for t in tensors]
-        self._flat = torch.empty(
-            sum(b.numel() for b in self._bytes), dtype=torch.uint8, device=tensors[0].device
-        )
-        self._parts = list(self._flat.split([b.numel() for b in self._bytes]))
-
-    def broadcast(self, group: Group, src: int) -> None:
-        if group.rank == src:
-            torch.cat(self._bytes, out=self._flat)
-        group.wait(group.broadcast(self._flat, src), self._flat.device)
-        if group.rank != src:
-            torch._foreach_copy_(self._bytes, self._parts)

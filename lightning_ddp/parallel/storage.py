@@ -12,10 +12,6 @@ from lightning_ddp.parallel.buckets import BucketSpec
 
 __all__ = ["Bucket"]
 
-_EARLY_COPY_BYTES = 256 * 1024
-"""From this size on a gradient is copied into its bucket at once, while it is in the cache, and its own
-memory is freed; the smaller ones of a bucket go in one multi-tensor copy when the last has arrived."""
-
 
 class Bucket:
     """The flat buffer of a bucket and the state of its reduction in this step.
@@ -30,7 +26,8 @@ class Bucket:
         parameters: its parameters, in the order of `spec.indices`.
         names: their qualified names.
         is_last: whether it is launched last.
-        is_view: whether `.grad` becomes a view of the flat buffer.
+        is_view: whether `.grad` becomes a view of the flat buffer; never where its dtype is another one.
+        early_copy_bytes: from this size on a gradient is copied when it arrives; smaller ones go together.
         late_only: positions that must not be copied early, as they get several gradients in one backward.
     """
 
@@ -44,6 +41,7 @@ class Bucket:
         *,
         is_last: bool,
         is_view: bool = True,
+        early_copy_bytes: int = 0,
         late_only: frozenset[int] = frozenset(),
     ) -> None:
         self.spec = spec
@@ -51,17 +49,18 @@ class Bucket:
         self.names = tuple(names)
         self.size = len(self.params)
         self.flat = flat
-        self.views = _views(self.flat, self.params)
+        self.views = self._make_views()
         self.early = frozenset(
             i
             for i, p in enumerate(self.params)
-            if p.numel() * p.element_size() >= _EARLY_COPY_BYTES and i not in late_only
+            if p.numel() * p.element_size() >= early_copy_bytes and i not in late_only
         )
         self._late = [i for i in range(self.size) if i not in self.early]
         self._late_params = [self.params[i] for i in self._late]
         self._late_views = [self.views[i] for i in self._late]
         self._late_runs = _runs(self.flat, self.params, self.early)
-        self._is_view = is_view
+        self._is_cast = any(p.dtype != spec.dtype for p in self.params)
+        self._is_view = is_view and not self._is_cast
         self.armed = False
         self.num_pending = 0
         self.all_but_one = -1
@@ -99,6 +98,25 @@ class Bucket:
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replaces what `buffer()` returns, for hooks that work on another tensor of the same size."""
         self._buffer = buffer
+
+    def _make_views(self) -> list[torch.Tensor]:
+        return _views(self.flat, self.params)
+
+    def take(self, value: torch.Tensor) -> None:
+        """Makes `value`, of the flat buffer's size, the reduced gradient."""
+        if value.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(value.detach().view(-1))
+
+    def zeros(self) -> Bucket:
+        """A bucket of the same form in memory of its own, for a rank that contributes nothing."""
+        return type(self)(
+            self._index,
+            self.spec,
+            torch.zeros_like(self.flat),
+            self.params,
+            self.names,
+            is_last=self._is_last,
+        )
 
     # ------------------------------------------------------------------ one backward
 
@@ -174,15 +192,19 @@ class Bucket:
 
     def take_absent(self, position: int, is_used: bool) -> None:
         """Gives an absent parameter the mean if some rank used it, else leaves its `.grad` as it was."""
-        param, view = self.params[position], self.views[position]
+        view = self.views[position]
         saved = self._saved.pop(position, None)
-        if not is_used:
-            if saved is not None:
-                view.copy_(saved)
-        elif self._is_view:
+        if is_used:
+            self._give(position)
+        elif saved is not None:
+            view.copy_(saved)
+
+    def _give(self, position: int) -> None:
+        param, view = self.params[position], self.views[position]
+        if self._is_view:
             param.grad = view
-        elif param.grad is None:
-            param.grad = view.clone()
+        elif param.grad is None or self._is_cast:
+            param.grad = view.to(param.dtype, copy=True)
         else:
             param.grad.copy_(view)
 
@@ -195,6 +217,10 @@ class Bucket:
         if self._is_view:
             return
         present = [i for i in range(self.size) if i not in self.absent]
+        if self._is_cast:
+            for position in present:
+                self._give(position)
+            return
         grads = [self.params[i].grad for i in present]
         if grads:
             torch._foreach_copy_(cast(list[torch.Tensor], grads), [self.views[i] for i in present])
@@ -217,9 +243,8 @@ def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch
     offset = 0
     base = flat.storage_offset()
     for p in parameters:
-        if p.numel() and _is_dense(
-            p
-        ):  # keeps channels_last and the like, as autograd wants the strides of the parameter
+        # keeps channels_last and the like, as autograd wants the strides of the parameter
+        if p.numel() and _is_dense(p):
             views.append(flat.as_strided(p.shape, p.stride(), base + offset))
         else:
             views.append(flat[offset : offset + p.numel()].view(p.shape))

@@ -1,39 +1,33 @@
-"""Parameters that the graph does not reach: which they are, and who misses which, told to all ranks.
+"""Parameters that the graph does not reach, and what becomes of their gradients.
 
-A rank that lacks a gradient cannot take part in the all-reduce of that bucket, and the others would wait
-for it without end. So it says so through the group's store; the others look there while they wait, and all
-of them raise the same error, with the names from every rank.
+Which they are, the graph of the outputs tells before backward. Whether some other rank used them, a bitmap
+tells that all ranks sum up at the end of backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.errors import MissingGradientError
+from lightning_ddp.parallel.storage import Bucket
 
-__all__ = ["MissingGradients", "find_tensors", "reached_parameters"]
-
-_FIRST_LOOK_S = 0.2
-_LONGEST_PAUSE_S = 2.0
-_REPORT_DEADLINE_S = 10.0
-_POLL_S = 0.01
+__all__ = ["UsageExchange", "find_tensors", "reached_parameters", "settle_absent"]
 
 
 def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples, dicts, dataclasses and registered pytrees.
+    """The tensors in nested lists, tuples, dicts, dataclasses, local RRefs and registered pytrees.
 
     >>> [int(t) for t in find_tensors({"a": torch.tensor(1), "b": (torch.tensor(2), "text", [None])})]
     [1, 2]
     """
     if isinstance(obj, torch.Tensor):
         yield obj
+    elif _is_local_rref(obj):
+        yield from find_tensors(obj.local_value())
     elif isinstance(obj, (list, tuple)):
         for item in obj:
             yield from find_tensors(item)
@@ -66,75 +60,64 @@ def reached_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
     return reached
 
 
-class _Post(TypedDict):
-    names: list[str]
-    num_launched: int
+def _is_local_rref(obj: Any) -> bool:
+    rref = getattr(torch.distributed.rpc, "RRef", None)
+    return rref is not None and isinstance(obj, rref) and bool(obj.is_owner())
 
 
-class MissingGradients:
-    """The board on which ranks post the parameters that got no gradient.
+class UsageExchange:
+    """Tells all ranks which parameters somebody used since the last synchronised backward.
 
     Args:
-        group: the group whose ranks share the board.
-        token: the same on all ranks and different for every wrapped module.
+        group: the ranks.
+        num_parameters: how many parameters the reducer has.
+        device: where the bitmap lives.
     """
 
-    def __init__(self, group: Group, token: str) -> None:
+    def __init__(self, group: Group, num_parameters: int, device: torch.device) -> None:
         self._group = group
-        self._prefix = f"lightning_ddp/missing/{token}"
+        self._num = num_parameters
+        self._device = device
+        self.unsynced: set[int] = set()
+        """Parameters that got a gradient in a backward without synchronisation."""
+        self.counts = torch.zeros(num_parameters, dtype=torch.int32)
+        """Ranks that used each parameter, as of the last exchange."""
 
-    def report(self, step: int, names: Sequence[str], num_launched: int) -> MissingGradientError:
-        """Posts this rank's names and collects those of the others. Communicates through the store only.
+    def start(self, absent: Iterable[int], never: set[int] | frozenset[int] = frozenset()) -> Any:
+        """Starts the sum over the ranks. All ranks call it, in each synchronised backward.
 
         Args:
-            step: number of the synchronised backward.
-            names: parameters without a gradient here; empty on a rank that waits for the others.
-            num_launched: buckets whose reduction this rank has started in this step.
-
-        Returns:
-            The error to raise, the same on all ranks up to the rank in its first line.
+            absent: parameters without a gradient in this backward.
+            never: those of them that count as unused whatever happened before.
         """
-        group = self._group
-        posts: dict[int, _Post] = {group.rank: _Post(names=list(names), num_launched=num_launched)}
-        store = group.store
-        if store is not None:
-            store.set(self._key(step, group.rank), json.dumps(posts[group.rank]))
-            store.set(self._key(step, "any"), "1")
-            self._collect(store, step, posts)
-        launched = {post["num_launched"] for post in posts.values()}
-        return MissingGradientError(
-            {rank: post["names"] for rank, post in posts.items()},
-            rank=group.rank,
-            world_size=group.size,
-            step=step,
-            num_launched=num_launched if len(posts) == group.size and len(launched) == 1 else None,
-        )
+        used = [1] * self._num
+        for index in absent:
+            used[index] = int(index in self.unsynced and index not in never)
+        return self.start_with(used)
 
-    def _collect(self, store: Any, step: int, posts: dict[int, _Post]) -> None:
-        waiting = [r for r in range(self._group.size) if r not in posts]
-        deadline = time.monotonic() + _REPORT_DEADLINE_S
-        while waiting and time.monotonic() < deadline:
-            self._group.check()
-            for rank in [r for r in waiting if store.check([self._key(step, r)])]:
-                posts[rank] = json.loads(store.get(self._key(step, rank)))
-                waiting.remove(rank)
-            if waiting:
-                time.sleep(_POLL_S)
+    def start_with(self, used: Sequence[int]) -> Any:
+        """Starts the sum of what the caller says of each parameter: 1 for used, 0 for not."""
+        self.counts = torch.tensor(used, dtype=torch.int32, device=self._device)
+        return self._group.all_reduce(self.counts)
 
-    def watch(self, step: int, num_launched: int) -> Callable[[float], None]:
-        """A callback for waits of this step: looks at the board now and then, and raises what is there."""
-        next_look = _FIRST_LOOK_S
+    def finish(self, work: Any) -> torch.Tensor:
+        """Waits for the sum and returns it: int32, one number a parameter."""
+        self._group.wait(work, self._device)
+        self.unsynced.clear()
+        return self.counts
 
-        def look(waited_s: float) -> None:
-            nonlocal next_look
-            if waited_s < next_look:
-                return
-            next_look = waited_s + min(waited_s, _LONGEST_PAUSE_S)
-            store = self._group.store
-            if store is not None and store.check([self._key(step, "any")]):
-                raise self.report(step, [], num_launched)
 
-        return look
+def settle_absent(
+    absent: Sequence[tuple[int, Bucket, int]], counts: list[int] | None, unused: set[int]
+) -> None:
+    """Gives parameters that were absent here the mean if a rank used them, else leaves their `.grad` alone.
 
-    def _key(self, step: int, who: int | str) -> str:
-        return f"{self._prefix}/{step}/{who}"
+    Args:
+        absent: index, bucket and position of each.
+        counts: ranks that used each parameter, by index; None if nobody has counted.
+        unused: indices that no rank used, counted or not.
+    """
+    with torch.no_grad():
+        for index, bucket, position in absent:
+            is_used = index not in unused and (counts is None or counts[index] > 0)
+            bucket.take_absent(position, is_used)

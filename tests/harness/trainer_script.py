@@ -79,6 +79,13 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Quiet(Classifier):
+    """Logs nothing in training: the compiler of torch 2.13 fails in Lightning's `log`."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
 class TwoOptimizers(Classifier):
     """Manual optimisation: the features and the head take turns, with a forward and a backward each."""
 
@@ -97,6 +104,25 @@ class TwoOptimizers(Classifier):
             torch.optim.SGD(self.features.parameters(), lr=0.1, momentum=0.9),
             torch.optim.Adam(self.head.parameters(), lr=0.01),
         )
+
+
+class Accumulating(Classifier):
+    """Manual optimisation with two micro-batches a step; gradients of the first stay on their rank."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer, strategy = self.optimizers(), self.trainer.strategy
+        # Lightning's own strategy has it under the name that its loops use
+        no_backward_sync = getattr(strategy, "no_backward_sync", strategy.block_backward_sync)
+        first, second = (list(halves) for halves in zip(*(t.chunk(2) for t in batch), strict=True))
+        with no_backward_sync():
+            self.manual_backward(self.loss(first))
+        self.manual_backward(self.loss(second))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Cases:
@@ -150,6 +176,17 @@ class Cases:
     def manual(self) -> dict[str, Any]:
         model = TwoOptimizers("manual")
         self.fit(model)
+        return {"state": model.state_dict()}
+
+    def manual_accumulate(self) -> dict[str, Any]:
+        model = Accumulating("manual_accumulate")
+        self.fit(model)
+        return {"state": model.state_dict()}
+
+    def compiled(self) -> dict[str, Any]:
+        model = Quiet("compiled")
+        compiled = torch.compile(model, backend="aot_eager")
+        self.fit(compiled, gradient_clip_val=0.2)
         return {"state": model.state_dict()}
 
     def two_epochs(self) -> dict[str, Any]:

@@ -1,0 +1,265 @@
+"""What every averager is: it counts optimizer steps, ends gradient averaging, and averages parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from lightning_ddp.averaging.buffers import average_buffers, average_optimizer_state
+from lightning_ddp.comm.channel import Channel
+from lightning_ddp.comm.chunks import average_
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.wire import PlainWire
+from lightning_ddp.errors import ConfigurationError
+
+__all__ = ["STATE_FORMAT", "Averager", "AveragerOptions", "Track", "refuse_sharded"]
+
+STATE_FORMAT = 1
+"""Version of what `Averager.state_dict` returns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragerOptions:
+    """Options that all averagers have."""
+
+    start_step: int = 0
+    """Optimizer steps with averaged gradients, as without an averager; local training comes after them."""
+    period: int = 8
+    """Optimizer steps between two averagings of the parameters."""
+    optimizer_state: Literal["keep", "average", "reset"] = "keep"
+    """What becomes of the optimizer's state (momentum and the like) when parameters are averaged: each rank
+    keeps its own, it is averaged too (which doubles the traffic or more), or it begins anew."""
+
+    def __post_init__(self) -> None:
+        if self.start_step < 0:
+            raise ConfigurationError(f"start_step={self.start_step}: expected 0 or more")
+        if self.period < 1:
+            raise ConfigurationError(f"period={self.period}: expected at least 1")
+        if self.optimizer_state not in ("keep", "average", "reset"):
+            raise ConfigurationError(
+                f"optimizer_state={self.optimizer_state!r}: expected 'keep', 'average' or 'reset'"
+            )
+
+
+@dataclass(kw_only=True)
+class Track:
+    """One optimizer and how far it is."""
+
+    optimizer: torch.optim.Optimizer
+    names: list[str]
+    """Its parameters."""
+    num_steps: int = 0
+    """Its steps since the beginning of training."""
+    num_local_steps: int = 0
+    """Its steps in the local phase."""
+
+
+class Averager:
+    """Lets the ranks train on their own gradients and averages their parameters now and then.
+
+    The one place that knows when local training begins: `averages_gradients` tells whoever drives the
+    reducer. A step is one of an optimizer, however many backwards it took; each optimizer is counted by
+    itself and has its own parameters averaged, so that two that take turns are treated alike. All ranks
+    make the same calls, also for steps that loss scaling skipped.
+
+    Args:
+        module: with the parameters and buffers; the same values on all ranks when it is handed over.
+        optimizers: whose steps count.
+        group: the ranks; the averager makes its own group beside it.
+        options: an instance of the class's `Options`.
+
+    Raises:
+        ConfigurationError: an optimizer shards its state over the ranks, or the options do not fit the ranks.
+    """
+
+    name: ClassVar[str]
+    Options: ClassVar[type[AveragerOptions]] = AveragerOptions
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
+        options: AveragerOptions,
+    ) -> None:
+        refuse_sharded(optimizers)
+        self.module = module
+        self.group = group
+        self.options = options
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        device = next(iter(self.parameters.values())).device
+        self.channel = Channel(group, device)
+        self.wire = PlainWire(self.channel)
+        names = {id(p): name for name, p in self.parameters.items()}
+        self.tracks = [
+            Track(
+                optimizer=optimizer,
+                names=[names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names],
+            )
+            for optimizer in optimizers
+        ]
+        self._is_local = False
+        self._has_diverged = False
+        self._settle_phase()
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the gradients of the next backward are to be averaged over all ranks."""
+        return not self._is_local
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """Bytes that this rank has sent for averaging."""
+        return self.channel.num_bytes_sent
+
+    def step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool = False) -> None:
+        """Counts a step that `optimizer` has just taken, and averages if it is time. Communicates then.
+
+        Args:
+            optimizer: one of those of the averager.
+            was_skipped: whether loss scaling skipped it. While gradients are averaged all ranks skip
+                together, and it does not count. In the local phase each rank skips by itself, so it counts,
+                or the ranks would average at different times.
+        """
+        track = self._track_of(optimizer)
+        if was_skipped and not self._is_local:
+            return
+        track.num_steps += 1
+        if self._is_local:
+            track.num_local_steps += 1
+            self._has_diverged = True
+            self.after_local_step(track)
+        else:
+            self._settle_phase()
+
+    def _track_of(self, optimizer: torch.optim.Optimizer) -> Track:
+        for track in self.tracks:
+            if track.optimizer is optimizer:
+                return track
+        raise ConfigurationError(
+            f"averager {self.name!r}: {type(optimizer).__name__} is none of the optimizers that it was given"
+        )
+
+    def _settle_phase(self) -> None:
+        """Begins the local phase once every optimizer that is in use has taken its first steps."""
+        counts = [track.num_steps for track in self.tracks if track.num_steps] or [0]
+        if min(counts) >= self.options.start_step:
+            self._is_local = True
+            self.begin_local_phase()
+
+    def begin_local_phase(self) -> None:
+        """Called once, when all ranks hold the same parameters for the last time. Does not communicate."""
+
+    def after_local_step(self, track: Track) -> None:
+        """Called after each step of the local phase; by default a round each `period` steps."""
+        if track.num_local_steps % self.options.period == 0:
+            self.round(track)
+            self._has_diverged = len(self.tracks) > 1
+
+    def round(self, track: Track) -> None:
+        """Brings the parameters of one optimizer together. Communicates."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ agreement
+
+    def agree(self) -> None:
+        """Makes parameters and buffers the same on all ranks: their mean. All ranks call it.
+
+        For validation, checkpoints and the end of training. Communicates if a rank may have trained by
+        itself since the last time; the schedule of rounds stays as it is.
+        """
+        if not self._has_diverged:
+            return
+        self.run(lambda: average_(self.wire, list(self.parameters.values())))
+        self.average_buffers()
+        self._has_diverged = False
+
+    def settle(self, track: Track) -> None:
+        """What belongs to the end of a round: optimizer state by its option, and buffers. Communicates."""
+        if self.options.optimizer_state == "reset":
+            for name in track.names:
+                track.optimizer.state[self.parameters[name]].clear()
+        elif self.options.optimizer_state == "average":
+            parameters = {name: self.parameters[name] for name in track.names}
+            self.run(lambda: average_optimizer_state(self.channel, track.optimizer, parameters))
+        self.average_buffers()
+
+    def average_buffers(self) -> None:
+        """Averages statistics of normalisations and other floating-point buffers. Communicates."""
+        self.run(lambda: average_buffers(self.channel, self.module))
+
+    def run(self, job: Callable[[], object]) -> None:
+        """Runs a job of the channel and waits for it."""
+
+        def wrapped() -> torch.Tensor:
+            job()
+            return torch.empty(0)
+
+        self.channel.wait(self.channel.submit(wrapped))
+
+    # ------------------------------------------------------------------ checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and outer state, the same on all ranks, on the CPU. Call `agree` before."""
+        return {
+            "format": STATE_FORMAT,
+            "name": self.name,
+            "options": asdict(self.options),
+            "is_local": self._is_local,
+            "steps": [(track.num_steps, track.num_local_steps) for track in self.tracks],
+            "outer": {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Takes over a state; returns what could not be kept, one sentence each. Does not communicate.
+
+        Raises:
+            ConfigurationError: the format is not known.
+        """
+        if state.get("format") != STATE_FORMAT:
+            raise ConfigurationError(
+                f"state of averager {self.name!r} has format {state.get('format')!r}; this release reads"
+                f" {STATE_FORMAT}"
+            )
+        if state["name"] != self.name:
+            return [f"state of averager {state['name']!r} was dropped: the run uses {self.name!r}"]
+        notes = []
+        if len(state["steps"]) == len(self.tracks):
+            for track, (num_steps, num_local_steps) in zip(self.tracks, state["steps"], strict=True):
+                track.num_steps, track.num_local_steps = num_steps, num_local_steps
+        else:
+            notes.append(
+                f"step counts of averager {self.name!r} were reset: {len(state['steps'])} optimizers were"
+                f" saved, the run has {len(self.tracks)}"
+            )
+        self._is_local = bool(state["is_local"])
+        self._has_diverged = False
+        changed = {k: v for k, v in state["options"].items() if asdict(self.options).get(k) != v}
+        if changed:
+            notes.append(f"averager {self.name!r} was saved with other options: {changed}")
+        return notes
+
+
+def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuses optimizers with which local training cannot work.
+
+    Raises:
+        ConfigurationError: one of them shards its state, or averages parameters itself.
+    """
+    reasons = {
+        "ZeroRedundancyOptimizer": "each rank holds the state of a part of the parameters only, so no rank"
+        " could take a step by itself",
+        "DistributedOptimizer": "its steps are taken on other processes, so no rank could take one by itself",
+        "PostLocalSGDOptimizer": "it averages the parameters itself: pass the optimizer inside it",
+    }
+    for optimizer in optimizers:
+        for kind in type(optimizer).__mro__:
+            if kind.__name__ in reasons:
+                raise ConfigurationError(
+                    f"model averaging cannot work with {type(optimizer).__name__}: {reasons[kind.__name__]}"
+                )

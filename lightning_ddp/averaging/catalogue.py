@@ -1,0 +1,100 @@
+"""Averagers by name: a specification is checked first, without processes, and built once there is a group."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from lightning_ddp.averaging.base import Averager, AveragerOptions
+from lightning_ddp.averaging.local_sgd import HierarchicalSGD, PostLocalSGD
+from lightning_ddp.averaging.outer import DiLoCo, SlowMo
+from lightning_ddp.averaging.streaming import StreamingDiLoCo
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import ConfigurationError
+
+__all__ = ["AveragerPlan", "available_averagers", "build_averager", "parse_averager"]
+
+_AVERAGERS: dict[str, type[Averager]] = {
+    averager.name: averager for averager in (PostLocalSGD, HierarchicalSGD, SlowMo, DiLoCo, StreamingDiLoCo)
+}
+
+
+def available_averagers() -> dict[str, str]:
+    """The names of the averagers and what each does, sorted by name.
+
+    >>> sorted(available_averagers())
+    ['diloco', 'hierarchical_sgd', 'post_local_sgd', 'slowmo', 'streaming_diloco']
+    """
+    return {name: (a.__doc__ or "").partition("\n")[0] for name, a in sorted(_AVERAGERS.items())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragerPlan:
+    """A checked specification."""
+
+    name: str
+    """Of the averager."""
+    options: AveragerOptions
+    """Of its own kind."""
+
+
+def parse_averager(spec: str | Mapping[str, Any]) -> AveragerPlan:
+    """Checks a specification. Does not communicate.
+
+    >>> parse_averager({"name": "diloco", "period": 50}).options.outer_lr
+    0.7
+
+    Args:
+        spec: a name, or a mapping with `name` and options.
+
+    Raises:
+        ConfigurationError: the name or an option does not exist, or a value cannot be used.
+    """
+    entry: Any = {"name": spec} if isinstance(spec, str) else spec
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise ConfigurationError(f"model averaging {spec!r}: expected a name or a mapping with 'name'")
+    name = entry["name"]
+    averager = _AVERAGERS.get(name)
+    if averager is None:
+        raise ConfigurationError(f"unknown averager {name!r}{_hint(name, sorted(_AVERAGERS))}")
+    known = [f.name for f in fields(averager.Options) if f.init]
+    given = {str(key): value for key, value in entry.items() if key != "name"}
+    for option in given:
+        if option not in known:
+            raise ConfigurationError(f"averager {name!r} has no option {option!r}{_hint(option, known)}")
+    try:
+        return AveragerPlan(name=name, options=averager.Options(**given))
+    except (ConfigurationError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigurationError(f"averager {name!r}: {error}") from error
+
+
+def _hint(found: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(found, known, n=1)
+    listed = f"there are {', '.join(known)}"
+    return f"; did you mean {close[0]!r}? {listed.capitalize()}." if close else f"; {listed}"
+
+
+def build_averager(
+    spec: str | Mapping[str, Any] | AveragerPlan,
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    process_group: Any,
+) -> Averager:
+    """Builds an averager. All ranks call it, with the same parameter values; communicates.
+
+    Args:
+        spec: as for `parse_averager`, or what that returned.
+        module: whose parameters and buffers are averaged; names in its state are those of this module.
+        optimizers: those whose steps are reported with `Averager.step`.
+        process_group: the ranks, or a `Group` on them.
+
+    Raises:
+        ConfigurationError: the specification does not fit the ranks, or an optimizer cannot be used.
+    """
+    plan = spec if isinstance(spec, AveragerPlan) else parse_averager(spec)
+    group = process_group if isinstance(process_group, Group) else Group(process_group)
+    return _AVERAGERS[plan.name](module, optimizers, group, plan.options)

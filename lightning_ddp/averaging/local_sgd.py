@@ -1,0 +1,137 @@
+"""`post_local_sgd` and `hierarchical_sgd`: local training whose parameters are averaged every few steps.
+
+Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020: post-local SGD
+(section 4) and hierarchical local SGD (section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
+from lightning_ddp.comm.channel import Channel, part_group
+from lightning_ddp.comm.chunks import average_
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.wire import PlainWire
+from lightning_ddp.errors import ConfigurationError
+
+__all__ = ["HierarchicalSGD", "HierarchicalSGDOptions", "PostLocalSGD", "PostLocalSGDOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostLocalSGDOptions(AveragerOptions):
+    """Options of `post_local_sgd`."""
+
+    start_step: int = 100
+    """Optimizer steps with averaged gradients; the paper switches at the first decay of the learning rate."""
+    gradients: Literal["none", "node"] = "none"
+    """Whether, after that, gradients are averaged in the node or not at all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gradients not in ("none", "node"):
+            raise ConfigurationError(f"gradients={self.gradients!r}: expected 'none' or 'node'")
+
+
+class PostLocalSGD(Averager):
+    """Averaged gradients until `start_step`, then local steps and averaged parameters every `period`."""
+
+    name = "post_local_sgd"
+    Options = PostLocalSGDOptions
+    options: PostLocalSGDOptions
+
+    def round(self, track: Track) -> None:
+        """Averages the parameters of one optimizer, those without a gradient included. Communicates."""
+        tensors = [self.parameters[name] for name in track.names]
+        self.run(lambda: average_(self.wire, tensors))
+        self.settle(track)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalSGDOptions(AveragerOptions):
+    """Options of `hierarchical_sgd`."""
+
+    period: int = field(default=1, init=False)  # `periods` says it
+    periods: Mapping[int, int]
+    """Period -> number of neighbouring ranks that average then; longer periods have larger groups. The last
+    group is all ranks: 0 stands for their number."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # keys are text where the options come from YAML or JSON
+        object.__setattr__(self, "periods", {int(p): int(n) for p, n in self.periods.items()})
+        periods, sizes = list(self.periods), [n or 2**31 for n in self.periods.values()]
+        if not periods or periods[0] < 1 or min(sizes) < 2:
+            raise ConfigurationError(
+                f"periods={dict(self.periods)}: expected {{period: group size}} with periods from 1 and sizes"
+                " from 2"
+            )
+        if any(b <= a for seq in (periods, sizes) for a, b in pairwise(seq)):
+            raise ConfigurationError(
+                f"periods={dict(self.periods)}: periods and group sizes have to rise together"
+            )
+        if any(b % a for a, b in pairwise(periods)):
+            raise ConfigurationError(
+                f"periods={dict(self.periods)}: each period has to be a multiple of the one before"
+            )
+
+
+class HierarchicalSGD(Averager):
+    """Averages parameters among few ranks often and among many rarely.
+
+    At a step that several periods divide, only the largest of them runs, as its group contains the others.
+    """
+
+    name = "hierarchical_sgd"
+    Options = HierarchicalSGDOptions
+    options: HierarchicalSGDOptions
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
+        options: HierarchicalSGDOptions,
+    ) -> None:
+        super().__init__(module, optimizers, group, options)
+        self._levels: dict[int, Channel] = {}
+        sizes = {period: size or group.size for period, size in options.periods.items()}
+        if list(sizes.values())[-1] != group.size or any(group.size % size for size in sizes.values()):
+            raise ConfigurationError(
+                f"hierarchical_sgd: periods={sizes} with {group.size} ranks; the last group has to be all of"
+                " them, and each size has to divide their number"
+            )
+        for period, size in sizes.items():
+            if size == group.size:
+                self._levels[period] = self.channel
+            else:
+                part = part_group(group, size, self.channel.device)
+                self._levels[period] = Channel(part, self.channel.device)
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """Bytes that this rank has sent for averaging, on all levels."""
+        inner = [channel for channel in self._levels.values() if channel is not self.channel]
+        return self.channel.num_bytes_sent + sum(channel.num_bytes_sent for channel in inner)
+
+    def after_local_step(self, track: Track) -> None:
+        """Averages on the largest level whose period is over."""
+        due = [period for period in self._levels if track.num_local_steps % period == 0]
+        if due:
+            self._average(track, self._levels[max(due)])
+
+    def _average(self, track: Track, channel: Channel) -> None:
+        tensors = [self.parameters[name] for name in track.names]
+
+        def job() -> torch.Tensor:
+            average_(PlainWire(channel), tensors)
+            return torch.empty(0)
+
+        channel.wait(channel.submit(job))
+        if channel is self.channel:
+            self.settle(track)

@@ -1,0 +1,213 @@
+"""`slowmo` and `diloco`: what the ranks did between two rounds is one gradient for an outer optimizer.
+
+Wang, Tantia, Ballas and Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
+Momentum", ICLR 2020, algorithm 1. Douillard et al., "DiLoCo: Distributed Low-Communication Training of
+Language Models", 2023, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
+from lightning_ddp.comm.chunks import Segment, exchange, memory_view
+from lightning_ddp.comm.codecs import CastCodec, Int8Codec
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.wire import EncodedWire, Wire
+from lightning_ddp.errors import ConfigurationError
+
+__all__ = ["DiLoCo", "DiLoCoOptions", "OuterAverager", "SlowMo", "SlowMoOptions"]
+
+_INT8_BLOCK = 256
+
+
+class OuterAverager(Averager):
+    """An averager with an outer optimizer: its parameters and momentum are float32, the same on all ranks.
+
+    Subclasses say in `update` what becomes of a stretch of one parameter.
+    """
+
+    def begin_local_phase(self) -> None:
+        """Copies the parameters, which all ranks share at this moment. Does not communicate."""
+        self._anchors = {name: memory_view(p).clone().float() for name, p in self.parameters.items()}
+        self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()}
+
+    def transport(self) -> Wire:
+        """How outer gradients are sent."""
+        return self.wire
+
+    def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
+        """Moves `anchor` (1-D, in place) by the mean `delta` of what the ranks moved away from it.
+
+        Args:
+            anchor: the outer parameters.
+            momentum: the outer momentum; changed in place.
+            delta: anchor minus the mean of the ranks' parameters; may be changed.
+            lr: learning rate of the optimizer for this parameter.
+        """
+        raise NotImplementedError
+
+    def round(self, track: Track) -> None:
+        """One step of the outer optimizer for the parameters of one optimizer. Communicates."""
+        self.run(lambda: self._exchange(track))
+        self.settle(track)
+
+    def _exchange(self, track: Track) -> None:
+        views = [memory_view(self.parameters[name]) for name in track.names]
+        rates = self.learning_rates(track)
+
+        def pack(segment: Segment, out: torch.Tensor) -> None:
+            where = slice(segment.start, segment.stop)
+            anchor = self._anchors[track.names[segment.index]][where]
+            out.copy_(anchor).sub_(views[segment.index][where])
+
+        def unpack(segment: Segment, delta: torch.Tensor) -> None:
+            where = slice(segment.start, segment.stop)
+            name = track.names[segment.index]
+            anchor = self._anchors[name][where]
+            self.update(anchor, self._momenta[name][where], delta, rates[name])
+            views[segment.index][where].copy_(anchor)
+
+        exchange(self.transport(), views, pack, unpack)
+
+    def learning_rates(self, track: Track) -> dict[str, float]:
+        """The present learning rate of each parameter of an optimizer."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        return {
+            names[id(p)]: float(group["lr"])
+            for group in track.optimizer.param_groups
+            for p in group["params"]
+            if id(p) in names
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, outer parameters and outer momentum by parameter name."""
+        state = super().state_dict()
+        if not self.averages_gradients:
+            state["outer"] = {
+                name: {"anchor": anchor.cpu().clone(), "momentum": self._momenta[name].cpu().clone()}
+                for name, anchor in self._anchors.items()
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Takes over a state; outer parameters that it lacks begin at the present ones."""
+        notes = super().load_state_dict(state)
+        if state["name"] != self.name or self.averages_gradients:
+            return notes
+        self.begin_local_phase()
+        missing = []
+        for name, anchor in self._anchors.items():
+            saved = state["outer"].get(name)
+            if saved is None or saved["anchor"].numel() != anchor.numel():
+                missing.append(name)
+                continue
+            anchor.copy_(saved["anchor"])
+            self._momenta[name].copy_(saved["momentum"])
+        if missing:
+            notes.append(f"outer state of averager {self.name!r} begins anew for {', '.join(missing)}")
+        return notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowMoOptions(AveragerOptions):
+    """Options of `slowmo`."""
+
+    period: int = 12
+    """Optimizer steps between two rounds."""
+    slow_lr: float = 1.0
+    """Factor of the slow step; 1 in the paper's experiments."""
+    slow_momentum: float = 0.5
+    """Slow momentum; more ranks bear more: from 0.2 for four to 0.6 for sixteen."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slow_lr <= 0:
+            raise ConfigurationError(f"slow_lr={self.slow_lr}: expected above 0")
+        if not 0 <= self.slow_momentum < 1:
+            raise ConfigurationError(f"slow_momentum={self.slow_momentum}: expected from 0 and below 1")
+
+
+class SlowMo(OuterAverager):
+    """Every `period` steps the mean of the parameters moves a slow momentum, which moves the parameters.
+
+    With the learning rate lr of the round: u = b u + (x_old - mean(x)) / lr, x_old = x_old - a lr u. Where
+    lr is 0 the mean is taken as it is, and u stays.
+    """
+
+    name = "slowmo"
+    Options = SlowMoOptions
+    options: SlowMoOptions
+
+    def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
+        """The formula above for a stretch of one parameter."""
+        if lr == 0:
+            anchor.sub_(delta)
+            return
+        momentum.mul_(self.options.slow_momentum).add_(delta, alpha=1 / lr)
+        anchor.sub_(momentum, alpha=self.options.slow_lr * lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoOptions(AveragerOptions):
+    """Options of `diloco`."""
+
+    period: int = 100
+    """Optimizer steps between two rounds; 500 in the paper."""
+    outer_lr: float = 0.7
+    """Learning rate of the outer optimizer."""
+    outer_momentum: float = 0.9
+    """Momentum of the outer optimizer."""
+    nesterov: bool = True
+    """Whether the outer momentum looks one step ahead."""
+    encoding: Literal["fp32", "bf16", "int8"] = "fp32"
+    """In what form outer gradients are sent; they are added in float32."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.outer_lr <= 0:
+            raise ConfigurationError(f"outer_lr={self.outer_lr}: expected above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(f"outer_momentum={self.outer_momentum}: expected from 0 and below 1")
+        if self.encoding not in ("fp32", "bf16", "int8"):
+            raise ConfigurationError(f"encoding={self.encoding!r}: expected 'fp32', 'bf16' or 'int8'")
+
+
+class DiLoCo(OuterAverager):
+    """Every `period` steps an outer SGD with Nesterov momentum takes the mean of what the ranks moved.
+
+    The optimizer of the training script is the inner one (AdamW in the paper); its state stays on each rank.
+    With outer learning rate 1 and no momentum it is plain averaging of the parameters.
+    """
+
+    name = "diloco"
+    Options = DiLoCoOptions
+    options: DiLoCoOptions
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
+        options: DiLoCoOptions,
+    ) -> None:
+        super().__init__(module, optimizers, group, options)
+        self._transport: Wire = self.wire
+        if options.encoding != "fp32":
+            codec = CastCodec(torch.bfloat16) if options.encoding == "bf16" else Int8Codec(_INT8_BLOCK)
+            self._transport = EncodedWire(self.channel, codec)
+
+    def transport(self) -> Wire:
+        """How outer gradients are sent: by the option `encoding`."""
+        return self._transport
+
+    def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
+        """One step of SGD with the gradient `delta`."""
+        factor = self.options.outer_momentum
+        momentum.mul_(factor).add_(delta)
+        step = delta.add_(momentum, alpha=factor) if self.options.nesterov else momentum
+        anchor.sub_(step, alpha=self.options.outer_lr)

@@ -1,0 +1,56 @@
+"""Frees a thread that is blocked inside of a collective of torch, where no Python runs.
+
+NCCL communicators are aborted. gloo has nothing of the kind (its `abort` leaves waiting threads waiting), so
+the connections that the group has opened are shut down: to gloo every peer is gone, and its waits fail.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+__all__ = ["abort_groups", "remember_connections"]
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_remembered: dict[int, str] = {}
+
+
+@contextmanager
+def remember_connections() -> Generator[None, None, None]:
+    """Remembers the sockets that are opened in here, so that `abort_groups` can shut them down."""
+    before = _sockets()
+    yield
+    for descriptor, name in _sockets().items():
+        if before.get(descriptor) != name:
+            _remembered[descriptor] = name
+
+
+def abort_groups() -> None:
+    """Makes every collective of this process fail, now and from now on. Any thread; does not communicate."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # a backend without abort
+            group.abort()
+    present = _sockets()
+    for descriptor, name in _remembered.items():
+        if present.get(descriptor) == name:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                # a listening socket stays: gloo ends the process when it cannot accept
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, str]:
+    """Descriptor -> name with the inode, of all sockets of this process; empty where there is no /proc."""
+    found = {}
+    with suppress(OSError):
+        for entry in _DESCRIPTORS.iterdir():
+            with suppress(OSError):  # the descriptor of this very listing is closed meanwhile
+                name = os.readlink(entry)
+                if name.startswith("socket:"):
+                    found[int(entry.name)] = name
+    return found

@@ -1,0 +1,226 @@
+"""A line of collectives beside the engine's: its own group, its own thread, one order, counted bytes.
+
+A compressing hook needs several collectives a bucket, each on what the last one gave. Issuing the second from
+a callback of the first lets the callbacks of two buckets run in different orders on different ranks, and
+waiting inside a callback takes the backend's own threads away. A `Channel` does neither: jobs are queued in
+launch order, which is the same on all ranks, and one thread runs them one after the other. Its group is its
+own, so that what the engine or the user issues meanwhile cannot get between them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import ConfigurationError, LightningDDPError
+
+__all__ = ["Channel", "part_group", "sibling_group"]
+
+_num_siblings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def sibling_group(group: Group, device: torch.device) -> Group:
+    """A second group of the same ranks, whose collectives cannot mix with those of the first.
+
+    All ranks call it, in one order among calls on the same group. Communicates. Where torch offers no way
+    to make one, the group itself is returned.
+
+    Args:
+        group: the ranks.
+        device: where the tensors of its collectives will be.
+    """
+    return _make(group, device, group.size) or group
+
+
+def part_group(group: Group, size: int, device: torch.device) -> Group:
+    """The group of `size` neighbouring ranks that this rank is in; rank 0 to size - 1 are the first one.
+
+    All ranks call it, in one order among calls on the same group. Communicates.
+
+    Args:
+        group: the ranks.
+        size: divides their number.
+        device: where the tensors of its collectives will be.
+
+    Raises:
+        ConfigurationError: torch offers no way to make it of this group.
+    """
+    made = _make(group, device, size)
+    if made is None:
+        raise ConfigurationError(
+            f"no groups of {size} ranks can be made: this process group is not known to torch.distributed."
+            " Create it with init_process_group or new_group."
+        )
+    return made
+
+
+def _make(group: Group, device: torch.device, size: int) -> Group | None:
+    """New groups of `size` neighbouring ranks each; the one of this rank."""
+    process_group = group.process_group
+    first_rank = group.rank - group.rank % size
+    if group.backend(device) != "gloo":
+        if not (dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map):
+            return None
+        ranks = dist.get_process_group_ranks(process_group)
+        mine = None
+        for start in range(0, group.size, size):
+            made = dist.new_group(ranks[start : start + size])  # all ranks make all groups
+            mine = made if start == first_rank else mine
+        return Group(mine, group.interrupt)
+    store = group.store
+    if store is None:
+        return None
+    number = _num_siblings.get(process_group, 0)
+    _num_siblings[process_group] = number + 1
+    first: Any = process_group
+    if isinstance(process_group, dist.ProcessGroup):
+        first = process_group._get_backend(device)
+    gloo: Any = dist.ProcessGroupGloo  # torch's annotations leave its options out
+    options = gloo._Options()
+    options._devices = first.options._devices
+    options._timeout = first.options._timeout
+    prefixed = dist.PrefixStore(f"lightning_ddp/sibling/{number}/{first_rank}", store)
+    return Group(gloo(prefixed, group.rank - first_rank, size, options), group.interrupt)
+
+
+class Channel:
+    """Runs jobs that communicate, one after the other, in a thread that lives while there are any.
+
+    The collectives here are for jobs: they wait for their result, and count the bytes that this rank sends
+    when the backend uses a ring (as gloo and NCCL do for large tensors).
+
+    Args:
+        group: the ranks; the channel makes a group of its own beside it. All ranks construct it.
+        device: where the tensors are.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group = sibling_group(group, device)
+        """The channel's own group: for jobs."""
+        self.device = device
+        self.rank = group.rank
+        self.size = group.size
+        self.num_bytes_sent = 0
+        self.busy_s = 0.0
+        """Seconds that jobs have taken, waits included."""
+        self.wait_s = 0.0
+        """Seconds of them in which a job waited for a collective."""
+        self._jobs: deque[tuple[Callable[[], torch.Tensor], torch.futures.Future[torch.Tensor], Any]]
+        self._jobs = deque()
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._failure: Exception | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    # ------------------------------------------------------------------ jobs
+
+    def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        """Waits in the calling thread for what `submit` returned; raises what the job raised."""
+        result: torch.Tensor = self.group.wait_future(future)
+        return result
+
+    def submit(self, job: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+        """Queues a job; all ranks queue the same ones in the same order. Returns the future of its result.
+
+        On CUDA the job runs on the channel's stream, after what the current stream holds now. Once a job has
+        failed the later ones fail in the same way, as the ranks no longer agree on what comes next.
+        """
+        devices: list[int | str | torch.device] | None = [self.device] if self._stream is not None else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        event = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        with self._lock:
+            self._jobs.append((job, future, event))
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._work, name="lightning_ddp channel", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._is_running = False
+                    return
+                job, future, event = self._jobs.popleft()
+            self._run(job, future, event)
+            del job, future, event  # a thread that waits must not keep gradients
+
+    def _run(
+        self, job: Callable[[], torch.Tensor], future: torch.futures.Future[torch.Tensor], event: Any
+    ) -> None:
+        if self._failure is not None:
+            self._fail(future, self._failure)
+            return
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                if self._stream is not None:
+                    torch.cuda.set_device(self.device)
+                    self._stream.wait_event(event)
+                start = time.perf_counter()
+                result = job()
+                self.busy_s += time.perf_counter() - start
+                future.set_result(result)
+        except (LightningDDPError, RuntimeError) as error:
+            self._fail(future, error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the thread that waits gets it)
+            wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            self._fail(future, wrapped)
+
+    def _fail(self, future: torch.futures.Future[torch.Tensor], error: Exception) -> None:
+        self._failure = self._failure or error
+        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a value
+
+    # ------------------------------------------------------------------ collectives, for jobs
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Callable[[], torch.Tensor]:
+        """Starts to reduce a contiguous tensor in place (by default, the sum); returns its wait."""
+        work = self.group.all_reduce(tensor, op)
+        self._count(2 * (self.size - 1) / self.size, tensor)
+        return lambda: self._finish(work, tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> torch.Tensor:
+        """Reduces a contiguous tensor in place over the ranks (by default the sum) and returns it."""
+        return self.start_all_reduce(tensor, op)()
+
+    def start_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to send row r to rank r, of (size, k).
+
+        Returns:
+            What waits, and returns (size, k) whose row r is what rank r had for this one.
+        """
+        received = torch.empty_like(rows)
+        work = self.group.process_group.alltoall_base(received, rows, [], [])
+        self._count((self.size - 1) / self.size, rows)
+        return lambda: self._finish(work, received)
+
+    def _finish(self, work: Any, result: torch.Tensor) -> torch.Tensor:
+        self._wait(work)
+        return result
+
+    def _wait(self, work: Any) -> None:
+        start = time.perf_counter()
+        self.group.wait(work, self.device)
+        self.wait_s += time.perf_counter() - start
+
+    def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to gather; returns what waits, and returns what `all_gather` does."""
+        gathered = tensor.new_empty(self.size * tensor.numel())
+        work = self.group.process_group._allgather_base(gathered, tensor.view(-1))
+        self._count(self.size - 1, tensor)
+        return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The contiguous tensors of all ranks, stacked in rank order: shape (size, *tensor.shape)."""
+        return self.start_all_gather(tensor)()
+
+    def _count(self, factor: float, tensor: torch.Tensor) -> None:
+        self.num_bytes_sent += round(factor * tensor.numel() * tensor.element_size())

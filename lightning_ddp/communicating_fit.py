@@ -1,0 +1,114 @@
+"""The Lightning side of hooks and averagers: optimizer steps, one model on all ranks, checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_ddp._lightning import DDPStrategy, LightningModule
+from lightning_ddp.comm.group import Group
+from lightning_ddp.communication import rank_files
+from lightning_ddp.communication.wiring import Communication
+from lightning_ddp.parallel.module import BucketedDDP
+
+__all__ = ["CommunicatingFit"]
+
+_log = logging.getLogger("lightning_ddp")
+
+
+class CommunicatingFit(DDPStrategy):
+    """Base of the strategy that steps, averages, saves and resumes with hooks and averagers."""
+
+    _communication: Communication
+    _resumed_from: Any = None
+
+    if TYPE_CHECKING:
+
+        def _joined_group(self) -> Group: ...
+        def _is_alone(self) -> bool: ...
+
+    def _loss_scale(self) -> float:
+        """The present factor of the loss under mixed precision."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return float(scaler.get_scale()) if scaler is not None else 1.0
+
+    def _agree(self) -> None:
+        """Gives all ranks one model; a rank whose peers have failed keeps its own."""
+        if not self._is_alone():
+            self._communication.agree()
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Takes a step; with model averaging, counts it and averages if it is time (then communicates)."""
+        is_counted = self._communication.averager is not None
+        before = self._loss_scale() if is_counted else 1.0
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if is_counted:  # a loss scaler that skips a step lowers its scale
+            self._communication.after_step(optimizer, was_skipped=self._loss_scale() < before)
+        return output
+
+    def on_validation_start(self) -> None:
+        """Makes the ranks validate one model. All ranks call it."""
+        self._agree()
+        super().on_validation_start()
+
+    def on_train_end(self) -> None:
+        """Leaves all ranks with one model, BatchNorm statistics included. All ranks call it."""
+        self._agree()
+        if isinstance(self.model, BucketedDDP):
+            self.model.sync_buffers()
+        super().on_train_end()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state; with model averaging all ranks call it and agree on the parameters before."""
+        self._agree()
+        return super().lightning_module_state_dict()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Writes the checkpoint, and with hooks or averagers that remember something a file of each rank."""
+        if "optimizer_states" in checkpoint and not self._is_alone():
+
+            def write(state: dict[str, Any], path: str) -> None:
+                self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
+
+            group = self._joined_group()
+            rank_files.save_state(self._communication, checkpoint, filepath, group, self.root_device, write)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint; its place is kept for the files of the ranks beside it."""
+        self._resumed_from = checkpoint_path
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return loaded
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint and this rank's file beside it."""
+        super().remove_checkpoint(filepath)
+        if self._communication.has_state:
+            self.checkpoint_io.remove_checkpoint(rank_files.rank_file(filepath, self.global_rank))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the optimizers, the hook and the averager; logs what could not be kept."""
+        super().load_optimizer_state_dict(checkpoint)
+        assert self.lightning_module is not None
+        names = [name for name, _ in self.lightning_module.named_parameters()]
+        notes = rank_files.load_state(
+            self._communication,
+            dict(checkpoint),
+            self._resumed_from,
+            self._joined_group(),
+            names,
+            self.checkpoint_io.load_checkpoint,
+        )
+        for note in notes:
+            _log.warning("resuming from %s: %s", self._resumed_from, note)

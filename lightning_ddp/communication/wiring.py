@@ -1,0 +1,311 @@
+"""The hook and the averager of one run: checked arguments, wiring to a wrapper, state for checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+from lightning_ddp.averaging import Averager, AveragerPlan, build_averager, parse_averager
+from lightning_ddp.averaging.node import NodeGradients
+from lightning_ddp.comm.collectives import all_gather_objects
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.hooks import Hook, HookPlan, StatefulHook, build_hook, parse_hook
+
+__all__ = ["STATE_FORMAT", "Communication", "HookSpec"]
+
+STATE_FORMAT = 1
+"""Version of what `Communication.state` returns."""
+
+HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callable[..., Any]
+"""A hook by name, by name and options, as a list outer to inner, or a function with torch's signature."""
+
+
+class Communication:
+    """What reduces gradients and averages parameters in one run.
+
+    Args:
+        hook: a specification or a function; None for the plain mean.
+        hook_state: first argument of a function; a `PostLocalSGDState` also says when local training begins.
+        wrapper: wraps the hook.
+        averaging: specification of an averager.
+        period: optimizer steps between two averagings, in Lightning's spelling of post-local SGD.
+
+    Raises:
+        ConfigurationError: an argument cannot be used, or two of them contradict each other.
+    """
+
+    def __init__(
+        self,
+        hook: HookSpec | None = None,
+        hook_state: object | None = None,
+        wrapper: Callable[..., Any] | None = None,
+        averaging: str | Mapping[str, Any] | None = None,
+        period: int | None = None,
+    ) -> None:
+        if hook is None and wrapper is not None:
+            raise ConfigurationError("ddp_comm_wrapper wraps a hook: pass ddp_comm_hook as well")
+        self._hook_plan: HookPlan | None = None
+        self._function: Callable[..., Any] | None = None
+        if hook is not None and not callable(hook):
+            self._hook_plan = parse_hook(hook)
+            if hook_state is not None and not isinstance(hook_state, PostLocalSGDState):
+                raise ConfigurationError(
+                    f"ddp_comm_state has no effect with the hook {self._hook_plan.name!r}, which keeps its"
+                    " own state: leave it out"
+                )
+        else:
+            self._function = hook
+        self._hook_state = hook_state
+        self._wrapper = wrapper
+        self.averager_plan = _plan_averaging(
+            averaging, hook_state, period, by_hook=self._function is not None
+        )
+        self._hook: Callable[..., Any] | None = None
+        self._named: Hook | None = None
+        self.averager: Averager | None = None
+        self._model: Any = None
+
+    # ------------------------------------------------------------------ wiring
+
+    @property
+    def hook(self) -> Hook | None:
+        """The registered hook, if it was given by name."""
+        return self._named
+
+    @property
+    def _drives_hook_state(self) -> bool:
+        """Whether torch's post-local SGD hook, and not the reducer, ends gradient averaging."""
+        return isinstance(self._hook_state, PostLocalSGDState) and self._function is not None
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the next backward's gradients are averaged over all ranks, as far as it is decided here."""
+        return self.averager is None or self.averager.averages_gradients
+
+    @property
+    def synchronises_backward(self) -> bool:
+        """Whether the reducer has anything to do in the next backward."""
+        return self.averages_gradients or self._gradients_in_local_phase != "none"
+
+    @property
+    def _gradients_in_local_phase(self) -> str:
+        if self._drives_hook_state:
+            return "hook"
+        options = self.averager_plan.options if self.averager_plan is not None else None
+        return str(getattr(options, "gradients", "none"))
+
+    def register(
+        self,
+        model: Any,
+        group: Group,
+        device: torch.device,
+        *,
+        node_size: int,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        """Builds the hook and registers it with a `BucketedDDP`. All ranks call it; communicates.
+
+        Args:
+            model: the wrapper.
+            group: its ranks.
+            device: of the gradients.
+            node_size: ranks of a node.
+            loss_scale: tells the present factor of the loss under mixed precision.
+
+        Raises:
+            ConfigurationError: the ranks have different hooks.
+        """
+        self._model = model
+        self.averager = None  # of an earlier run
+        hook: Callable[..., Any] | None = self._function
+        if self._hook_plan is not None:
+            self._named = hook = build_hook(self._hook_plan, group, device)
+            self._named.loss_scale = loss_scale
+        if hook is not None and self._wrapper is not None:
+            hook = self._wrapper(hook)
+        _check_agreement(hook, self._hook_plan, group, device)
+        if self._gradients_in_local_phase == "node":
+            hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
+        if hook is not None:
+            model.register_comm_hook(self._hook_state, hook)
+
+    def start(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
+    ) -> None:
+        """Builds the averager, once there are optimizers. All ranks call it; communicates.
+
+        Raises:
+            ConfigurationError: an optimizer cannot be used with the averager or the hook.
+        """
+        factor = getattr(self._named.options, "momentum", 0.0) if self._named is not None else 0.0
+        if factor and any(g.get("momentum", 0) for o in optimizers for g in o.param_groups):
+            raise ConfigurationError(
+                f"momentum={factor} of the communication hook and momentum of the optimizer would both be"
+                " applied: set one of them to 0"
+            )
+        if self.averager_plan is not None:
+            self.averager = build_averager(self.averager_plan, module, optimizers, group)
+            self._follow()
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
+        """Counts a step of an optimizer and averages if it is time. All ranks call it; may communicate."""
+        if self.averager is not None:
+            self.averager.step(optimizer, was_skipped=was_skipped)
+            self._follow()
+
+    def _follow(self) -> None:
+        """Tells whoever averages gradients whether to go on."""
+        assert self.averager is not None
+        if isinstance(self._hook_state, PostLocalSGDState) and self._drives_hook_state:
+            counts = [track.num_steps for track in self.averager.tracks if track.num_steps] or [0]
+            self._hook_state.iter = min(counts)  # it counts backwards by itself, which may be more
+        self._model.require_backward_grad_sync = self.synchronises_backward
+
+    def agree(self) -> None:
+        """Makes the parameters the same on all ranks. All ranks call it; may communicate."""
+        if self.averager is not None:
+            self.averager.agree()
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is anything to save."""
+        return self.averager is not None or isinstance(self._named, StatefulHook)
+
+    def shared_state(self, world_size: int) -> dict[str, Any]:
+        """What is the same on all ranks: for the checkpoint. Call `agree` before."""
+        state: dict[str, Any] = {"format": STATE_FORMAT, "world_size": world_size}
+        if isinstance(self._named, StatefulHook):
+            state["hook"] = _pick(self._named, shared=True)
+        if self.averager is not None:
+            state["averager"] = self.averager.state_dict()
+        return state
+
+    def own_state(self) -> dict[str, Any]:
+        """What differs between the ranks: residuals, and optimizer state after local training."""
+        state: dict[str, Any] = {}
+        if isinstance(self._named, StatefulHook):
+            hook = _pick(self._named, shared=False)
+            if hook["tensors"]:
+                state["hook"] = hook
+        if self.averager is not None and not self.averager.averages_gradients:
+            state["optimizers"] = [track.optimizer.state_dict() for track in self.averager.tracks]
+        return state
+
+    def load(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, names: Iterable[str]
+    ) -> list[str]:
+        """Takes over a state; returns what could not be kept, one sentence each. Does not communicate.
+
+        Args:
+            shared: from `shared_state`.
+            own: from `own_state` of this rank; None if there is none that can be used.
+            names: qualified names of the parameters.
+
+        Raises:
+            ConfigurationError: the format is not known.
+        """
+        if shared.get("format") != STATE_FORMAT:
+            raise ConfigurationError(
+                f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}; this release reads"
+                f" {STATE_FORMAT}"
+            )
+        notes = []
+        if "hook" in shared and isinstance(self._named, StatefulHook):
+            notes += self._named.load_state_dict(_merge(shared["hook"], (own or {}).get("hook")), names)
+        elif "hook" in shared:
+            notes.append(f"state of hook {shared['hook']['name']!r} was dropped: the run does not use it")
+        if "averager" in shared and self.averager is not None:
+            notes += self.averager.load_state_dict(shared["averager"])
+            for track, saved in zip(self.averager.tracks, (own or {}).get("optimizers", []), strict=False):
+                track.optimizer.load_state_dict(saved)
+            self._follow()
+        elif "averager" in shared:
+            name = shared["averager"]["name"]
+            notes.append(f"state of averager {name!r} was dropped: the run does not use it")
+        return notes
+
+
+def _plan_averaging(
+    averaging: str | Mapping[str, Any] | None, state: object | None, period: int | None, *, by_hook: bool
+) -> AveragerPlan | None:
+    """The one plan that the two spellings of post-local SGD stand for."""
+    plan = parse_averager(averaging) if averaging is not None else None
+    if not isinstance(state, PostLocalSGDState):
+        if period is not None:
+            raise ConfigurationError(
+                "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period;"
+                " or model_averaging={'name': 'post_local_sgd', 'period': ...} alone"
+            )
+        return plan
+    if plan is None and period is None:
+        raise ConfigurationError(
+            "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period"
+        )
+    start = int(state.start_localSGD_iter)
+    if plan is None:
+        gradients = "node" if state.post_local_gradient_allreduce and not by_hook else "none"
+        return parse_averager(
+            {"name": "post_local_sgd", "start_step": start, "period": period, "gradients": gradients}
+        )
+    for what, ours, theirs in (
+        ("start_step", plan.options.start_step, start),
+        ("period", plan.options.period, period if period is not None else plan.options.period),
+    ):
+        if ours != theirs:
+            raise ConfigurationError(
+                f"local training begins and averages once: model_averaging has {what}={ours}, but"
+                f" PostLocalSGDState and model_averaging_period say {theirs}. Give one of them."
+            )
+    return plan
+
+
+def _check_agreement(
+    hook: Callable[..., Any] | None, plan: HookPlan | None, group: Group, device: torch.device
+) -> None:
+    """All ranks learn whether they are about to reduce in the same way. Communicates."""
+    mine = str(plan) if plan is not None else _describe(hook)
+    all_of_them = all_gather_objects(group, mine, device)
+    for rank, other in enumerate(all_of_them):
+        if other != all_of_them[0]:
+            raise ConfigurationError(
+                f"the ranks have different communication hooks, so their collectives would not match: rank"
+                f" {rank} has {other}, rank 0 has {all_of_them[0]}"
+            )
+
+
+def _describe(hook: Any) -> str:
+    """A function's name and a digest of its code."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if hook is None:
+        return "none"
+    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    digest = hashlib.sha256(code.co_code).hexdigest()[:8] if code is not None else "-"
+    return f"{getattr(hook, '__module__', '')}.{name} (code {digest})"
+
+
+def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:
+    """A hook's state with the tensors that are the same on all ranks, or with the others."""
+    state = hook.state_dict()
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for name, values in state["tensors"].items():
+        chosen = {key: value for key, value in values.items() if (key in hook.shared_keys) == shared}
+        if chosen:
+            tensors[name] = chosen
+    return {**state, "tensors": tensors}
+
+
+def _merge(shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
+    tensors = {name: dict(values) for name, values in shared["tensors"].items()}
+    for name, values in (own or {"tensors": {}})["tensors"].items():
+        tensors.setdefault(name, {}).update(values)
+    return {**shared, "tensors": tensors}

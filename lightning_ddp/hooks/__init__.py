@@ -1,0 +1,14 @@
+"""Communication hooks: what a bucket's gradients go through on their way to the mean over the ranks."""
+
+from lightning_ddp.hooks.base import Hook, HookOptions, StatefulHook
+from lightning_ddp.hooks.catalogue import HookPlan, available_hooks, build_hook, parse_hook
+
+__all__ = [
+    "Hook",
+    "HookOptions",
+    "HookPlan",
+    "StatefulHook",
+    "available_hooks",
+    "build_hook",
+    "parse_hook",
+]

@@ -1,0 +1,340 @@
+"""What every communication hook is: options, a way to send, one job a bucket, state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp.comm.channel import Channel
+from lightning_ddp.comm.wire import Wire
+from lightning_ddp.errors import ConfigurationError
+
+__all__ = ["STATE_FORMAT", "Hook", "HookOptions", "NonFinitePayload", "Part", "StatefulHook"]
+
+STATE_FORMAT = 1
+"""Version of what `Hook.state_dict` returns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookOptions:
+    """Options of a hook; each hook has its own subclass, whose `__post_init__` checks them."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises a ConfigurationError with `message` unless `condition` holds."""
+    if not condition:
+        raise ConfigurationError(message)
+
+
+class NonFinitePayload(Exception):
+    """What all ranks received holds an infinity or NaN, for example as it overflowed 16 bits on its way."""
+
+
+@dataclass(kw_only=True)
+class Part:
+    """One bucket's gradients on their way through a hook."""
+
+    buffer: torch.Tensor
+    """The bucket's flat gradient, 1-D; the result goes there."""
+    names: tuple[str, ...]
+    """Qualified parameter names, in the order in which they lie in the buffer."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the parameters, slowest dimension in memory first."""
+    absent: frozenset[int]
+    """Positions without a gradient on this rank."""
+    index: int
+    is_last: bool
+    loss_scale: float
+    """The gradients are those of the loss times this."""
+    present: tuple[bool, ...] = ()
+    """Whether some rank has a gradient; agreed by all."""
+    flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """The gradient divided by the loss scale, in float32 (float64 for float64 gradients); 1-D."""
+
+    def slices(self) -> list[torch.Tensor]:
+        """Views of `flat`, one a parameter, 1-D."""
+        return list(self.flat.split(self.sizes))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each parameter."""
+        return [int(torch.Size(shape).numel()) for shape in self.shapes]
+
+
+class Hook:
+    """A communication hook: `hook(state, bucket)` returns the future of the bucket's mean over the ranks.
+
+    To be registered with `BucketedDDP.register_comm_hook(None, hook)` on all ranks. It is called in the
+    thread of backward; the work is done in the thread of its channel. One hook serves one wrapper.
+
+    Args:
+        channel: the ranks, on the device of the gradients.
+        wire: how tensors are sent.
+        options: an instance of the class's `Options`.
+    """
+
+    name: ClassVar[str]
+    Options: ClassVar[type[HookOptions]] = HookOptions
+
+    def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
+        self.channel = channel
+        self.wire = wire
+        self.options = options
+        self.loss_scale: Callable[[], float] = lambda: 1.0
+        """Tells the present factor of the loss under mixed precision; read for each bucket."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.options})"
+
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Queues the reduction of a full bucket; `state` is not used.
+
+        Raises:
+            ConfigurationError: the bucket does not tell the names of its parameters.
+        """
+        parameters = bucket.parameters()
+        part = Part(
+            buffer=bucket.buffer(),
+            names=self._names(bucket, len(parameters)),
+            shapes=tuple(_memory_shape(p) for p in parameters),
+            absent=frozenset(getattr(bucket, "absent", ())),
+            index=bucket.index(),
+            is_last=bucket.is_last(),
+            loss_scale=self.loss_scale(),
+        )
+        return self.channel.submit(lambda: self.run(part))
+
+    def _names(self, bucket: Any, num_parameters: int) -> tuple[str, ...]:
+        return tuple(getattr(bucket, "names", ())) or ("",) * num_parameters
+
+    def run(self, part: Part) -> torch.Tensor:
+        """Reduces one bucket and returns its buffer. Runs as a job of the channel; communicates."""
+        result = self.wire.mean(part.buffer)
+        if result.data_ptr() != part.buffer.data_ptr():
+            part.buffer.copy_(result)
+        return part.buffer
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` of the same hook on the same rank needs to go on. Between steps only."""
+        return {"format": STATE_FORMAT, "name": self.name, "options": asdict(self.options), "step": 0}
+
+    def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
+        """Takes over a state; returns what could not be kept, one sentence each.
+
+        Args:
+            state: from `state_dict`, of this rank.
+            names: the names of the parameters; state of others is dropped. Empty: all is kept.
+
+        Raises:
+            ConfigurationError: the format is not known.
+        """
+        found = state.get("format")
+        if found != STATE_FORMAT:
+            raise ConfigurationError(
+                f"state of communication hook {self.name!r} has format {found!r}; this release reads"
+                f" {STATE_FORMAT}"
+            )
+        if state["name"] != self.name:
+            return [f"state of hook {state['name']!r} was dropped: the run uses {self.name!r}"]
+        return []
+
+
+class StatefulHook(Hook):
+    """A hook that remembers something from step to step, by parameter name.
+
+    Names survive what bucket numbers do not: the rebuild after the first step, another bucket size, a new
+    process. A step is a transaction. What it would change takes effect once all its buckets were finite on
+    all ranks; otherwise nothing of that bucket is sent, its gradient becomes NaN on every rank, so that all
+    of them skip the step, and the state is what it was. Residuals are kept divided by the loss scale, in
+    float32.
+
+    Subclasses implement `reduce`, read with `recall` and write with `remember`.
+    """
+
+    shared_keys: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of state that are the same on all ranks; all others differ."""
+
+    def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
+        super().__init__(channel, wire, options)
+        self.step = 0
+        """Number of the present synchronised backward, of those whose gradients were finite."""
+        self._state: dict[str, dict[str, torch.Tensor]] = {}
+        self._pending: dict[str, dict[str, torch.Tensor]] = {}
+        self._previous_index = -1
+        self._is_spoiled = False
+
+    def reduce(self, part: Part) -> torch.Tensor:
+        """The mean of `part.flat` over the ranks, compressed. Communicates; all values are finite.
+
+        Positions that are not `part.present` hold zeros and must keep their state.
+
+        Raises:
+            NonFinitePayload: on all ranks, if what they received is not finite.
+        """
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ memory
+
+    def recall(self, name: str, key: str, numel: int | None = None) -> torch.Tensor | None:
+        """What the last finished step remembered; None if nothing, or if it has another size."""
+        value = self._state.get(name, {}).get(key)
+        if value is None or (numel is not None and value.numel() != numel):
+            return None
+        return value
+
+    def remember(self, name: str, key: str, value: torch.Tensor) -> None:
+        """Keeps `value` from the end of this step on."""
+        self._pending.setdefault(name, {})[key] = value
+
+    def add_errors(self, part: Part) -> None:
+        """Adds to the gradients what earlier steps have not sent."""
+        slices, errors = [], []
+        for name, piece, is_present in zip(part.names, part.slices(), part.present, strict=True):
+            error = self.recall(name, "error", piece.numel()) if is_present else None
+            if error is not None:
+                slices.append(piece)
+                errors.append(error)
+        if slices:
+            torch._foreach_add_(slices, errors)
+
+    def remember_errors(self, part: Part, residual: torch.Tensor) -> None:
+        """Keeps the flat residual of this step, for the parameters that took part in it."""
+        for name, piece, is_present in zip(part.names, residual.split(part.sizes), part.present, strict=True):
+            if is_present:
+                self.remember(name, "error", piece)
+
+    # ------------------------------------------------------------------ one bucket
+
+    def _names(self, bucket: Any, num_parameters: int) -> tuple[str, ...]:
+        names = getattr(bucket, "names", None)
+        if not names:
+            raise ConfigurationError(
+                f"communication hook {self.name!r} keeps its state by parameter name, and this bucket"
+                f" ({type(bucket).__name__}) has no `names`: use it with lightning_ddp.BucketedDDP"
+            )
+        return tuple(names)
+
+    def run(self, part: Part) -> torch.Tensor:
+        """Reduces one bucket, unless a rank has a non-finite gradient. A job of the channel; communicates."""
+        if part.index <= self._previous_index:
+            self._end_step()  # the last bucket of the step before was not launched
+        self._previous_index = part.index
+        dtype = part.buffer.dtype
+        part.flat = part.buffer.to(torch.promote_types(dtype, torch.float32), copy=True)
+        if part.loss_scale != 1.0:
+            part.flat.div_(part.loss_scale)
+        if self._agree(part):
+            try:
+                result = self.reduce(part)
+                if part.loss_scale != 1.0:
+                    result.mul_(part.loss_scale)
+                if result.data_ptr() != part.buffer.data_ptr():
+                    part.buffer.copy_(result)
+                self._is_spoiled |= dtype == torch.float16 and not is_finite(part.buffer)
+            except NonFinitePayload:
+                self._spoil(part)
+        else:
+            self._spoil(part)
+        part.flat = torch.empty(0)
+        if part.is_last:
+            self._end_step()
+        return part.buffer
+
+    def _agree(self, part: Part) -> bool:
+        """Learns which parameters some rank has a gradient for, and whether all gradients are finite."""
+        flags = [not is_finite(part.flat)]
+        for position, piece in enumerate(part.slices()):
+            # a gradient from backwards without synchronisation counts, though none came in this one
+            flags.append(position not in part.absent or bool(piece.any()))
+        agreed = torch.tensor(flags, dtype=torch.uint8, device=part.flat.device)
+        is_spoiled, *present = self.channel.all_reduce(agreed, dist.ReduceOp.MAX).tolist()
+        part.present = tuple(map(bool, present))
+        return not is_spoiled
+
+    def _spoil(self, part: Part) -> None:
+        part.buffer.fill_(torch.nan)
+        self._is_spoiled = True
+
+    def _end_step(self) -> None:
+        """Makes what the step remembered the state, or forgets it."""
+        if not self._is_spoiled:
+            for name, values in self._pending.items():
+                self._state.setdefault(name, {}).update(values)
+            self.step += 1
+        self._pending = {}
+        self._is_spoiled = False
+        self._previous_index = -1
+
+    # ------------------------------------------------------------------ checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and all tensors by parameter name, copied to the CPU. Between steps only."""
+        if self._previous_index >= 0:
+            self._end_step()
+        tensors = {
+            name: {key: value.detach().cpu().clone() for key, value in values.items()}
+            for name, values in self._state.items()
+        }
+        return {**super().state_dict(), "step": self.step, "tensors": tensors}
+
+    def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
+        """Takes over a state of this rank; returns what could not be kept, one sentence each."""
+        notes = super().load_state_dict(state, names)
+        if notes:
+            return notes
+        known = set(names)
+        device = self.channel.device
+        dropped = [n for n in state["tensors"] if known and n not in known and not n.startswith("bucket:")]
+        self._state = {
+            name: {key: value.to(device, copy=True) for key, value in values.items()}
+            for name, values in state["tensors"].items()
+            if name not in dropped
+        }
+        self._pending = {}
+        self.step = int(state["step"])
+        if dropped:
+            notes.append(f"state of hook {self.name!r} was dropped for unknown {', '.join(sorted(dropped))}")
+        changed = {k: v for k, v in state["options"].items() if asdict(self.options).get(k) != v}
+        if changed:
+            notes.append(f"hook {self.name!r} was saved with other options: {changed}")
+        return notes
+
+    def reset_errors(self) -> None:
+        """Forgets what differs between the ranks (residuals), for a resume with other ranks."""
+        for values in self._state.values():
+            for key in [key for key in values if key not in self.shared_keys]:
+                del values[key]
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite. One pass without a temporary; waits for the device."""
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def check_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor`, which holds the same on all ranks.
+
+    Raises:
+        NonFinitePayload: an element is not finite.
+    """
+    if not is_finite(tensor):
+        raise NonFinitePayload
+    return tensor
+
+
+def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of a dense tensor in the order in which its dimensions lie in memory, slowest first.
+
+    >>> _memory_shape(torch.empty(3, 5).t())
+    (3, 5)
+    """
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda d: strides[d], reverse=True)
+    return tuple(parameter.shape[d] for d in order)

@@ -1,0 +1,160 @@
+"""Hooks by name: a specification is checked first, without processes, and built once there is a group."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from lightning_ddp.comm.channel import Channel
+from lightning_ddp.comm.codecs import has_fp8
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.wire import EncodedWire, PlainWire, Wire
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.hooks.allreduce import AllReduce, NoOp
+from lightning_ddp.hooks.base import Hook, HookOptions
+from lightning_ddp.hooks.blockwise import FP8, Int8
+from lightning_ddp.hooks.cast import BF16, FP16
+from lightning_ddp.hooks.powersgd import PowerSGD
+from lightning_ddp.hooks.randomk import RandomK
+from lightning_ddp.hooks.sign import Sign
+from lightning_ddp.hooks.topk import TopK
+
+__all__ = ["HookPlan", "available_hooks", "build_hook", "parse_hook"]
+
+_CODECS: dict[str, Any] = {hook.name: hook for hook in (FP16, BF16, Int8)} | (
+    {FP8.name: FP8} if has_fp8() else {}
+)
+"""Hooks that encode what is sent; they may be wrapped around those of `_TAKES_WIRE`."""
+_TAKES_WIRE: dict[str, type[Hook]] = {hook.name: hook for hook in (PowerSGD, TopK, RandomK)}
+_ALONE: dict[str, type[Hook]] = {hook.name: hook for hook in (AllReduce, NoOp, Sign)}
+_HOOKS: dict[str, type[Hook]] = {**_CODECS, **_TAKES_WIRE, **_ALONE}
+
+
+def available_hooks() -> dict[str, str]:
+    """The names of the hooks and what each does, sorted by name.
+
+    >>> sorted(available_hooks())[:3]
+    ['allreduce', 'bf16', 'fp16']
+    """
+    return {name: (hook.__doc__ or "").partition("\n")[0] for name, hook in sorted(_HOOKS.items())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookPlan:
+    """A checked specification: hooks with their options, outer to inner."""
+
+    entries: tuple[tuple[str, HookOptions], ...]
+    """Name and options. All but the last encode what the last one sends."""
+
+    @property
+    def name(self) -> str:
+        """The names, outer to inner, joined by '+'."""
+        return "+".join(name for name, _ in self.entries)
+
+
+def parse_hook(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> HookPlan:
+    """Checks a specification. Does not communicate.
+
+    >>> parse_hook(["bf16", {"name": "powersgd", "rank": 4}]).name
+    'bf16+powersgd'
+
+    Args:
+        spec: a name; a mapping with `name` and options; or a list of them, outer to inner.
+
+    Raises:
+        ConfigurationError: a name or an option does not exist, a value cannot be used, or hooks cannot be
+            combined.
+    """
+    if isinstance(spec, (str, Mapping)):
+        spec = [spec]
+    if not isinstance(spec, Sequence) or not spec:
+        raise ConfigurationError(
+            f"communication hook {spec!r}: expected a name, a mapping with 'name', or a list of them"
+        )
+    entries = tuple(_parse_entry(entry) for entry in spec)
+    _check_composition([name for name, _ in entries])
+    return HookPlan(entries=entries)
+
+
+def _parse_entry(entry: Any) -> tuple[str, HookOptions]:
+    if isinstance(entry, str):
+        entry = {"name": entry}
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise ConfigurationError(
+            f"communication hook {entry!r}: expected a name or a mapping with 'name'. A function of your own"
+            " is given alone, with ddp_comm_wrapper for what is around it."
+        )
+    name = entry["name"]
+    hook = _HOOKS.get(name)
+    if hook is None:
+        raise ConfigurationError(f"unknown communication hook {name!r}{_hint(name, sorted(_HOOKS))}")
+    given = {str(key): value for key, value in entry.items() if key != "name"}
+    known = [f.name for f in fields(hook.Options)]
+    for option in given:
+        if option not in known:
+            hint = _hint(option, known) if known else "; it has none"
+            raise ConfigurationError(f"communication hook {name!r} has no option {option!r}{hint}")
+    try:
+        return name, hook.Options(**given)
+    except (ConfigurationError, TypeError) as error:
+        raise ConfigurationError(f"communication hook {name!r}: {error}") from error
+
+
+def _hint(found: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(found, known, n=1)
+    suggestion = f"; did you mean {close[0]!r}?" if close else ";"
+    return f"{suggestion} There are {', '.join(known)}." if close else f"; there are {', '.join(known)}"
+
+
+def _check_composition(names: Sequence[str]) -> None:
+    *outer, inner = names
+    for name in outer:
+        if name not in _CODECS:
+            raise ConfigurationError(
+                f"communication hook {name!r} cannot be wrapped around {inner!r}: only"
+                f" {', '.join(sorted(_CODECS))} can, as they encode what another hook sends"
+            )
+    if len(outer) > 1:
+        raise ConfigurationError(
+            f"communication hooks {', '.join(map(repr, outer))} around {inner!r}: what is sent is encoded"
+            " once, so there can be one of them"
+        )
+    if outer and inner in _CODECS:
+        raise ConfigurationError(
+            f"communication hook {outer[0]!r} around {inner!r}: both encode the same numbers; choose one"
+        )
+    if outer and inner not in _TAKES_WIRE:
+        raise ConfigurationError(
+            f"communication hook {outer[0]!r} cannot be wrapped around {inner!r}, which sends no"
+            f" floating-point tensors that it could encode; {', '.join(sorted(_TAKES_WIRE))} do"
+        )
+
+
+def build_hook(
+    spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | HookPlan,
+    process_group: Any,
+    device: torch.device | None = None,
+) -> Hook:
+    """Builds a hook for `BucketedDDP.register_comm_hook(None, hook)`. All ranks call it; communicates.
+
+    Args:
+        spec: as for `parse_hook`, or what that returned.
+        process_group: the ranks: that of the wrapper (`model.process_group`), or a `Group` on it.
+        device: of the gradients; None for the CPU.
+
+    Raises:
+        ConfigurationError: the specification cannot be used.
+    """
+    plan = spec if isinstance(spec, HookPlan) else parse_hook(spec)
+    group = process_group if isinstance(process_group, Group) else Group(process_group)
+    channel = Channel(group, device or torch.device("cpu"))
+    *outer, (name, options) = plan.entries
+    wire: Wire = PlainWire(channel)
+    encoder = outer[0] if outer else (name, options)
+    if encoder[0] in _CODECS:
+        wire = EncodedWire(channel, _CODECS[encoder[0]].make_codec(encoder[1]))
+    return _HOOKS[name](channel, wire, options)

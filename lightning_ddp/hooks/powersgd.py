@@ -1,0 +1,204 @@
+"""`powersgd`: low-rank gradients with error feedback.
+
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization", NeurIPS 2019, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook, check_finite, require
+
+__all__ = ["PowerSGD", "PowerSGDOptions"]
+
+_LAYOUT_PREFIX = "bucket:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGDOptions(HookOptions):
+    """Options of `powersgd`."""
+
+    rank: int = 2
+    """Rank r of the approximation; a matrix of n x m is sent as (n + m) r numbers."""
+    start_step: int = 10
+    """Synchronised backwards with the plain mean before compression starts."""
+    min_compression: float = 2.0
+    """A matrix is compressed only if that makes it smaller by more than this factor."""
+    warm_start: bool = True
+    """Whether a step starts from the factor of the last one; else from a new random one."""
+    error_feedback: bool = True
+    """Whether what was not sent is added to the next gradient."""
+    batched: bool = False
+    """Whether a bucket is compressed as one square matrix: faster and less accurate."""
+    seed: int = 0
+    """Of the first factors; the same on all ranks."""
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, f"rank={self.rank}: expected at least 1")
+        require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
+        require(self.min_compression >= 1, f"min_compression={self.min_compression}: expected at least 1")
+
+
+@dataclass(kw_only=True)
+class _Matrix:
+    """One matrix to be compressed."""
+
+    name: str
+    """Key of its factor."""
+    value: torch.Tensor
+    """n x m."""
+    out: torch.Tensor
+    """n x m, where its low-rank mean goes."""
+    q: torch.Tensor
+    """m x r, the right factor from which the power iteration starts."""
+
+
+class PowerSGD(StatefulHook):
+    """Sends P = M Q and Q = M^T P of each matrix M, P orthonormalised in between, and takes P Q^T for M.
+
+    Tensors of more than two dimensions count as matrices from their slowest dimension on. What is too small
+    to gain is sent uncompressed along with the first factors. Two means a bucket, one after the other.
+    Exact where the mean of the gradients has at most rank r. The result is the same on all ranks as far as
+    their processors round alike.
+    """
+
+    name = "powersgd"
+    Options = PowerSGDOptions
+    options: PowerSGDOptions
+    shared_keys = frozenset({"q"})
+
+    def reduce(self, part: Part) -> torch.Tensor:
+        """The mean of the bucket: low-rank for large matrices, exact for the rest."""
+        if self.step < self.options.start_step:
+            return check_finite(self.wire.mean(part.flat))
+        if self.options.error_feedback:
+            self.add_errors(part)
+        # the mean goes straight into the bucket where types allow; the gradients stay for the residual
+        is_same = part.buffer.dtype == part.flat.dtype
+        result = part.buffer if is_same else torch.empty_like(part.flat)
+        outs = list(result.split(part.sizes))
+        pieces = part.slices()
+        square = self._square(part) if self.options.batched else None
+        if square is not None:
+            self._compress([square], [], [])
+            result.copy_(square.out.view(-1)[: result.numel()])
+            matrices = [square]
+        else:
+            found = [self._matrix(part, position, out) for position, out in enumerate(outs)]
+            matrices = [matrix for matrix in found if matrix is not None]
+            is_rest = [m is None and present for m, present in zip(found, part.present, strict=True)]
+            rest = [i for i, is_sent in enumerate(is_rest) if is_sent]
+            self._compress(matrices, [pieces[i] for i in rest], [outs[i] for i in rest])
+            for out, is_present in zip(outs, part.present, strict=True):
+                if not is_present:
+                    out.zero_()
+        for matrix in matrices:
+            self.remember(matrix.name, "q", matrix.q)
+        if self.options.error_feedback:
+            compressed = part.names if square is not None else [matrix.name for matrix in matrices]
+            self._remember_residuals(part, part.flat.sub_(result), frozenset(compressed))
+        return result
+
+    def _remember_residuals(self, part: Part, residual: torch.Tensor, compressed: frozenset[str]) -> None:
+        """Keeps the residuals of compressed parameters; that of one which was sent in full is zero."""
+        for name, piece, is_present in zip(part.names, residual.split(part.sizes), part.present, strict=True):
+            if is_present and name in compressed:
+                self.remember(name, "error", piece)
+            elif is_present and self.recall(name, "error") is not None:
+                self.remember(name, "error", torch.zeros_like(piece))
+
+    # ------------------------------------------------------------------ matrices
+
+    def _is_worth_it(self, n: int, m: int) -> bool:
+        rank = min(self.options.rank, n, m)
+        return (n + m) * rank * self.options.min_compression < n * m
+
+    def _matrix(self, part: Part, position: int, out: torch.Tensor) -> _Matrix | None:
+        """A parameter's matrix, as a view of the flat gradient; None where compression does not pay."""
+        shape = part.shapes[position]
+        if len(shape) < 2 or not part.present[position]:
+            return None
+        n, m = shape[0], math.prod(shape[1:])
+        if not self._is_worth_it(n, m):
+            return None
+        name = part.names[position]
+        value = part.slices()[position].view(n, m)
+        return _Matrix(name=name, value=value, out=out.view(n, m), q=self._factor(name, n, m, part))
+
+    def _square(self, part: Part) -> _Matrix | None:
+        """The whole bucket as one square matrix, filled up with zeros; a copy."""
+        side = math.isqrt(part.flat.numel() - 1) + 1
+        if not self._is_worth_it(side, side) or not all(part.present):
+            return None  # a parameter that nobody used must not get a share of the others
+        value = part.flat.new_zeros(side * side)
+        value[: part.flat.numel()] = part.flat
+        # the factor mixes the parameters of the bucket, so another layout begins with a new one
+        name = f"{_LAYOUT_PREFIX}{zlib.crc32(' '.join(part.names).encode()):08x}"
+        value = value.view(side, side)
+        q = self._factor(name, side, side, part)
+        return _Matrix(name=name, value=value, out=torch.empty_like(value), q=q)
+
+    def _factor(self, name: str, n: int, m: int, part: Part) -> torch.Tensor:
+        rank = min(self.options.rank, n, m)
+        q = self.recall(name, "q") if self.options.warm_start else None
+        if q is not None and q.shape == (m, rank):
+            return q
+        start = self.step if not self.options.warm_start else 0
+        generator = torch.Generator().manual_seed(
+            zlib.crc32(f"{self.options.seed} {start} {name}".encode())  # the same on all ranks
+        )
+        return torch.randn(m, rank, generator=generator).to(part.flat)
+
+    # ------------------------------------------------------------------ power iteration
+
+    def _compress(
+        self, matrices: Sequence[_Matrix], rest: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        """Writes the low-rank means of matrices, and the means of `rest` into `outs`. Communicates."""
+        ps = self._mean([*(matrix.value @ matrix.q for matrix in matrices), *rest])
+        for out, mean in zip(outs, ps[len(matrices) :], strict=True):
+            out.copy_(mean)
+        ps = orthonormalise(ps[: len(matrices)])
+        # (P^T M)^T reads the rows of M as they lie in memory, which M^T P does not
+        qs = [(p.t() @ matrix.value).t() for matrix, p in zip(matrices, ps, strict=True)]
+        for matrix, p, q in zip(matrices, ps, self._mean(qs), strict=True):
+            torch.mm(p, q.t(), out=matrix.out)
+            matrix.q = q
+
+    def _mean(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The means over the ranks, in one collective."""
+        if not tensors:
+            return []
+        flat = check_finite(self.wire.mean(torch.cat([t.reshape(-1) for t in tensors])))
+        pieces = flat.split([t.numel() for t in tensors])
+        return [p.view(t.shape).to(t.dtype) for p, t in zip(pieces, tensors, strict=True)]
+
+    def _end_step(self) -> None:
+        used = {name for name in self._pending if name.startswith(_LAYOUT_PREFIX)}
+        if used and not self._is_spoiled:
+            for name in [n for n in self._state if n.startswith(_LAYOUT_PREFIX) and n not in used]:
+                del self._state[name]  # of a layout that is no more
+        super()._end_step()
+
+
+def orthonormalise(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Matrices (n x r, n >= r) with orthonormal columns whose span includes that of the given ones.
+
+    Householder reflections: columns that depend on others are replaced by new directions instead of noise,
+    so that a factor that lost rank finds it again. Matrices of one shape are factored together.
+    """
+    result: list[torch.Tensor] = [torch.empty(0)] * len(matrices)
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(index)
+    for indices in by_shape.values():
+        stacked = torch.linalg.qr(torch.stack([matrices[i] for i in indices])).Q
+        for index, q in zip(indices, stacked.unbind(0), strict=True):
+            result[index] = q
+    return result

@@ -1,0 +1,122 @@
+"""`topk`: the largest elements, with momentum that survives the wait of the others.
+
+Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for
+Distributed Training", ICLR 2018, section 3 and algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook, check_finite, require
+
+__all__ = ["TopK", "TopKOptions"]
+
+_WARMUP_FACTOR = 0.25
+"""The first warm-up ratio, and the factor between two of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKOptions(HookOptions):
+    """Options of `topk`."""
+
+    ratio: float = 0.01
+    """Part of each parameter's elements that is sent, at least one element."""
+    momentum: float = 0.0
+    """Factor of the velocity that is kept here, before compression. The optimizer's own must then be 0: set
+    this to what it was. 0 keeps plain residuals and goes with any optimizer."""
+    nesterov: bool = False
+    """Whether the velocity looks one step ahead."""
+    warmup_steps: int = 0
+    """Steps over which the ratio falls to its value: a quarter, a sixteenth and so on, for equal times."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.ratio <= 1, f"ratio={self.ratio}: expected above 0 and at most 1")
+        require(0 <= self.momentum < 1, f"momentum={self.momentum}: expected from 0 and below 1")
+        require(not self.nesterov or self.momentum > 0, "nesterov=True needs a momentum above 0")
+        require(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps}: expected 0 or more")
+
+    def ratio_at(self, step: int) -> float:
+        """The ratio of a step.
+
+        >>> [TopKOptions(ratio=0.01, warmup_steps=8).ratio_at(step) for step in (0, 2, 4, 6, 8)]
+        [0.25, 0.0625, 0.015625, 0.01, 0.01]
+        """
+        if step >= self.warmup_steps or self.ratio >= _WARMUP_FACTOR:
+            return self.ratio
+        num_stages = math.ceil(math.log(self.ratio) / math.log(_WARMUP_FACTOR))
+        stage = step * num_stages // self.warmup_steps
+        return max(self.ratio, _WARMUP_FACTOR ** (stage + 1))
+
+
+class TopK(StatefulHook):
+    """Sends of each parameter the elements with the largest accumulated velocity; the rest waits.
+
+    With g the gradient: u = m u + g, v = v + u, the k elements of v with the largest absolute values are
+    sent, and at their positions both are set to 0, so that old momentum does not push them further (momentum
+    factor masking). Without momentum that is error feedback: v is the residual. Values and positions of all
+    ranks go to all ranks, so the traffic grows with their number.
+    """
+
+    name = "topk"
+    Options = TopKOptions
+    options: TopKOptions
+
+    def reduce(self, part: Part) -> torch.Tensor:
+        """The mean over the ranks of what each of them sends."""
+        velocity = self._correct(part)
+        self.add_errors(part)
+        indices = self._select(part)
+        if not indices.numel():
+            return part.flat
+        sent = part.flat[indices]
+        values = check_finite(self.wire.gather(sent))
+        positions = self.channel.all_gather(indices.to(torch.int32))
+        # where the wire rounds, what it rounded off stays here
+        part.flat[indices] = sent - values[self.channel.rank].to(sent.dtype)
+        self.remember_errors(part, part.flat)
+        if velocity is not None:
+            velocity[indices] = 0
+            for name, piece, is_present in zip(
+                part.names, velocity.split(part.sizes), part.present, strict=True
+            ):
+                if is_present:
+                    self.remember(name, "velocity", piece)
+        mean = torch.zeros_like(part.flat)
+        # rank by rank: the positions of one rank differ, so the order of every sum is the same everywhere
+        for row, where in zip(values.unbind(0), positions.unbind(0), strict=True):
+            mean[where.long()] += row.to(mean.dtype)
+        return mean.div_(self.channel.size)
+
+    def _correct(self, part: Part) -> torch.Tensor | None:
+        """Turns the gradient into what momentum adds to the residual; returns the velocity."""
+        momentum = self.options.momentum
+        if not momentum:
+            return None
+        velocity = part.flat.clone()
+        for name, piece, is_present in zip(part.names, velocity.split(part.sizes), part.present, strict=True):
+            before = self.recall(name, "velocity", piece.numel()) if is_present else None
+            if before is not None:
+                piece.add_(before, alpha=momentum)
+        if self.options.nesterov:
+            part.flat.add_(velocity, alpha=momentum)
+        else:
+            part.flat.copy_(velocity)
+        return velocity
+
+    def _select(self, part: Part) -> torch.Tensor:
+        """Positions in the flat gradient of the elements to send: the same number on all ranks."""
+        ratio = self.options.ratio_at(self.step)
+        found = []
+        start = 0
+        for piece, is_present in zip(part.slices(), part.present, strict=True):
+            if is_present and piece.numel():
+                count = max(1, math.ceil(ratio * piece.numel()))
+                found.append(torch.topk(piece.abs(), count, sorted=False).indices + start)
+            start += piece.numel()
+        if not found:
+            return torch.empty(0, dtype=torch.int64, device=part.flat.device)
+        return torch.cat(found)

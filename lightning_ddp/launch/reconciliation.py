@@ -1,0 +1,361 @@
+"""One process's part in ending a run together: what it hears, what it says, and how it is interrupted.
+
+Everything here is per process, as the default process group is: several Trainers of a script share it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from lightning_ddp._lightning import SIGTERMException, TunerExitException
+from lightning_ddp.comm.abort import abort_groups
+from lightning_ddp.comm.group import Interrupt
+from lightning_ddp.errors import PeerFailure
+from lightning_ddp.launch.orphans import is_child, outlive_parent
+from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
+from lightning_ddp.reconcile.agreement import StepBoundary
+from lightning_ddp.reconcile.alarm import Alarm
+from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
+from lightning_ddp.reconcile.report import write_error_file
+from lightning_ddp.reconcile.server import ControlServer
+from lightning_ddp.reconcile.settings import ReconcileSettings
+from lightning_ddp.reconcile.verdict import ECHO_WAIT_S
+from lightning_ddp.reconcile.watch import ServerAddress, Watch
+
+__all__ = ["Reconciliation", "current", "is_enabled", "open_server"]
+
+SWITCH_VARIABLE = "PL_RECONCILE_PROCESS"
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_STORE_KEY = "lightning_ddp/control_server"
+_RING_EVERY_S = 0.5
+_ABORT_AFTER_S = 0.3
+_MOST_INTERRUPTIONS = 3
+
+_LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
+
+
+def is_enabled() -> bool:
+    """Whether the processes of a run end together; PL_RECONCILE_PROCESS=0 switches it off."""
+    return os.environ.get(SWITCH_VARIABLE, "1") != "0"
+
+
+def open_server(
+    address: str,
+    store: Any,
+    *,
+    identity: Identity,
+    world_size: int,
+    num_nodes: int,
+    settings: ReconcileSettings,
+    on_failure: Callable[[FailureRecord], None] | None = None,
+) -> ControlServer:
+    """Opens the control server of a run in this process, and says in the run's store where it is.
+
+    Args:
+        address: where the first node, which is this one, is reached.
+        store: the store of the run.
+        identity: this process.
+        world_size: ranks of the run.
+        num_nodes: nodes of the run.
+        settings: times.
+        on_failure: called in the server's thread with the first failure.
+
+    Raises:
+        RendezvousError: `address` is none of this host.
+    """
+    # /etc/hosts often maps a node's own name to the loopback, where the other nodes could not reach it
+    is_hidden = num_nodes > 1 and socket.gethostbyname(address).startswith("127.")
+    server = ControlServer(
+        address,
+        token=secrets.token_hex(16),
+        world_size=world_size,
+        settings=settings,
+        on_failure=on_failure,
+        any_interface=is_hidden,
+    )
+    entry = [
+        address,
+        server.port,
+        server.token,
+        identity.rank,
+        identity.node_rank,
+        identity.host,
+        identity.pid,
+    ]
+    store.set(_STORE_KEY, "\n".join(map(str, entry)))
+    return server
+
+
+def _find_server(store: Any) -> ServerAddress:
+    host, port, token, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
+    identity = Identity(rank=int(rank), node_rank=int(node_rank), host=name, pid=int(pid))
+    return ServerAddress(host=host, port=int(port), token=token, identity=identity)
+
+
+class Reconciliation:
+    """This process's part. Made in the main thread; its methods are called there."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.interrupt = Interrupt()
+        self.alarm = Alarm()
+        self.boundary = StepBoundary()
+        self.server: ControlServer | None = None
+        self.watch: Watch | None = None
+        self.where: Callable[[], Where] = Where
+        self.is_over = False
+        """Whether this process has failed or unwinds from a failure: then nobody answers collectives."""
+        self.on_failure: Callable[[], None] | None = None
+        """Called in a thread once a failure is known; a launcher wakes stopped children."""
+        self.kill_children: Callable[[], None] = lambda: None
+        """Set by a launching process."""
+        self._settings = ReconcileSettings()
+        self._depth = 0
+        self._stop_signals: StopSignals | None = None
+
+    @property
+    def identity(self) -> Identity | None:
+        """Which process of the run this is, once it has connected."""
+        return self.watch.identity if self.watch is not None else None
+
+    # ------------------------------------------------------------------ joining
+
+    def connect(
+        self, store: Any, identity: Identity, settings: ReconcileSettings, *, is_child: bool, timeout_s: float
+    ) -> None:
+        """Connects to the control server, and waits until all ranks have. Does nothing the second time.
+
+        Args:
+            store: the store of the run.
+            identity: this process.
+            settings: times.
+            is_child: whether a launcher of this package started this process.
+            timeout_s: how long to wait for the other ranks.
+
+        Raises:
+            RendezvousError: the server cannot be reached, or not all ranks came.
+            PeerFailure: a rank failed before.
+        """
+        if self.watch is None:
+            self._settings = settings
+            server = _find_server(store)
+            parent = Identity(rank=-1, node_rank=identity.node_rank, pid=os.getppid()) if is_child else None
+            if parent is not None and (parent.pid, parent.host) == (
+                server.identity.pid,
+                server.identity.host,
+            ):
+                parent = server.identity
+            self.watch = Watch(
+                server,
+                identity,
+                settings,
+                boundary=self.boundary,
+                on_failure=self._learned,
+                where=self._where,
+                parent=parent,
+            )
+            if is_child:
+                outlive_parent()
+            self._stop_signals = StopSignals(self.watch, is_ending=lambda: self._is_ending)
+        self.watch.wait_for_all(timeout_s, self.interrupt.check)
+        self.interrupt.check()
+
+    def _where(self) -> Where:
+        activity = self.interrupt.activity
+        return replace(self.where(), waits_for=activity.label, count=activity.count)
+
+    @property
+    def _is_ending(self) -> bool:
+        return self.is_over or self.interrupt.error is not None
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function in which this rank counts as running: its end without a word is a failure.
+
+        Raises:
+            PeerFailure: another rank failed; also where `function` raised an echo of that.
+            BaseException: what `function` raised, after the others have been told.
+        """
+        self.interrupt.check()
+        self._enter()
+        try:
+            return function(*args, **kwargs)
+        except (SIGTERMException, TunerExitException):  # raised by all ranks, and no failure
+            raise
+        except BaseException as error:
+            self.alarm.silence()
+            failure = self._end(error)
+            if failure is not None:  # the echo itself explains nothing, but where it was raised does
+                raise failure.with_traceback(error.__traceback__) from None
+            raise
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        self._depth += 1
+        self.alarm.arm()
+        if self.watch is not None and self._depth == 1:
+            self.watch.post("active", is_active=True)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.alarm.silence()
+            if self.watch is not None and not self.is_over:
+                self.watch.post("active", is_active=False)
+
+    def _end(self, error: BaseException) -> PeerFailure | None:
+        """Reports what ended the run on this rank, and makes its collectives fail instead of waiting."""
+        failure = None
+        for _ in range(_MOST_INTERRUPTIONS):
+            try:
+                failure = self._explain(error)
+                break
+            except BaseException:  # noqa: BLE001 (what a signal handler raised: a data loader's, Ctrl-C)
+                continue
+        if self.watch is not None:
+            self.is_over = True
+            threading.Thread(target=abort_groups, daemon=True, name="abort-groups").start()
+        return failure
+
+    def _explain(self, error: BaseException) -> PeerFailure | None:
+        """Reports an exception of this process; returns the failure that it is the consequence of, if any."""
+        if self.watch is None or isinstance(error, PeerFailure):
+            return None
+        record = FailureRecord.of_exception(error, self.watch.identity, self.where())
+        self._write_error_file(record)
+        is_echo = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+        self.watch.report(record, is_echo=is_echo)
+        if isinstance(error, KeyboardInterrupt):  # from the terminal all ranks get it, and none is at fault
+            second_interrupt_ends(self.alarm, self.kill_children)
+            return None
+        first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0 if is_echo else 0.0)
+        if first is None or first.rank == record.rank:
+            return None
+        return first.to_error(record.rank)
+
+    def reached_step_boundary(self) -> bool:
+        """Whether all ranks stop here, because one was asked to by a signal. Called at each step boundary."""
+        self.interrupt.check()
+        self.interrupt.activity.advance()
+        if not self.boundary.reached(self.interrupt.check):
+            return False
+        if self.watch is not None:
+            self.watch.post("stopped")
+        return True
+
+    def fail(self, trace: str) -> None:
+        """Tells all ranks that this one has failed, as the text `trace` says."""
+        if self.watch is None:
+            return
+        where = self.where()
+        cause = trace.strip().splitlines()[-1] if trace.strip() else "reconciliate_processes was called"
+        record = FailureRecord.of_identity(
+            self.watch.identity, cause, step=where.step, phase=where.phase, traceback=trace or None
+        )
+        self.watch.report(FailureRecord.from_message(record.to_message()), is_echo=False)
+
+    def child_ended(self, record: FailureRecord) -> None:
+        """A child of this launching process ended without success. Any thread."""
+        if self.watch is not None:
+            self.watch.post("exited", **record.to_message())
+        elif self.server is not None:
+            self.server.tell({**record.to_message(), "kind": "exited"})
+        if self.watch is None:
+            self.interrupt.set(record.to_error())
+
+    def first_failure(self) -> FailureRecord | None:
+        """The first failure of the run, as far as this process knows."""
+        if self.watch is not None and self.watch.failure is not None:
+            return self.watch.failure
+        return self.server.first_failure if self.server is not None else None
+
+    def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
+        """As `first_failure`, waiting up to `timeout_s` seconds for it."""
+        if self.watch is not None:
+            self.watch.wait_for_verdict(timeout_s)
+        elif self.server is not None:
+            self.server.wait_for_verdict(timeout_s)
+        return self.first_failure()
+
+    def close(self) -> None:
+        """Leaves the run: the end of this process is no failure from now on."""
+        if self.watch is not None:
+            self.watch.close()
+        if self.server is not None:
+            self.server.close()
+
+    # ------------------------------------------------------------------ being interrupted
+
+    def _learned(self, record: FailureRecord) -> None:
+        """In the watching thread: the run has failed."""
+        error = record.to_error(self.identity.rank if self.identity is not None else None)
+        self.interrupt.set(error)
+        if self.identity is not None and record.rank != self.identity.rank:
+            self._write_error_file(record)
+        if not self.alarm.is_silent or self.is_over:
+            # in C and without the GIL, whatever holds that: prints all stacks and ends the process
+            faulthandler.dump_traceback_later(
+                self._settings.failure_grace_s, exit=True, file=_standard_error()
+            )
+        threading.Thread(target=self._ring, args=(error,), daemon=True, name="failure-alarm").start()
+
+    def _ring(self, error: PeerFailure) -> None:
+        self._wake_stopped(error)
+        start, has_aborted = time.monotonic(), False
+        while not self.alarm.is_silent:
+            self.alarm.ring(error)
+            time.sleep(_ABORT_AFTER_S if not has_aborted else _RING_EVERY_S)
+            if not has_aborted and time.monotonic() - start >= _ABORT_AFTER_S and not self.alarm.is_silent:
+                has_aborted = True
+                abort_groups()  # the main thread may be blocked inside of one of torch's own collectives
+
+    def _wake_stopped(self, error: PeerFailure) -> None:
+        """Continues processes of this one's that are stopped (SIGSTOP), so that they can end."""
+        if self.on_failure is not None:
+            self.on_failure()
+        for process in multiprocessing.active_children():  # such as workers of a data loader
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGCONT)
+        if is_child() and error.pid == os.getppid():  # the launching process, which is part of this run
+            with suppress(ProcessLookupError):
+                os.kill(os.getppid(), signal.SIGCONT)
+
+    def _write_error_file(self, record: FailureRecord) -> None:
+        path = os.environ.get(_ERROR_FILE_VARIABLE)
+        if path and self.identity is not None:
+            with suppress(OSError):  # the agent then reports the exit code alone
+                write_error_file(path, record, is_cause=record.rank == self.identity.rank)
+
+
+def _standard_error() -> Any:
+    for stream in (sys.stderr, sys.__stderr__):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.fileno()  # type: ignore[union-attr]
+            return stream
+    return 2
+
+
+_current: Reconciliation | None = None
+
+
+def current() -> Reconciliation:
+    """The one of this process; made at the first call, and anew in a forked process."""
+    global _current
+    if _current is None or _current.pid != os.getpid():
+        _current = Reconciliation()
+    return _current

@@ -1,0 +1,73 @@
+"""Where a run stops for a signal: at the step boundary that all ranks have agreed on.
+
+Lightning broadcasts the signal inside of its handler and asks for it with a collective in every step. Both
+block where no Python runs, and a signal to another rank than 0 makes the first one wait for ever. Here the
+loops look at the agreement of the control channel instead, which costs a lock and a counter.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+from lightning_ddp._lightning import SIGTERMException, TrainerFn
+from lightning_ddp.launch.reconciliation import current
+
+if TYPE_CHECKING:
+    from lightning_ddp._lightning import Trainer
+
+__all__ = ["StepStop"]
+
+
+class StepStop:
+    """Stops the loops of one Trainer."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._requeue: Any = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Takes over from Lightning, where there is a control channel, before it registers its handlers."""
+        if current().watch is None or self._trainer is trainer:
+            return
+        self._trainer = trainer
+        connector: Any = trainer._signal_connector
+        self._requeue = connector._slurm_sigusr_handler_fn
+        connector._sigterm_notifier_fn = _leave_to_stop_signals
+        connector._slurm_sigusr_handler_fn = _ask_to_stop
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+        epoch_loop._broadcast_sigterm_tensor = self.check
+
+    def check(self) -> None:
+        """A step boundary. All ranks pass the same ones; does not communicate.
+
+        Raises:
+            SIGTERMException: all ranks stop here.
+            PeerFailure: a rank has failed.
+        """
+        ours = current()
+        if self._trainer is None or not ours.reached_step_boundary():
+            return
+        connector: Any = self._trainer._signal_connector
+        connector.received_sigterm = True
+        if ours.boundary.is_requeue:
+            # all ranks save a checkpoint together, and rank 0 asks SLURM to start the job again
+            self._requeue(ours.boundary.signal, None)
+        raise SIGTERMException
+
+    def check_evaluation(self) -> None:
+        """A step of an evaluation: a boundary unless it belongs to a fit, which stops between its own."""
+        current().interrupt.activity.advance()
+        if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
+            self.check()
+
+
+def _leave_to_stop_signals(number: int, frame: types.FrameType | None) -> None:
+    """In the place of Lightning's handler: `StopSignals` has its own, which Lightning calls next."""
+
+
+def _ask_to_stop(number: int, frame: types.FrameType | None) -> None:
+    """Handler of the signal by which SLURM announces the end of a job."""
+    ours = current()
+    if ours.watch is not None:
+        ours.watch.post("stop", signal=int(number), is_requeue=True)

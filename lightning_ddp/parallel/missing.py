@@ -1,0 +1,97 @@
+"""Parameters that got no gradient: who misses which, told to all ranks.
+
+A rank that lacks a gradient cannot take part in the all-reduce of that bucket, and the others would wait
+for it without end. So it says so through the group's store; the others look there while they wait, and all
+of them raise the same error, with the names from every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import MissingGradientError
+
+__all__ = ["MissingGradients"]
+
+_FIRST_LOOK_S = 0.2
+_LONGEST_PAUSE_S = 2.0
+_REPORT_DEADLINE_S = 10.0
+_POLL_S = 0.01
+
+
+class _Post(TypedDict):
+    names: list[str]
+    num_launched: int
+
+
+class MissingGradients:
+    """The board on which ranks post the parameters that got no gradient.
+
+    Args:
+        group: the group whose ranks share the board.
+        token: the same on all ranks and different for every wrapped module.
+    """
+
+    def __init__(self, group: Group, token: str) -> None:
+        self._group = group
+        self._prefix = f"lightning_ddp/missing/{token}"
+
+    def report(self, step: int, names: Sequence[str], num_launched: int) -> MissingGradientError:
+        """Posts this rank's names and collects those of the others. Communicates through the store only.
+
+        Args:
+            step: number of the synchronised backward.
+            names: parameters without a gradient here; empty on a rank that waits for the others.
+            num_launched: buckets whose reduction this rank has started in this step.
+
+        Returns:
+            The error to raise, the same on all ranks up to the rank in its first line.
+        """
+        group = self._group
+        posts: dict[int, _Post] = {group.rank: _Post(names=list(names), num_launched=num_launched)}
+        store = group.store
+        if store is not None:
+            store.set(self._key(step, group.rank), json.dumps(posts[group.rank]))
+            store.set(self._key(step, "any"), "1")
+            self._collect(store, step, posts)
+        launched = {post["num_launched"] for post in posts.values()}
+        return MissingGradientError(
+            {rank: post["names"] for rank, post in posts.items()},
+            rank=group.rank,
+            world_size=group.size,
+            step=step,
+            num_launched=num_launched if len(posts) == group.size and len(launched) == 1 else None,
+        )
+
+    def _collect(self, store: Any, step: int, posts: dict[int, _Post]) -> None:
+        waiting = [r for r in range(self._group.size) if r not in posts]
+        deadline = time.monotonic() + _REPORT_DEADLINE_S
+        while waiting and time.monotonic() < deadline:
+            self._group.check()
+            for rank in [r for r in waiting if store.check([self._key(step, r)])]:
+                posts[rank] = json.loads(store.get(self._key(step, rank)))
+                waiting.remove(rank)
+            if waiting:
+                time.sleep(_POLL_S)
+
+    def watch(self, step: int, num_launched: int) -> Callable[[float], None]:
+        """A callback for waits of this step: looks at the board now and then, and raises what is there."""
+        next_look = _FIRST_LOOK_S
+
+        def look(waited_s: float) -> None:
+            nonlocal next_look
+            if waited_s < next_look:
+                return
+            next_look = waited_s + min(waited_s, _LONGEST_PAUSE_S)
+            store = self._group.store
+            if store is not None and store.check([self._key(step, "any")]):
+                raise self.report(step, [], num_launched)
+
+        return look
+
+    def _key(self, step: int, who: int | str) -> str:
+        return f"{self._prefix}/{step}/{who}"

@@ -1,0 +1,53 @@
+"""Copies of what a forward changes in a module besides its outputs: buffers and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["ModuleSnapshot", "copy_states", "put_states"]
+
+
+class ModuleSnapshot:
+    """The buffers of a module and the states of the torchmetrics in it, at one moment."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._buffers = [
+            (owner._buffers, key, tensor, None if tensor is None else tensor.detach().clone())
+            for owner in module.modules()
+            for key, tensor in owner._buffers.items()
+        ]
+        self._metrics = [
+            (metric, copy_states(metric), metric._update_count)
+            for metric in module.modules()
+            if hasattr(type(metric), "metric_state") and hasattr(metric, "_update_count")
+        ]
+
+    def restore(self) -> None:
+        """Puts them back, in place and unseen by autograd: a backward may still follow."""
+        tensors = tuple(tensor for _, _, tensor, _ in self._buffers if tensor is not None)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensors):
+            for owner, key, tensor, value in self._buffers:
+                if tensor is not None and value is not None:
+                    tensor.detach().copy_(value)
+                owner[key] = tensor
+        for metric, states, count in self._metrics:
+            put_states(metric, states)
+            metric._update_count = count
+
+
+def copy_states(metric: Any) -> dict[str, Any]:
+    """The states of a torchmetrics `Metric`: tensors, or lists of them. Does not communicate."""
+    return {
+        name: state.detach().clone() if isinstance(state, torch.Tensor) else list(state)
+        for name, state in metric.metric_state.items()
+    }
+
+
+def put_states(metric: Any, states: Mapping[str, Any]) -> None:
+    """Gives a torchmetrics `Metric` the states that `copy_states` has copied."""
+    for name, state in states.items():
+        setattr(metric, name, state.clone() if isinstance(state, torch.Tensor) else list(state))
+    metric._computed = None

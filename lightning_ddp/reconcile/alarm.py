@@ -1,0 +1,116 @@
+"""Raises a failure in the main thread, whatever that is doing, exactly as if its own code had raised it.
+
+A thread cannot raise in another one at a place of its choice. A signal can: its handler runs in the main
+thread between two bytecodes, and a system call that blocks (a data loader's queue, a sleep) returns for it.
+Without a free signal the interpreter's own asynchronous exception does the same, less promptly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import suppress
+
+__all__ = ["Alarm"]
+
+_FINALISERS = {
+    "__del__",
+    "_callback",
+    "remove",
+}  # weakref.finalize and WeakValueDictionary call the latter two
+
+
+class Alarm:
+    """One for a process; made in its main thread.
+
+    `ring` may be repeated until the main thread has begun to unwind: a ring that finds it inside of a
+    finaliser (where exceptions are swallowed), or handling this very error, does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._is_silent = True
+        self._call: Callable[[], object] | None = None
+        self._main = threading.main_thread().ident
+        self._signal = self._claim_signal()
+
+    def _claim_signal(self) -> signal.Signals | int | None:
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGRTMIN"):
+            return None
+        for number in range(signal.SIGRTMIN + 4, signal.SIGRTMAX):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._on_signal)
+                return number
+        return None
+
+    def arm(self) -> None:
+        """From now on a ring raises. Called where the main thread enters code that may be interrupted."""
+        self._is_silent = False
+
+    def silence(self) -> None:
+        """From now on a ring does nothing: the main thread has begun to unwind, or is outside of a run."""
+        self._is_silent = True
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a ring does nothing."""
+        return self._is_silent
+
+    def ring(self, error: BaseException) -> None:
+        """Has `error` raised in the main thread. Any thread."""
+        self._error = error
+        if self._is_silent or self._main is None:
+            return
+        if self._signal is not None:
+            with suppress(ProcessLookupError):  # the main thread has ended meanwhile
+                signal.pthread_kill(self._main, self._signal)
+        else:
+            _raise_asynchronously(self._main, error)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Has the main thread call `function` as soon as it runs Python; it must not raise. Any thread."""
+        self._call = function
+        if self._signal is not None and self._main is not None:
+            with suppress(ProcessLookupError):
+                signal.pthread_kill(self._main, self._signal)
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        function, self._call = self._call, None
+        if function is not None:
+            function()
+        error = self._error
+        if error is None or self._is_silent or _is_handling(error) or _is_in_finaliser(frame):
+            return
+        raise error
+
+
+def _is_handling(error: BaseException) -> bool:
+    """Whether the code below the signal handler stands in an `except` or `finally` for `error`."""
+    handled = sys.exc_info()[1]
+    seen: set[int] = set()
+    while handled is not None and id(handled) not in seen:
+        if handled is error:
+            return True
+        seen.add(id(handled))
+        handled = handled.__cause__ or handled.__context__
+    return False
+
+
+def _is_in_finaliser(frame: types.FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name in _FINALISERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _raise_asynchronously(thread: int, error: BaseException) -> None:
+    # the interpreter makes the exception itself, from a class without arguments
+    kind = type(
+        type(error).__name__, (type(error),), {"__init__": lambda self: self.__dict__.update(vars(error))}
+    )
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

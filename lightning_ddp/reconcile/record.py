@@ -1,0 +1,140 @@
+"""The record of a failure: what is known of it, as it travels and as people read it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback as traceback_module
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from lightning_ddp.errors import ConfigurationError, PeerFailure
+
+__all__ = ["GONE", "FailureRecord", "Identity", "Where"]
+
+GONE = "the process is gone without a word (killed by a signal, or ended by os._exit)"
+"""What is known of a process whose connection closed."""
+
+_MESSAGE_CHARACTERS = 4_000
+_TRACEBACK_CHARACTERS = 12_000
+_NAME_CHARACTERS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Which process of the run this is."""
+
+    rank: int
+    """Global rank; -1 for a launching process that is no rank."""
+    node_rank: int
+    """Its node."""
+    host: str = field(default_factory=socket.gethostname)
+    """Its host name."""
+    pid: int = field(default_factory=os.getpid)
+    """Its process id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What a rank is doing."""
+
+    step: int | None = None
+    """Its global step, or None outside of training."""
+    phase: str | None = None
+    """The hook or stage that runs, or None."""
+    waits_for: str | None = None
+    """The collective that it waits for, or None."""
+    count: int = 0
+    """Grows while the rank makes progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """The first failure of a run; the fields are those of `PeerFailure`."""
+
+    rank: int
+    message: str
+    node_rank: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    exception_type: str | None = None
+    traceback: str | None = None
+    exit_code: int | None = None
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch when it was noticed."""
+
+    @classmethod
+    def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
+        """What is known of an exception on this process."""
+        text = "".join(traceback_module.format_exception(error))
+        return cls.of_identity(
+            identity,
+            str(error)[:_MESSAGE_CHARACTERS],
+            step=where.step,
+            phase=where.phase,
+            exception_type=type(error).__name__,
+            traceback=text[-_TRACEBACK_CHARACTERS:],
+        )
+
+    @classmethod
+    def of_identity(cls, identity: Identity, message: str, **more: Any) -> FailureRecord:
+        """A failure of a process that says nothing itself."""
+        return cls(**vars(identity), message=message, **more)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> FailureRecord:
+        """The record that a message of another process holds.
+
+        Raises:
+            ConfigurationError: a field is missing or of another type.
+        """
+        values: dict[str, Any] = {name: message.get(name) for name in _KINDS}
+        for name, kinds in _KINDS.items():
+            if not isinstance(values[name], kinds) or isinstance(values[name], bool):
+                raise ConfigurationError(f"failure record: {name}={values[name]!r}"[:_NAME_CHARACTERS])
+        for name, longest in _LONGEST.items():
+            if values[name] is not None:
+                values[name] = str(values[name])[-longest:]
+        return cls(**values)
+
+    def to_message(self) -> dict[str, Any]:
+        """The record in types that JSON has."""
+        return asdict(self)
+
+    def to_error(self, healthy_rank: int | None = None) -> PeerFailure:
+        """The error that the process `healthy_rank` raises."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "time"}
+        return PeerFailure(**values, is_own=healthy_rank == self.rank)
+
+    def with_exit(self, exit_code: int, description: str) -> FailureRecord:
+        """This record, with what the process that waited for the dead one knows."""
+        if self.exception_type is not None:
+            return replace(self, exit_code=exit_code)
+        return replace(self, exit_code=exit_code, message=description)
+
+
+_TEXT, _NUMBER = (str, type(None)), (int, type(None))
+_KINDS: dict[str, tuple[type, ...]] = {
+    "rank": (int,),
+    "message": (str,),
+    "node_rank": _NUMBER,
+    "host": _TEXT,
+    "pid": _NUMBER,
+    "step": _NUMBER,
+    "phase": _TEXT,
+    "exception_type": _TEXT,
+    "traceback": _TEXT,
+    "exit_code": _NUMBER,
+    "time": (float, int),
+}
+_LONGEST = {
+    "message": _MESSAGE_CHARACTERS,
+    "traceback": _TRACEBACK_CHARACTERS,
+    "host": _NAME_CHARACTERS,
+    "phase": _NAME_CHARACTERS,
+    "exception_type": _NAME_CHARACTERS,
+}

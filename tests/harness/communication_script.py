@@ -1,0 +1,213 @@
+"""Trains a small network with hooks and averagers through Lightning's Trainer; saves what came out of it.
+
+Run by `test_communication_trainer.py` on two ranks:
+
+    python communication_script.py CASE FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp import CustomDDPStrategy
+
+warnings.filterwarnings("ignore", message=".*does not have many workers")
+warnings.filterwarnings("ignore", message=".*exists and is not empty")
+
+POWERSGD = {"name": "powersgd", "start_step": 1, "min_compression": 1}
+RESUMED: dict[str, dict[str, Any]] = {
+    "powersgd": {"ddp_comm_hook": POWERSGD},
+    "bf16_topk": {"ddp_comm_hook": ["bf16", {"name": "topk", "ratio": 0.1}], "bucket_cap_mb": 0.001},
+    "randomk": {"ddp_comm_hook": {"name": "randomk", "ratio": 0.1}},
+    "sign": {"ddp_comm_hook": "sign"},
+    "post_local_sgd": {"model_averaging": {"name": "post_local_sgd", "start_step": 2, "period": 3}},
+    "node": {
+        "model_averaging": {"name": "post_local_sgd", "start_step": 2, "period": 3, "gradients": "node"},
+        "ddp_comm_hook": "sign",
+    },
+    "hierarchical_sgd": {"model_averaging": {"name": "hierarchical_sgd", "periods": {3: 0}}},
+    "slowmo": {"model_averaging": {"name": "slowmo", "start_step": 2, "period": 3}},
+    "diloco": {"model_averaging": {"name": "diloco", "period": 3, "encoding": "int8"}},
+    "streaming_diloco": {
+        "model_averaging": {"name": "streaming_diloco", "period": 6, "num_fragments": 2, "delay": 2}
+    },
+    "average": {
+        "model_averaging": {
+            "name": "post_local_sgd",
+            "start_step": 0,
+            "period": 3,
+            "optimizer_state": "average",
+        }
+    },
+}
+
+
+class Network(pl.LightningModule):
+    """Two layers with BatchNorm between them, trained with Adam."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+        self.validated: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return mse_loss(self.layers(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.validated.append(self.layers[0].weight.detach().clone())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Manual(Network):
+    """Two optimizers that take turns, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor]) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(mse_loss(self.layers(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layers[0], self.layers[3])]
+
+
+class Spread(Callback):
+    """Notes after each batch how far the ranks' parameters are apart."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        flat = torch.cat([p.detach().view(-1) for p in module.parameters()])
+        both = trainer.strategy.all_gather(flat)
+        self.values.append((both[0] - both[1]).abs().max().item())
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(32, 6, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs[:, :3] * 2 + 1), batch_size=4)
+
+
+def fit(model: Network, strategy: Any, epochs: int, folder: Path, resume: Path | None = None, **options: Any):
+    checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, every_n_epochs=1)
+    spread = Spread()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=epochs,
+        logger=False,
+        callbacks=[checkpoint, spread],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(model, loader(), DataLoader(loader().dataset, batch_size=16), ckpt_path=resume)
+    return trainer, spread.values
+
+
+def built(kind: type[Network] = Network) -> Network:
+    torch.manual_seed(1)
+    return kind()
+
+
+def result(model: Network, spread: list[float]) -> dict[str, Any]:
+    return {
+        "state": {k: v.clone() for k, v in model.state_dict().items()},
+        "spread": spread,
+        "validated": torch.stack(model.validated),
+    }
+
+
+def train(
+    folder: Path, kind: type[Network] = Network, strategy: Any = None, **arguments: Any
+) -> dict[str, Any]:
+    model = built(kind)
+    options = {"accumulate_grad_batches": arguments.pop("accumulate", 1)}
+    _, spread = fit(model, strategy or CustomDDPStrategy(**arguments), 2, folder, **options)
+    return result(model, spread)
+
+
+def resume(folder: Path, name: str) -> dict[str, Any]:
+    """An undisturbed run of two epochs, and one that goes on from its first checkpoint."""
+    arguments = RESUMED[name]
+    undisturbed = train(folder, **arguments)
+    model = built()
+    with torch.no_grad():
+        model.layers[0].weight.zero_()  # must come from the checkpoint
+    _, spread = fit(
+        model, CustomDDPStrategy(**arguments), 2, folder / "again", resume=folder / "epoch=0.ckpt"
+    )
+    return {"undisturbed": undisturbed, "resumed": result(model, spread)}
+
+
+def lightning_spelling(folder: Path) -> dict[str, Any]:
+    """Post-local SGD as one writes it for Lightning's strategy, beside this package's own spelling."""
+
+    state = post_localSGD_hook.PostLocalSGDState(
+        process_group=None, subgroup=None, start_localSGD_iter=2, post_local_gradient_allreduce=False
+    )
+    theirs = train(
+        folder / "theirs",
+        ddp_comm_state=state,
+        ddp_comm_hook=post_localSGD_hook.post_localSGD_hook,
+        model_averaging_period=3,
+    )
+    ours = train(folder / "ours", **RESUMED["post_local_sgd"])
+    return {"theirs": theirs, "ours": ours, "iter": state.iter}
+
+
+def main() -> None:
+    case, folder = sys.argv[1], Path(sys.argv[2])
+    answer: dict[str, Any]
+    if case == "resumed":
+        answer = {name: resume(folder / name, name) for name in RESUMED}
+    elif case == "lightning":
+        answer = lightning_spelling(folder)
+    elif case == "plain":
+        averaging = {"name": "post_local_sgd", "start_step": 2, "period": 2}
+        answer = {
+            "ddp": train(folder / "ddp", strategy="ddp"),
+            "allreduce": train(folder / "allreduce", ddp_comm_hook="allreduce"),
+            "accumulated": train(folder / "accumulated", accumulate=2, model_averaging=averaging),
+            "manual": train(folder / "manual", Manual, model_averaging=averaging),
+        }
+    elif case == "different":
+        hook = ["fp16", "bf16"][int(os.environ.get("LOCAL_RANK", "0"))]
+        answer = train(folder, ddp_comm_hook=hook)
+    elif case == "shape":
+        answer = train(folder, ddp_comm_hook=wrong_shape)
+    else:
+        raise SystemExit(f"no case {case!r}")
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.save(answer, folder / f"result.{rank}")
+
+
+def wrong_shape(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer()[1:])
+    return future
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""Trains with other numbers of batches on each rank in several ways, and saves what came out of each rank.
+
+Run by `test_uneven_trainer.py`; every rank writes a file of its own, `results.<rank>.pt`:
+
+    python uneven_script.py --cases sized,unsized --out results
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lightning_ddp
+from lightning_ddp import CustomDDPStrategy
+
+BATCH_SIZE, NUM_FEATURES = 4, 3
+NUM_EPOCHS = 2
+
+
+def batches(rank: int, num_batches: int, batch_size: int = BATCH_SIZE) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the first batches of a rank, the same in every run."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    inputs = torch.randn(40, NUM_FEATURES, generator=generator)[: num_batches * batch_size]
+    return inputs, inputs.sum(1, keepdim=True) * (rank + 1) + rank
+
+
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.samples = list(zip(inputs, targets, strict=True))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.samples)
+
+
+class Regression(pl.LightningModule):
+    """A linear layer whose optimizer has a state, with losses logged in every way."""
+
+    def __init__(
+        self, num_batches: Sequence[int], is_sized: bool = True, batch_size: int = BATCH_SIZE
+    ) -> None:
+        super().__init__()
+        self.num_batches = num_batches
+        self.is_sized = is_sized
+        self.batch_size = batch_size
+        self.layer = nn.Linear(NUM_FEATURES, 1)
+        with torch.no_grad():
+            self.layer.weight.fill_(0.1)
+            self.layer.bias.zero_()
+        self.seen: list[dict[str, float]] = []
+        self.epochs: list[dict[str, float]] = []
+
+    def train_dataloader(self) -> Any:
+        return self.loader(self.num_batches[self.global_rank])
+
+    def loader(self, num_batches: int) -> DataLoader:
+        data = batches(self.global_rank, num_batches, self.batch_size)
+        return DataLoader(TensorDataset(*data) if self.is_sized else Stream(*data), self.batch_size)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(*batches(7, 2)), BATCH_SIZE)
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return (self.layer(batch[0]) - batch[1]).square().mean()
+
+    def log_loss(self, loss: Tensor) -> None:
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", loss, on_step=True, on_epoch=True, sync_dist=True, reduce_fx="max")
+        self.log("smallest", loss, on_step=True, on_epoch=True, sync_dist=True, reduce_fx="min")
+        self.log("local", loss, on_step=False, on_epoch=True)
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch)
+        self.log_loss(loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("batches", 1.0, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        names = ("loss_step", "largest_step", "smallest_step")
+        self.seen.append({name: self.trainer.callback_metrics[name].item() for name in names})
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("ranks", float(self.global_rank), sync_dist=True, reduce_fx="sum")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Epochs(pl.Callback):
+    """Keeps the metrics of each epoch."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        names = ("loss_epoch", "largest_epoch", "smallest_epoch", "local", "batches", "val_loss")
+        metrics = trainer.callback_metrics
+        pl_module.epochs.append({name: metrics[name].item() for name in names if name in metrics})
+
+
+class Manual(Regression):
+    """Manual optimisation with two micro-batches a step, the first of which stays on its rank if it is to."""
+
+    def __init__(self, num_batches: Sequence[int], keeps: bool = False) -> None:
+        super().__init__(num_batches)
+        self.automatic_optimization = False
+        self.keeps = keeps
+        self.is_local: list[bool] = []
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.log_loss(self.loss(batch))
+        halves = [[tensor.chunk(2)[i] for tensor in batch] for i in range(2)]
+        with self.trainer.strategy.no_backward_sync(enabled=self.keeps):
+            self.manual_backward(self.loss(halves[0]) / 2)
+        grads = self.all_gather(self.layer.weight.grad.clone())
+        self.is_local.append(not torch.equal(grads[0], grads[1]))
+        self.manual_backward(self.loss(halves[1]) / 2)
+        optimizer.step()
+
+
+class Stateful(Regression):
+    """BatchNorm, once inside a checkpointed part, torchmetrics, a replaced buffer and collectives."""
+
+    def __init__(self, num_batches: Sequence[int]) -> None:
+        super().__init__(num_batches)
+        self.norm = nn.BatchNorm1d(NUM_FEATURES, affine=False)
+        self.again = nn.BatchNorm1d(NUM_FEATURES, affine=False)
+        self.mean = torchmetrics.MeanMetric(sync_on_compute=False)
+        self.cat = torchmetrics.CatMetric(sync_on_compute=False)
+        self.register_buffer("last", torch.zeros(1))
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        hidden = checkpoint(self.again, self.norm(inputs).requires_grad_(), use_reentrant=True)
+        del batch[1]  # a step may do to its batch what it likes
+        hidden = hidden + self.all_gather(inputs.mean()).mean()
+        self.trainer.strategy.barrier()
+        loss = (self.layer(hidden) - targets).square().mean()
+        self.mean.update(loss.detach())
+        self.cat.update(inputs[0, 0])
+        self.last = inputs[0, :1].clone()
+        decide = self.trainer.strategy.reduce_boolean_decision
+        self.votes = [decide(self.global_rank == 0, all=True), decide(self.global_rank == 1, all=False)]
+        self.log_loss(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.epochs_of_metrics = [float(self.mean.compute()), self.cat.compute().view(-1).tolist()]
+        self.mean.reset()
+        self.cat.reset()
+
+
+class RandomDepth(Regression):
+    """Leaves out a layer at random, on all ranks alike as they were seeded alike."""
+
+    def __init__(self, num_batches: Sequence[int]) -> None:
+        super().__init__(num_batches)
+        self.extra = nn.ModuleList(nn.Linear(NUM_FEATURES, 1) for _ in range(2))
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        chosen = int(torch.randint(2, (1,)))
+        self.choices = [*getattr(self, "choices", []), chosen]
+        loss = self.loss(batch) + self.extra[chosen](batch[0]).square().mean()
+        self.log_loss(loss)
+        return loss
+
+
+class Shrinking(Regression):
+    """Loaders that are made anew in each epoch, with other numbers of batches."""
+
+    def __init__(self, by_epoch: Sequence[Sequence[int]], is_sized: bool) -> None:
+        super().__init__(by_epoch[0], is_sized)
+        self.by_epoch = by_epoch
+
+    def train_dataloader(self) -> Any:
+        return self.loader(self.by_epoch[self.trainer.current_epoch][self.global_rank])
+
+
+class TwoLoaders(Regression):
+    def train_dataloader(self) -> Any:
+        return [self.loader(2), self.loader(2)]
+
+
+class FetchesItself(Regression):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        return self.loss(next(dataloader_iter)[0])
+
+
+class SizedOnRankZero(Regression):
+    def train_dataloader(self) -> Any:
+        self.is_sized = self.global_rank == 0
+        return super().train_dataloader()
+
+
+class KeepsAutomatic(Regression):
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        with self.trainer.strategy.no_backward_sync():
+            return self.loss(batch)
+
+
+class Cases:
+    """The ways to train; each method is one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def fit(
+        self,
+        model: Regression,
+        strategy: Mapping[str, Any] | None = None,
+        ckpt_path: str | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        trainer = lightning_ddp.Trainer(
+            **{
+                "strategy": CustomDDPStrategy(**(strategy or {"uneven_inputs": "join"})),
+                "accelerator": "cpu",
+                "devices": 2,
+                "max_epochs": NUM_EPOCHS,
+                "use_distributed_sampler": False,
+                "logger": False,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "enable_checkpointing": False,
+                "callbacks": [Epochs()],
+                **options,
+            }
+        )
+        trainer.fit(model, ckpt_path=ckpt_path)
+        self.trainer = trainer
+        optimizer = trainer.optimizers[0]
+        return {
+            "weight": model.layer.weight.detach().clone(),
+            "bias": model.layer.bias.detach().clone(),
+            "optimizer": optimizer.state_dict(),
+            "steps": trainer.global_step,
+            "seen": model.seen,
+            "epochs": model.epochs,
+            "ranks": trainer.callback_metrics["ranks"].item() if model.seen else None,
+        }
+
+    def sized(self) -> dict[str, Any]:
+        return self.fit(Regression([3, 5]))
+
+    def unsized(self) -> dict[str, Any]:
+        return self.fit(Regression([3, 5], is_sized=False))
+
+    def limited(self) -> dict[str, Any]:
+        return self.fit(Regression([3, 5]), limit_train_batches=4)
+
+    def accumulated(self) -> dict[str, Any]:
+        return self.fit(Regression([5, 3]), accumulate_grad_batches=2)
+
+    def over_active(self) -> dict[str, Any]:
+        return self.fit(Regression([3, 5]), {"uneven_inputs": "join", "divide_by_initial_world_size": False})
+
+    def single_samples(self) -> dict[str, Any]:
+        return self.fit(Regression([3, 4], batch_size=1))
+
+    def manual(self) -> dict[str, Any]:
+        model = Manual([3, 5])
+        return {**self.fit(model), "is_local": model.is_local}
+
+    def manual_kept(self) -> dict[str, Any]:
+        model = Manual([3, 5], keeps=True)
+        return {**self.fit(model), "is_local": model.is_local}
+
+    def stateful(self) -> dict[str, Any]:
+        model = Stateful([5, 3])
+        result = self.fit(model, {"uneven_inputs": "join", "broadcast_buffers": False}, max_epochs=1)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return {**result, "buffers": buffers, "metrics": model.epochs_of_metrics, "votes": model.votes}
+
+    def random_depth(self) -> dict[str, Any]:
+        model = RandomDepth([3, 9])
+        strategy = {"uneven_inputs": "join", "find_unused_parameters": True}
+        return {**self.fit(model, strategy), "choices": model.choices}
+
+    def none_in_second_epoch(self) -> dict[str, Any]:
+        model = Shrinking([[2, 3], [0, 2]], is_sized=False)
+        return self.fit(model, reload_dataloaders_every_n_epochs=1)
+
+    def resumed(self) -> dict[str, Any]:
+        file = str(self.folder / "first_epoch.ckpt")
+        self.fit(Regression([3, 5]), max_epochs=1)
+        self.trainer.save_checkpoint(file)
+        return self.fit(Regression([3, 5]), ckpt_path=file)
+
+    def checkpointed(self) -> dict[str, Any]:
+        def keep(folder: Path) -> pl.callbacks.ModelCheckpoint:
+            return pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_top_k=-1, every_n_epochs=1)
+
+        folder = self.folder / "checkpoints"
+        kept = keep(folder)
+        result = self.fit(Regression([3, 5]), callbacks=[kept, Epochs()], enable_checkpointing=True)
+        first = sorted(kept.best_k_models)[0]
+        files = sorted(path.name for path in folder.iterdir())
+        again = self.fit(
+            Regression([3, 5]),
+            ckpt_path=first,
+            callbacks=[keep(folder), Epochs()],
+            enable_checkpointing=True,
+        )
+        return {**result, "again": again, "files": files}
+
+    def fit_and_validate(self) -> dict[str, Any]:
+        model = Regression([3, 5])
+        result = self.fit(model)
+        validated = self.trainer.validate(model, verbose=False)
+        self.trainer.fit_loop.max_epochs = NUM_EPOCHS + 1
+        self.trainer.fit(model)
+        return {**result, "validate": validated, "again": model.layer.weight.detach().clone()}
+
+    # what is refused; run where an error in all processes does not end them
+    def none_in_first_epoch(self) -> dict[str, Any]:
+        return self.fit(Regression([0, 2], is_sized=False))
+
+    def error_mode(self) -> dict[str, Any]:
+        return self.fit(Regression([3, 5]), {"uneven_inputs": "error"})
+
+    def error_mode_even(self) -> dict[str, Any]:
+        return self.fit(Regression([3, 3]), {"uneven_inputs": "error"})
+
+    def two_loaders(self) -> dict[str, Any]:
+        return self.fit(TwoLoaders([2, 2]))
+
+    def dataloader_iter(self) -> dict[str, Any]:
+        return self.fit(FetchesItself([2, 2]))
+
+    def sized_on_rank_zero(self) -> dict[str, Any]:
+        return self.fit(SizedOnRankZero([2, 2]))
+
+    def keeps_automatic(self) -> dict[str, Any]:
+        return self.fit(KeepsAutomatic([2, 2]), {})
+
+    def resumed_inside_an_epoch(self) -> dict[str, Any]:
+        file = str(self.folder / "two_steps.ckpt")
+        self.fit(Regression([3, 5]), max_steps=2)
+        self.trainer.save_checkpoint(file)
+        return self.fit(Regression([3, 5]), ckpt_path=file, max_steps=4)
+
+
+def make_warnings_errors() -> None:
+    warnings.filterwarnings("error")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch has no need of it
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # Lightning on torch 2.13
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message=r".*self.log\('local', ..., sync_dist=True\)")  # on purpose
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    warnings.filterwarnings("ignore", message=".*dataloader_iter.*experimental")
+
+
+def main() -> None:
+    make_warnings_errors()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    cases = Cases(args.out.parent)
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ  # else an error ends all processes
+    results: dict[str, Any] = {}
+    for name in args.cases.split(","):
+        pl.seed_everything(7, verbose=False)
+        try:
+            results[name] = getattr(cases, name)()
+        except Exception as error:
+            if not is_launched:
+                raise
+            results[name] = {"error": type(error).__name__, "message": str(error)}
+        torch.save(results, args.out.with_suffix(f".{rank}.pt"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,567 @@
+"""Each averager against its algorithm, written out here for all ranks in one place.
+
+The ranks take steps of SGD along given gradients, so that every position is known. fp32 against float64:
+rtol 1e-5 of the largest element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from given_gradients import Given, Grads, mean, random_grads
+from harness import run_threads
+from torch import Tensor, nn
+
+from lightning_ddp.averaging import Averager, available_averagers, build_averager, parse_averager
+from lightning_ddp.averaging.base import refuse_sharded
+from lightning_ddp.errors import ConfigurationError
+
+SHAPES = {"first": (6, 5), "bias": (4,), "second": (3, 2, 4)}
+LR = 0.1
+NUM_STEPS = 9
+EVERY_STEP = {"name": "post_local_sgd", "start_step": 0, "period": 1}
+both_sizes = pytest.mark.parametrize("world_size", [2, 3])
+
+
+def local_grads(rank: int, step: int) -> Grads:
+    return random_grads(rank, step, SHAPES)
+
+
+def train(
+    spec: Any,
+    world_size: int,
+    *,
+    num_steps: int = NUM_STEPS,
+    schedule: Callable[[int], float] = lambda step: LR,
+    finish: Callable[[nn.Module, Averager], Any] = lambda module, averager: None,
+    grads: Callable[[int, int], Grads] = local_grads,
+    momentum: float = 0.0,
+) -> list[tuple[list[Grads], Any]]:
+    """Per rank: the parameters after each step, and `finish(module, averager)`."""
+
+    def rank_main(rank: int, _: int, group: Any) -> tuple[list[Grads], Any]:
+        module = Given(SHAPES)
+        optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=momentum)
+        averager = build_averager(spec, module, [optimizer], group)
+        trace = []
+        for step in range(num_steps):
+            optimizer.param_groups[0]["lr"] = schedule(step)
+            take_step(module, optimizer, averager, grads(rank, step), world_size, step, grads)
+            trace.append({n: p.detach().clone() for n, p in module.named_parameters()})
+        return trace, finish(module, averager)
+
+    return run_threads(rank_main, world_size)
+
+
+def take_step(module, optimizer, averager, own, world_size, step, grads) -> None:
+    """What the reducer does while gradients are averaged is done here by hand."""
+    if averager.averages_gradients:
+        own = {n: mean([grads(r, step)[n] for r in range(world_size)]).float() for n in own}
+    for name, parameter in module.named_parameters():
+        parameter.grad = own[name].clone() if name in own else None
+    optimizer.step()
+    averager.step(optimizer)
+
+
+def zeros(world_size: int) -> list[Grads]:
+    return [{n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(world_size)]
+
+
+def assert_close(found: Grads, expected: Grads, rtol: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = max(tensor.abs().max().item(), 1e-3)
+        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=0, atol=rtol * scale)
+
+
+def check(spec: Any, world_size: int, after_step: Callable[..., None], **options: Any) -> None:
+    """Compares a run with `x[rank][name] -= lr g`, changed by `after_step(step, x)`, at every step."""
+    schedule = options.get("schedule", lambda step: LR)
+    answers = train(spec, world_size, **options)
+    x = zeros(world_size)
+    for step in range(options.get("num_steps", NUM_STEPS)):
+        for rank in range(world_size):
+            for name in SHAPES:
+                x[rank][name] -= schedule(step) * local_grads(rank, step)[name]
+        after_step(step, x)
+        for rank in range(world_size):
+            assert_close(answers[rank][0][step], x[rank])
+
+
+def average(x: list[Grads], ranks: list[int] | None = None) -> None:
+    ranks = ranks or list(range(len(x)))
+    for name in SHAPES:
+        value = mean([x[r][name] for r in ranks])
+        for r in ranks:
+            x[r][name] = value.clone()
+
+
+# ---------------------------------------------------------------- local SGD
+
+
+@both_sizes
+@pytest.mark.parametrize(("start", "period"), [(0, 1), (0, 3), (4, 2), (2, 8), (9, 1)])
+def test_post_local_sgd_averages_gradients_and_then_parameters(world_size, start, period):
+    def after(step, x):
+        local = step + 1 - start
+        if local <= 0 or local % period == 0:
+            average(x)  # of SGD without momentum, which is what averaged gradients are too
+
+    spec = {"name": "post_local_sgd", "start_step": start, "period": period}
+    check(spec, world_size, after)
+
+
+def test_hierarchical_sgd_runs_the_largest_level_that_is_due():
+    def after(step, x):
+        local = step + 1 - 1
+        if local > 0 and local % 4 == 0:
+            average(x)
+        elif local > 0 and local % 2 == 0:
+            average(x, [0, 1])
+            average(x, [2, 3])
+
+    spec = {"name": "hierarchical_sgd", "start_step": 1, "periods": {2: 2, 4: 0}}
+
+    def from_start(step, x):
+        if step == 0:
+            average(x)
+        after(step, x)
+
+    check(spec, 4, from_start)
+
+
+# ---------------------------------------------------------------- outer optimizers
+
+
+@both_sizes
+def test_slowmo_follows_the_paper(world_size):
+    start, period, alpha, beta = 2, 3, 0.8, 0.5
+    old, slow = zeros(1)[0], zeros(1)[0]
+
+    def schedule(step):
+        return [0.1, 0.1, 0.2, 0.2, 0.05, 0.05, 0.05, 0.1, 0.0][step]
+
+    def after(step, x):
+        if step < start:
+            average(x)
+            old.update({n: t.clone() for n, t in x[0].items()})
+        elif (step + 1 - start) % period == 0:
+            lr = schedule(step)
+            average(x)
+            for name in SHAPES:
+                slow[name] = beta * slow[name] + (old[name] - x[0][name]) / lr
+                old[name] = old[name] - alpha * lr * slow[name]
+                for rank in range(world_size):
+                    x[rank][name] = old[name].clone()
+
+    spec = {"name": "slowmo", "start_step": start, "period": period, "slow_lr": alpha, "slow_momentum": beta}
+    check(spec, world_size, after, schedule=schedule)
+
+
+def test_slowmo_takes_the_mean_where_the_learning_rate_is_zero():
+    spec = {"name": "slowmo", "period": 3}
+    last = [LR, LR, 0.0]
+    answers = train(spec, 2, num_steps=3, schedule=lambda step: last[step])
+    x = zeros(2)
+    for rank in range(2):
+        for step in range(2):
+            for name in SHAPES:
+                x[rank][name] -= LR * local_grads(rank, step)[name]
+    average(x)
+    assert_close(answers[0][0][2], x[0])
+    assert_close(answers[1][0][2], x[0])
+
+
+@both_sizes
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_diloco_follows_the_paper(world_size, nesterov):
+    start, period, lr, factor = 1, 2, 0.7, 0.9
+    old, momentum = zeros(1)[0], zeros(1)[0]
+
+    def after(step, x):
+        if step < start:
+            average(x)
+            old.update({n: t.clone() for n, t in x[0].items()})
+        elif (step + 1 - start) % period == 0:
+            for name in SHAPES:
+                delta = mean([old[name] - x[r][name] for r in range(world_size)])
+                momentum[name] = factor * momentum[name] + delta
+                old[name] = old[name] - lr * (delta + factor * momentum[name] if nesterov else momentum[name])
+                for rank in range(world_size):
+                    x[rank][name] = old[name].clone()
+
+    check({"name": "diloco", "start_step": start, "period": period, "nesterov": nesterov}, world_size, after)
+
+
+@both_sizes
+def test_diloco_with_outer_lr_1_and_no_momentum_is_parameter_averaging(world_size):
+    spec = {"name": "diloco", "period": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+    ours = train(spec, world_size)
+    plain = train({"name": "post_local_sgd", "start_step": 0, "period": 2}, world_size)
+    for rank in range(world_size):
+        for a, b in zip(ours[rank][0], plain[rank][0], strict=True):
+            assert_close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize(("encoding", "bound"), [("bf16", 2.0**-7), ("int8", 1 / 100)])
+def test_encoded_outer_gradients_err_by_their_rounding(encoding, bound):
+    """The bound is relative to the largest outer gradient, for each of four rounds."""
+    spec = {"name": "diloco", "period": 2, "outer_momentum": 0.0}
+    exact = train(spec, 2, num_steps=8)
+    rounded = train(spec | {"encoding": encoding}, 2, num_steps=8)
+    for rank in range(2):
+        for name in SHAPES:
+            error = (exact[rank][0][-1][name] - rounded[rank][0][-1][name]).abs().max().item()
+            assert 0 < error <= 4 * bound * LR * 2 * 4
+    for a, b in zip(rounded[0][0][1::2], rounded[1][0][1::2], strict=True):
+        assert all(a[name].equal(b[name]) for name in SHAPES), "the ranks agree to the bit"
+
+
+@both_sizes
+@pytest.mark.parametrize("delay", [0, 1])
+def test_streaming_diloco_follows_the_paper(world_size, delay):
+    period, num_fragments, weight, lr, factor = 4, 2, 0.25, 0.7, 0.9
+    fragments = [["first", "second"], ["bias"]]
+    old, momentum = zeros(1)[0], zeros(1)[0]
+    sent: dict[int, tuple[list[str], dict[str, Tensor]]] = {}
+
+    def after(step, x):
+        local = step + 1
+        if local % (period // num_fragments) == 0:
+            names = fragments[(local // 2 - 1) % num_fragments]
+            deltas = {n: mean([old[n] - x[r][n] for r in range(world_size)]) for n in names}
+            sent[local + delay] = (names, deltas)
+        names, deltas = sent.pop(local, ([], {}))
+        for name in names:
+            momentum[name] = factor * momentum[name] + deltas[name]
+            old[name] = old[name] - lr * (deltas[name] + factor * momentum[name])
+            for rank in range(world_size):
+                own = weight if delay else 0.0
+                x[rank][name] = own * x[rank][name] + (1 - own) * old[name]
+
+    spec = {
+        "name": "streaming_diloco",
+        "period": period,
+        "num_fragments": num_fragments,
+        "delay": delay,
+        "local_weight": weight,
+    }
+    check(spec, world_size, after)
+
+
+# ---------------------------------------------------------------- what is averaged, and how
+
+
+def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_averaged_too():
+    def rank_main(rank, world_size, group):
+        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 3), nn.Linear(2, 2).to(torch.bfloat16))
+        module = module.to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            for i, p in enumerate(module.parameters()):
+                p.copy_(torch.arange(p.numel()).view(p.shape) * 0.25 + i)
+        places = [(p.data_ptr(), p.stride()) for p in module.parameters()]
+        before = [p.detach().clone() for p in module.parameters()]
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        averager = build_averager(
+            {"name": "post_local_sgd", "start_step": 0, "period": 1}, module, [optimizer], group
+        )
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(rank)  # as if stepped; no parameter has a gradient
+        averager.step(optimizer)
+        assert [(p.data_ptr(), p.stride()) for p in module.parameters()] == places
+        for p, old in zip(module.parameters(), before, strict=True):
+            assert p.equal(old + 0.5)
+
+    run_threads(rank_main, 2)
+
+
+def test_a_tensor_larger_than_a_chunk_goes_in_several(monkeypatch):
+    monkeypatch.setattr("lightning_ddp.comm.chunks.CHUNK_NUMEL", 7)
+    check(
+        {"name": "post_local_sgd", "start_step": 0, "period": 1}, 3, lambda step, x: average(x), num_steps=3
+    )
+
+
+@both_sizes
+def test_running_statistics_are_those_of_all_data(world_size):
+    """Every rank has the statistics of its data; together they are those of the data put together."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(world_size, 50, 3, generator=generator) * 2 + torch.arange(world_size).view(-1, 1, 1)
+
+    def rank_main(rank, _, group):
+        layer = nn.BatchNorm1d(3)
+        layer.register_buffer("other", torch.tensor([float(rank)]))
+        module = nn.Sequential(layer)
+        layer.running_mean.copy_(data[rank].mean(0))
+        layer.running_var.copy_(data[rank].var(0, correction=0))
+        layer.num_batches_tracked.fill_(10 + rank)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        averager = build_averager(
+            {"name": "post_local_sgd", "start_step": 0, "period": 1}, module, [optimizer], group
+        )
+        averager.step(optimizer)
+        return layer.running_mean, layer.running_var, layer.num_batches_tracked.item(), layer.other.item()
+
+    together = data.view(-1, 3)
+    for running_mean, running_var, count, other in run_threads(rank_main, world_size):
+        torch.testing.assert_close(running_mean, together.mean(0))
+        torch.testing.assert_close(running_var, together.var(0, correction=0))
+        assert count == 10 + world_size - 1
+        assert other == pytest.approx((world_size - 1) / 2)
+
+
+@pytest.mark.parametrize("policy", ["keep", "average", "reset"])
+def test_optimizer_state_is_kept_averaged_or_reset(policy):
+    def rank_main(rank, world_size, group):
+        module = Given(SHAPES)
+        optimizer = torch.optim.Adam(module.parameters(), lr=LR)
+        spec = {"name": "post_local_sgd", "start_step": 0, "period": 2, "optimizer_state": policy}
+        averager = build_averager(spec, module, [optimizer], group)
+        for step in range(2):
+            for name, parameter in module.named_parameters():
+                # a parameter that rank 0 alone has used has no state on the other
+                parameter.grad = None if (name, rank) == ("bias", 1) else local_grads(rank, step)[name]
+            optimizer.step()
+            before = {n: dict(optimizer.state.get(p, {})) for n, p in module.named_parameters()}
+            before = {n: {k: v.clone() for k, v in s.items()} for n, s in before.items()}
+            averager.step(optimizer)
+        after = {n: dict(optimizer.state.get(p, {})) for n, p in module.named_parameters()}
+        return before, after
+
+    answers = run_threads(rank_main, 2)
+    for before, after in answers:
+        for name in SHAPES:
+            for key, value in before[name].items():
+                if policy == "reset":
+                    assert key not in after[name]
+                elif policy == "keep" or key == "step" or name == "bias":
+                    assert after[name][key].equal(value)
+                else:
+                    expected = mean([answers[r][0][name][key] for r in range(2)])
+                    torch.testing.assert_close(after[name][key].double(), expected, rtol=1e-6, atol=1e-9)
+                    assert not after[name][key].equal(value)
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_two_optimizers_are_counted_and_averaged_each_by_itself():
+    """An even period and turns: with one common count, one of the two would never be averaged."""
+
+    def rank_main(rank, world_size, group):
+        module = nn.ModuleDict({"g": Given(SHAPES), "d": Given(SHAPES)})
+        optimizers = [torch.optim.SGD(module[k].parameters(), lr=1.0) for k in ("g", "d")]
+        spec = {"name": "post_local_sgd", "start_step": 0, "period": 2}
+        averager = build_averager(spec, module, optimizers, group)
+        spread = []
+        for _ in range(2):
+            for key, optimizer in zip(("g", "d"), optimizers, strict=True):
+                for p in module[key].parameters():
+                    p.grad = torch.full_like(p, float(rank))
+                optimizer.step()
+                averager.step(optimizer)
+                spread.append((module["g"].bias[0].item(), module["d"].bias[0].item()))
+        return spread
+
+    first, second = run_threads(rank_main, 2)
+    assert first == [(0, 0), (0, 0), (-1, 0), (-1, -1)]
+    assert second == [(-1, 0), (-1, -1), (-1, -1), (-1, -1)]
+
+
+def test_skipped_steps_do_not_count_in_the_warm_up_and_do_in_the_local_phase():
+    def rank_main(rank, world_size, group):
+        module = Given(SHAPES)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        spec = {"name": "post_local_sgd", "start_step": 2, "period": 3}
+        averager = build_averager(spec, module, [optimizer], group)
+        phases = []
+        for was_skipped in (False, True, True, False):
+            phases.append(averager.averages_gradients)
+            averager.step(optimizer, was_skipped=was_skipped)
+        phases.append(averager.averages_gradients)
+        with torch.no_grad():
+            module.bias.fill_(rank)
+        for step in range(3):
+            assert module.bias[0] == rank
+            averager.step(optimizer, was_skipped=rank == 1 and step == 1)  # the ranks skip differently
+        return phases, module.bias[0].item()
+
+    assert run_threads(rank_main, 2) == [([True, True, True, True, False], 0.5)] * 2
+
+
+def test_agreement_averages_what_has_diverged_and_nothing_else():
+    def finish(module, averager):
+        before = averager.num_bytes_sent
+        averager.agree()
+        first = {n: p.detach().clone() for n, p in module.named_parameters()}
+        sent = averager.num_bytes_sent - before
+        averager.agree()
+        return first, sent, averager.num_bytes_sent - before - sent
+
+    spec = {"name": "diloco", "period": 100}
+    answers = train(spec, 2, num_steps=3, finish=finish)
+    expected = {n: mean([answers[r][0][-1][n] for r in range(2)]) for n in SHAPES}
+    for _, (agreed, num_sent, num_again) in answers:
+        assert_close(agreed, expected, 1e-6)
+        assert num_sent > 0
+        assert num_again == 0
+    spec = {"name": "post_local_sgd", "start_step": 5, "period": 2}
+    assert train(spec, 2, num_steps=5, finish=finish)[0][1][1] == 0, "gradients were averaged so far"
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [
+        ({"name": "post_local_sgd", "start_step": 0, "period": 8}, 0.14),
+        ({"name": "slowmo", "period": 12}, 0.09),
+        ({"name": "diloco", "period": 100}, 0.011),
+        ({"name": "diloco", "period": 100, "encoding": "bf16"}, 0.0055),
+        ({"name": "diloco", "period": 100, "encoding": "int8"}, 0.003),
+        ({"name": "streaming_diloco", "period": 100}, 0.011),
+    ],
+    ids=str,
+)
+def test_bytes_sent_as_part_of_averaged_gradients(spec, limit):
+    shapes = {"w": (200, 200), "b": (200,), "v": (200, 100), "c": (50,)}
+    numel = 200 * 200 + 200 + 200 * 100 + 50
+
+    def rank_main(rank, world_size, group):
+        module = Given(shapes)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        averager = build_averager(spec, module, [optimizer], group)
+        for _ in range(200):
+            averager.step(optimizer)
+        return averager.num_bytes_sent
+
+    for sent in run_threads(rank_main, 2):
+        assert 0.5 * limit < sent / (200 * 4 * numel) <= limit
+
+
+# ---------------------------------------------------------------- resume
+
+ALL = [
+    {"name": "post_local_sgd", "start_step": 2, "period": 3},
+    {"name": "hierarchical_sgd", "start_step": 2, "periods": {3: 0}},
+    {"name": "slowmo", "start_step": 2, "period": 3},
+    {"name": "diloco", "start_step": 2, "period": 3},
+    {"name": "diloco", "period": 3, "encoding": "int8"},
+    {"name": "streaming_diloco", "start_step": 1, "period": 6, "num_fragments": 2, "delay": 2},
+]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 6])
+@pytest.mark.parametrize("spec", ALL, ids=str)
+def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, stop):
+    def rank_main(rank, world_size, group):
+        def start():
+            module = Given(SHAPES)
+            optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
+            return module, optimizer, build_averager(spec, module, [optimizer], group)
+
+        def go_on(run, steps):
+            module, optimizer, averager = run
+            for step in steps:
+                take_step(module, optimizer, averager, local_grads(rank, step), world_size, step, local_grads)
+
+        first = start()
+        go_on(first, range(stop))
+        first[2].agree()
+        saved = [{k: v.clone() for k, v in first[0].state_dict().items()}, first[1].state_dict()]
+        saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
+        saved.append(first[2].state_dict())
+        go_on(first, range(stop, 14))
+        second = start()
+        second[0].load_state_dict(saved[0])
+        second[1].load_state_dict(saved[1])
+        assert second[2].load_state_dict(saved[2]) == []
+        go_on(second, range(stop, 14))
+        return [a.equal(b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True)], any(
+            p.any() for p in second[0].parameters()
+        )
+
+    assert run_threads(rank_main, 2) == [([True] * 3, True)] * 2
+
+
+def test_loading_says_what_it_cannot_keep():
+    def rank_main(rank, world_size, group):
+        module = Given(SHAPES)
+        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+        slowmo = build_averager("slowmo", module, [optimizer], group)
+        diloco = build_averager("diloco", module, [optimizer], group)
+        state = slowmo.state_dict()
+        notes = diloco.load_state_dict(state)
+        del state["outer"]["bias"]
+        notes += slowmo.load_state_dict(state | {"options": {"period": 5}, "steps": [(1, 1), (2, 2)]})
+        with pytest.raises(ConfigurationError, match="has format 7; this release reads 1"):
+            slowmo.load_state_dict(state | {"format": 7})
+        return notes
+
+    assert run_threads(rank_main, 1) == [
+        [
+            "state of averager 'slowmo' was dropped: the run uses 'diloco'",
+            "step counts of averager 'slowmo' were reset: 2 optimizers were saved, the run has 1",
+            "averager 'slowmo' was saved with other options: {'period': 5}",
+            "outer state of averager 'slowmo' begins anew for bias",
+        ]
+    ]
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("dilocco", r"unknown averager 'dilocco'; did you mean 'diloco'\?"),
+        ({"name": "slowmo", "tau": 3}, "'slowmo' has no option 'tau'; there are start_step, period"),
+        ({"name": "diloco", "outer_ls": 3}, r"no option 'outer_ls'; did you mean 'outer_lr'\?"),
+        ({"name": "diloco", "period": 0}, "'diloco': period=0: expected at least 1"),
+        ({"name": "diloco", "encoding": "int4"}, "encoding='int4': expected 'fp32', 'bf16' or 'int8'"),
+        ({"name": "slowmo", "optimizer_state": "x"}, "expected 'keep', 'average' or 'reset'"),
+        ({"name": "hierarchical_sgd"}, "periods"),
+        ({"name": "hierarchical_sgd", "periods": {4: 2, 2: 4}}, "have to rise together"),
+        ({"name": "hierarchical_sgd", "periods": {2: 2, 3: 4}}, "a multiple of the one before"),
+        ({"name": "streaming_diloco", "period": 10}, "num_fragments=4: expected a divisor of period=10"),
+        ({"name": "streaming_diloco", "period": 8, "delay": 2}, "delay=2: expected from 0 and below 2"),
+        (7, "model averaging 7: expected a name or a mapping"),
+    ],
+)
+def test_a_specification_that_cannot_be_used_says_why(spec, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse_averager(spec)
+
+
+def test_groups_that_do_not_fit_the_ranks_are_refused():
+    def rank_main(rank, world_size, group):
+        module = Given(SHAPES)
+        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+        for periods in ({2: 2}, {2: 2, 4: 3}):
+            spec = {"name": "hierarchical_sgd", "periods": periods}
+            with pytest.raises(ConfigurationError, match=r"with 3 ranks; the last group has to be all"):
+                build_averager(spec, module, [optimizer], group)
+
+    run_threads(rank_main, 3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim scripts functions
+def test_sharded_optimizers_are_refused_with_the_reason():
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    inner = torch.optim.SGD(Given(SHAPES).parameters(), lr=LR)
+    with pytest.raises(ConfigurationError, match="PostLocalSGDOptimizer: it averages the parameters itself"):
+        refuse_sharded([PostLocalSGDOptimizer(inner, averager=None)])
+
+
+def test_the_catalogue_describes_every_averager():
+    assert set(available_averagers()) == {
+        "post_local_sgd",
+        "hierarchical_sgd",
+        "slowmo",
+        "diloco",
+        "streaming_diloco",
+    }
+    assert all(text.endswith(".") for text in available_averagers().values())

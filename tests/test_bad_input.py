@@ -1,0 +1,277 @@
+"""Bad input is a clear error on every rank, and no hang: outputs without tensors, hooks, arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks_outcomes, run_threads, run_threads_outcomes
+from torch import Tensor, nn
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.errors import CommHookError, RankMismatchError
+
+ONE_BUCKET_EACH_MB = 1e-6
+TIMEOUT = timedelta(seconds=1)
+
+
+class Returns(nn.Module):
+    """Computes a loss and returns what it is told to make of it."""
+
+    def __init__(self, answer: Callable[[Tensor], Any] = lambda loss: loss) -> None:
+        super().__init__()
+        self.one = nn.Linear(2, 2, bias=False)
+        self.two = nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            self.one.weight.fill_(1.0)
+            self.two.weight.fill_(1.0)
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        self.loss = self.two(self.one(x)).sum()
+        return self.answer(self.loss)
+
+
+class Holder:
+    """An object that is no container which anybody knows."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+def grads(model: BucketedDDP) -> list[float]:
+    return [p.grad.unique().item() for p in model.module.parameters()]
+
+
+def x_of(rank: int) -> Tensor:
+    return torch.full((1, 2), rank + 1.0)
+
+
+MEAN = [1.5, 3.0]  # of 1 and 2 for the first layer, of 2 and 4 for the second
+
+# ---------------------------------------------------------------- outputs that hold no tensor
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lambda loss: None, lambda loss: "text", lambda loss: [], lambda loss: {"loss": loss.item()}],
+    ids=["None", "text", "empty", "number"],
+)
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
+def test_a_loss_that_is_no_output_is_averaged_all_the_same(answer, options) -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(answer), process_group=group, **options)
+        seen = []
+        for _ in range(3):
+            model.zero_grad()
+            model(x_of(rank))
+            model.module.loss.backward()
+            seen.append(grads(model))
+        return seen
+
+    assert run_threads(rank_main, 2) == [[MEAN] * 3] * 2
+
+
+def test_a_forward_without_a_backward_is_followed_by_clean_steps() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(lambda loss: None), process_group=group)
+        for _ in range(3):
+            model(x_of(rank))  # nothing to go back from
+        model.module.loss.backward()
+        return grads(model)
+
+    assert run_threads(rank_main, 2) == [MEAN] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
+def test_a_tensor_inside_an_object_of_the_users_is_averaged(options) -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(Holder), process_group=group, **options)
+        seen = []
+        for _ in range(3):
+            model.zero_grad()
+            model(x_of(rank)).loss.backward()
+            seen.append(grads(model))
+        return seen
+
+    assert run_threads(rank_main, 2) == [[MEAN] * 3] * 2
+
+
+@pytest.mark.parametrize("answer", [lambda loss: None, Holder], ids=["nothing", "object"])
+def test_a_search_that_finds_no_tensor_does_not_lose_gradients_in_silence(answer) -> None:
+    """With find_unused_parameters nothing leads into the graph: right or refused, not wrong."""
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(answer), process_group=group, find_unused_parameters=True)
+        model(x_of(rank))
+        model.module.loss.backward()
+        return grads(model)
+
+    for outcome in run_threads_outcomes(rank_main, 2, timeout_s=10):
+        assert outcome.status in ("returned", "raised"), outcome.describe()
+        if outcome.status == "returned":
+            assert outcome.value == MEAN
+        else:
+            assert outcome.exception_type == "BackwardOrderError"
+            assert "find_unused_parameters" in outcome.message
+            assert ".weight" in outcome.message
+
+
+# ---------------------------------------------------------------- communication hooks
+
+
+def raises(state: Any, bucket: Any) -> Any:
+    raise ZeroDivisionError("no norm")
+
+
+def returns_nothing(state: Any, bucket: Any) -> Any:
+    return None
+
+
+def returns_the_tensor(state: Any, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+def done(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def gives_a_short_tensor(state: Any, bucket: Any) -> Any:
+    return done(bucket.buffer()[:1])
+
+
+def gives_another_dtype(state: Any, bucket: Any) -> Any:
+    return done(bucket.buffer().double())
+
+
+def gives_text(state: Any, bucket: Any) -> Any:
+    return done("reduced")
+
+
+def gives_two(state: Any, bucket: Any) -> Any:
+    return done([bucket.buffer(), bucket.buffer()])
+
+
+def fails_later(state: Any, bucket: Any) -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_exception(ValueError("lost on the way"))
+    return future
+
+
+HOOKS = [
+    (raises, r"'raises' raised ZeroDivisionError: no norm"),
+    (returns_nothing, r"'returns_nothing' returned NoneType: callback must return a torch\.futures\.Future"),
+    (returns_the_tensor, r"'returns_the_tensor' returned (Tensor|Parameter).*make one of the flat gradient"),
+    (gives_a_short_tensor, r"'gives_a_short_tensor' gave shape \[1\].*expected \[2\] of torch\.float32"),
+    (gives_another_dtype, r"'gives_another_dtype' gave shape \[2\] of torch\.float64; expected \[2\]"),
+    (gives_text, r"'gives_text' gave str; expected the flat gradient"),
+    (gives_two, r"'gives_two' gave list; expected the flat gradient"),
+    (fails_later, r"'fails_later' failed: .*lost on the way"),
+]
+
+
+@pytest.mark.parametrize(("hook", "message"), HOOKS, ids=[hook.__name__ for hook, _ in HOOKS])
+def test_a_broken_hook_is_named_on_every_rank_and_step(hook, message) -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
+        model.register_comm_hook(None, hook)
+        for step in range(2):
+            loss = model(x_of(rank))
+            where = (
+                rf"(?s)^rank {rank}, step {step}: communication hook .*{message}.*parameters 'two\.weight'"
+            )
+            with pytest.raises(CommHookError, match=where):
+                loss.backward()
+
+    run_threads(rank_main, 2)
+
+
+def test_a_hook_that_recovers_reduces_the_next_step() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
+        broken = [True]
+
+        def hook(state: Any, bucket: Any) -> Any:
+            if broken[0] and bucket.is_last():
+                raise ZeroDivisionError("no norm")
+            return group.allreduce([bucket.buffer().div_(2)]).get_future()
+
+        model.register_comm_hook(None, hook)
+        with pytest.raises(CommHookError, match="no norm"):
+            model(x_of(rank)).backward()
+        broken[0] = False
+        model.zero_grad()
+        model(x_of(rank)).backward()
+        return grads(model)
+
+    assert run_threads(rank_main, 2) == [MEAN] * 2
+
+
+def test_a_hook_that_fails_on_one_rank_holds_the_others_no_longer_than_the_groups_timeout() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(), process_group=group)
+
+        def hook(state: Any, bucket: Any) -> Any:
+            if rank == 1:
+                raise ZeroDivisionError("here only")
+            return group.allreduce([bucket.buffer()]).get_future()
+
+        model.register_comm_hook(None, hook)
+        loss = model(x_of(rank))
+        group._get_backend(torch.device("cpu"))._set_default_timeout(TIMEOUT)
+        loss.backward()
+
+    first, second = run_threads_outcomes(rank_main, 2, timeout_s=15)
+    assert (second.status, second.exception_type) == ("raised", "CommHookError"), second.describe()
+    assert "here only" in second.message
+    assert first.status == "raised", first.describe()
+    assert first.exception_type == "CommHookError"
+    assert "rank 0, step 0" in first.message
+    assert "Timed out" in first.message
+
+
+# ---------------------------------------------------------------- arguments that differ
+
+
+@pytest.mark.parametrize("name", ["static_graph", "find_unused_parameters"])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_arguments_that_differ_between_ranks_are_named_on_every_rank(name, odd) -> None:
+    def rank_main(rank, world_size, group):
+        message = rf"^rank {rank}: {name} is {odd == 0} on rank 0 and {odd != 0} on rank {odd or 1}\."
+        with pytest.raises(RankMismatchError, match=message):
+            BucketedDDP(Returns(), process_group=group, **{name: rank == odd})
+        # the group is as good as before
+        model = BucketedDDP(Returns(), process_group=group)
+        model(torch.ones(1, 2)).backward()
+        return grads(model)
+
+    assert run_threads(rank_main, 3) == [[1.0, 2.0]] * 3
+
+
+def steps_with_option(rank, world_size, name, values):
+    options = {name: values[rank], "find_unused_parameters": name.startswith("skip")}
+    model = BucketedDDP(Returns(), **options)
+    for _ in range(2):
+        model.zero_grad()
+        model(x_of(rank)).backward()
+    return grads(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("bucket_cap_mb", (25, ONE_BUCKET_EACH_MB)),
+        ("bucket_cap_mb_list", ([25], [ONE_BUCKET_EACH_MB])),
+        ("skip_all_reduce_unused_params", (False, True)),
+    ],
+)
+def test_other_plans_on_other_ranks_are_an_error_and_no_wrong_sum(name, values) -> None:
+    """Buckets of other sizes would pair the gradient of one parameter with that of another."""
+    for outcome in run_ranks_outcomes(steps_with_option, 2, name, values, timeout_s=10):
+        assert (outcome.status, outcome.exception_type) == ("raised", "RankMismatchError"), outcome.describe()
+        assert name in outcome.message

@@ -1,0 +1,433 @@
+"""Buffers: the numbers of a copy of rank 0's before each forward, without a collective where none is due."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparison import assert_all_as_torch, grads_of, state_of
+from harness import run_ranks, run_threads
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import ConfigurationError
+
+
+class Norms(nn.Module):
+    """Layers of batch normalisation with different settings, whose statistics are all the buffers."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, bias=False)
+        self.first = norm(4)
+        self.average = nn.BatchNorm2d(4, momentum=None, affine=False)
+        self.no_statistics = nn.BatchNorm2d(4, track_running_stats=False)
+        self.last = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(self.conv(x)))
+        x = self.no_statistics(self.average(x))
+        return self.head(self.last(x.flatten(2)).mean(2))
+
+
+class ShiftedNorm(nn.BatchNorm2d):
+    """Reads a running statistic in training, as a subclass may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.running_mean.clone().view(1, -1, 1, 1)
+        return super().forward(x) + shift
+
+
+class WithAverage(Norms):
+    """Has one more buffer, an average of the inputs, which training reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average_input", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average_input.lerp_(x.mean(), 0.1)
+        return super().forward(x - self.average_input.clone())
+
+
+class Reassigned(Norms):
+    """Puts a new tensor in the place of its buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last_mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.last_mean
+        self.last_mean = x.detach().mean() + 0
+        return super().forward(x - before)
+
+
+MAKERS = {
+    "norms": Norms,
+    "subclass": lambda: Norms(ShiftedNorm),
+    "another buffer": WithAverage,
+    "reassigned": Reassigned,
+}
+# a letter a forward: t trains, n in no_sync, e evaluates, f trains with the first layer frozen,
+# F with all of them; `|` ends nothing and is for the eye
+PROGRAMS = {
+    "trains": "tttt",
+    "evaluates between": "tt|ee|t|e|ttt|eee",
+    "accumulates": "nnt|nnt|e|nnt",
+    "frozen from the start": "FFF|e|FF",
+    "frozen in part": "ff|e|ff|t|ff|e",
+    "frozen later": "tt|FF|t|e|F|ff|e",
+    "evaluates first": "e|t|e",
+}
+
+
+def run_program(rank, world_size, wrap, name, program, options) -> Any:
+    """Outputs of every forward, gradients of every backward, and the state at the end."""
+    torch.manual_seed(7)  # the same weights, but each rank its own statistics
+    module = MAKERS[name]()
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(rank / 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, for `broadcast_buffers`
+        model = wrap(module, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    seen = []
+    for kind in program.replace("|", ""):
+        model.train(kind != "e")
+        for layer in [module.first] if kind == "f" else list(module.children()) if kind == "F" else []:
+            layer.eval()
+        x = torch.randn(3, 2, 5, 5, generator=generator)
+        if kind == "e":
+            with torch.no_grad():
+                seen.append(model(x))
+            continue
+        with model.no_sync() if kind == "n" else nullcontext():
+            output = model(x)
+            output.square().sum().backward()
+        seen.append(output.detach())
+        if kind != "n":
+            seen.append(grads_of(module))
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        seen.append(model(x))
+    parameters = {n for n, _ in module.named_parameters()}
+    # buffers of the ranks whose copy is still due are compared by what evaluation makes of them
+    state = {n: t for n, t in state_of(module).items() if n in parameters or rank == 0}
+    return seen, state
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_outputs_and_gradients_are_those_under_torch_in_every_forward(name) -> None:
+    cases = [(name, program, {}) for program in PROGRAMS.values()]
+    for by_rank in assert_all_as_torch(run_program, 2, cases):
+        outputs, _ = by_rank[0]
+        assert outputs[0].abs().max() > 0
+        assert not torch.equal(outputs[0], by_rank[1][0][0]), "the ranks must have different inputs"
+
+
+def test_three_ranks_evaluate_with_rank_0s_statistics() -> None:
+    program = PROGRAMS["evaluates between"]
+    assert_all_as_torch(run_program, 3, [("norms", program, {})], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"broadcast_buffers": True},
+        {"broadcast_buffers": False},
+        {"forward_sync_buffers": True},
+        {"forward_sync_buffers": False},
+        {"broadcast_buffers": False, "init_sync": False},
+    ],
+    ids=str,
+)
+def test_the_flags_have_torchs_meaning(options) -> None:
+    programs = ("accumulates", "frozen later")
+    cases = [(name, PROGRAMS[p], options) for name in ("norms", "another buffer") for p in programs]
+    assert_all_as_torch(run_program, 2, cases)
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+@contextmanager
+def counted_collectives() -> Iterator[dict[str, int]]:
+    """Counts what this process starts through the engine's groups; the collectives run as ever."""
+    counts = dict.fromkeys(("broadcast", "all_reduce", "all_gather"), 0)
+    originals = {name: getattr(Group, name) for name in counts}
+
+    def counting(name: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            counts[name] += 1
+            return originals[name](*arguments, **keywords)
+
+        return call
+
+    for name in counts:
+        setattr(Group, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(Group, name, original)
+
+
+def collectives_by_forward(rank, world_size, name, program, options):
+    """Collectives of each forward of the program, without those of its backward."""
+    torch.manual_seed(7)
+    model = BucketedDDP(MAKERS[name](), **options)
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    with counted_collectives() as counts:
+        for kind in program.replace("|", ""):
+            model.train(kind != "e")
+            if kind == "F":
+                model.module.eval()
+            before = sum(counts.values())
+            output = model(torch.randn(3, 2, 5, 5, generator=generator))
+            found.append(sum(counts.values()) - before)
+            if kind != "e":
+                output.square().sum().backward()
+        assert sum(counts.values()) > sum(found), "backward must have been counted too"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "program", "expected"),
+    [
+        # the second forward tells all ranks the order of the buckets
+        ("norms", {}, "tttt|ee|t|e|FF", [0, 1, 0, 0, 1, 1, 0, 1, 1, 1]),
+        ("norms", {"broadcast_buffers": "auto"}, "ttF", [0, 1, 1]),
+        ("norms", {"broadcast_buffers": True}, "tttt", [1, 2, 1, 1]),
+        ("norms", {"forward_sync_buffers": True}, "tttt", [1, 2, 1, 1]),
+        ("norms", {"broadcast_buffers": False}, "ttt|e", [0, 1, 0, 0]),
+        ("norms", {"forward_sync_buffers": False}, "ttt|e", [0, 1, 0, 0]),
+        ("subclass", {}, "ttt", [1, 2, 1]),
+        ("another buffer", {}, "ttt", [1, 2, 1]),
+    ],
+)
+def test_training_steps_of_batch_norms_spend_no_collective_on_buffers(
+    name, options, program, expected
+) -> None:
+    assert run_ranks(collectives_by_forward, 2, name, program, options) == [expected] * 2
+
+
+# ---------------------------------------------------------------- statistics changed behind our back
+
+
+def statistics_changed_elsewhere(rank, world_size, wrap, change):
+    """The module is used without the wrapper between two forwards of it, each rank on its own."""
+    torch.manual_seed(7)
+    module = Norms()
+    model = wrap(module)
+    generator = torch.Generator().manual_seed(rank)
+
+    def x() -> Tensor:
+        return torch.randn(3, 2, 5, 5, generator=generator)
+
+    model(x()).sum().backward()
+    model.eval()
+    model(x()).sum().backward()  # copies: all ranks are alike
+    if change == "module":
+        module.train()
+        with torch.no_grad():
+            module(x())
+    else:
+        with torch.no_grad():
+            module.first.running_mean.fill_(rank + 1.0)
+    module.eval()
+    return model(x()).detach()
+
+
+@pytest.mark.parametrize("change", ["module", "buffer"])
+def test_statistics_that_changed_outside_of_the_wrapper_are_copied_before_they_are_read(change) -> None:
+    assert_all_as_torch(statistics_changed_elsewhere, 2, [(change,)])
+
+
+def test_an_evaluation_after_no_sync_sees_rank_0s_statistics() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)), process_group=group)
+        with model.no_sync():
+            model(torch.tensor([[1.0], [3.0]]) * (rank + 1)).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(1, 1))
+        return model.module[0].running_mean.item()
+
+    assert run_threads(rank_main, 2) == pytest.approx([0.2, 0.2])
+
+
+def test_sync_buffers_copies_at_once() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)), process_group=group)
+        model(torch.tensor([[1.0], [3.0]]) * (rank + 1)).sum().backward()
+        own = model.module[0].running_mean.item()
+        model.sync_buffers()
+        return own, model.module[0].running_mean.item()
+
+    (own_0, synced_0), (own_1, synced_1) = run_threads(rank_main, 2)
+    assert (own_0, own_1) == pytest.approx((0.2, 0.4))
+    assert synced_0 == synced_1 == own_0
+
+
+# ---------------------------------------------------------------- ignored buffers, hooks
+
+
+def ignored_buffers(rank, world_size, wrap, ignored):
+    torch.manual_seed(7)
+    module = WithAverage()
+    module.average_input.fill_(rank + 1.0)
+    module.first.running_mean.fill_(rank + 1.0)
+    module._ddp_params_and_buffers_to_ignore = ignored
+    model = wrap(module)
+    generator = torch.Generator().manual_seed(rank)
+    seen = [state_of(module)]
+    for _ in range(2):
+        model(torch.randn(3, 2, 5, 5, generator=generator)).square().sum().backward()
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(torch.ones(1, 2, 5, 5)))
+        seen.append(state_of(module))
+        model.train()
+    return seen
+
+
+def test_ignored_buffers_stay_each_ranks_own() -> None:
+    names = ["average_input", "first.running_mean", "first.running_var"]
+    answers = assert_all_as_torch(ignored_buffers, 2, [(names[:1],), (names,)])
+    for by_rank in answers:
+        assert [seen[0]["average_input"].item() for seen in by_rank] == [1.0, 2.0]
+    assert [seen[0]["first.running_mean"][0].item() for seen in answers[0]] == [1.0, 1.0]
+    assert [seen[0]["first.running_mean"][0].item() for seen in answers[1]] == [1.0, 2.0]
+
+
+class Averages(nn.Module):
+    """Subtracts a running average of its inputs; backward does not need that buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average_input", torch.zeros(5))
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.num_forwards += 1
+            self.average_input.lerp_(x.flatten(0, -2).mean(0), 0.1)
+        return self.linear(x - self.average_input.clone())
+
+
+def with_buffer_hook(rank, world_size, wrap, location, waits):
+    """A hook that takes the mean over the ranks; it waits, or leaves that to the end of backward."""
+    torch.manual_seed(7)
+    module = Averages()
+    model = wrap(module)
+    calls: list[list[str]] = []
+
+    def average(state: Any, buffers: dict[str, Tensor]) -> Any:
+        assert state == "state"
+        calls.append(sorted(buffers))
+        futures = []
+        for name in sorted(buffers):
+            if buffers[name].is_floating_point():
+                buffers[name].div_(world_size)
+                work = dist.all_reduce(buffers[name], async_op=True)
+                if waits:
+                    work.wait()
+                else:
+                    futures.append(work.get_future())
+        return futures if futures else None
+
+    model._register_buffer_comm_hook("state", average, location)
+    generator = torch.Generator().manual_seed(rank)
+    seen = []
+    for _ in range(3):
+        output = model(torch.randn(3, 5, generator=generator))
+        output.square().sum().backward()
+        seen += [output.detach(), state_of(module)]
+    return calls, seen
+
+
+def test_a_buffer_hook_runs_where_torch_runs_it() -> None:
+    before, after = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
+    # before forward it has to wait, as forward writes into the buffers
+    cases = [(before, True), (after, True), (after, False)]
+    for location, by_rank in zip(cases, assert_all_as_torch(with_buffer_hook, 2, cases), strict=True):
+        assert [calls for calls, _ in by_rank] == [[["average_input", "num_forwards"]] * 3] * 2, location
+
+
+def test_the_public_form_of_the_buffer_hook() -> None:
+    def rank_main(rank, world_size, group, location):
+        class Adds(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(()))
+                self.register_buffer("count", torch.zeros(()))
+
+            def forward(self) -> Tensor:
+                seen = self.count.item()
+                with torch.no_grad():
+                    self.count += rank + 1.0
+                return self.weight * seen
+
+        model = BucketedDDP(Adds(), process_group=group)
+
+        def add_up(state: Any, buffers: dict[str, Tensor]) -> Any:
+            work = group.allreduce([buffers["count"]])
+            if location == "before_forward":
+                work.wait()
+                return None
+            return [work.get_future()]
+
+        model.register_buffer_comm_hook(None, add_up, location=location)
+        seen = []
+        for _ in range(2):
+            output = model()
+            output.backward()
+            seen += [output.item(), model.module.count.item()]
+        return seen
+
+    # before: 0 + 0, then (0 + 1) + (0 + 2); after: each forward adds what the ranks sum up then
+    assert run_threads(rank_main, 2, "before_forward") == [[0.0, 1.0, 3.0, 4.0], [0.0, 2.0, 3.0, 5.0]]
+    assert run_threads(rank_main, 2, "after_forward") == [[0.0, 3.0, 3.0, 9.0]] * 2
+
+
+# ---------------------------------------------------------------- bad arguments
+
+
+def test_both_flags_warn_and_the_newer_one_counts() -> None:
+    def rank_main(rank, world_size, group):
+        with pytest.warns(FutureWarning, match=r"broadcast_buffers=True is ignored, as forward_sync_buffers"):
+            model = BucketedDDP(
+                Norms(), process_group=group, broadcast_buffers=True, forward_sync_buffers=False
+            )
+        return model.forward_sync_buffers
+
+    assert run_threads(rank_main, 1) == [False]
+
+
+def test_bad_arguments_are_named() -> None:
+    def rank_main(rank, world_size, group):
+        with pytest.raises(ConfigurationError, match=r"broadcast_buffers='never': one of 'auto', True"):
+            BucketedDDP(Norms(), process_group=group, broadcast_buffers="never")
+        model = BucketedDDP(Norms(), process_group=group)
+        with pytest.raises(ConfigurationError, match=r"location='later': expected 'before_forward' or"):
+            model.register_buffer_comm_hook(None, print, location="later")
+        with pytest.raises(TypeError, match="buffer hook 3 must be callable"):
+            model.register_buffer_comm_hook(None, 3)
+
+    run_threads(rank_main, 1)

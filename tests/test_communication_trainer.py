@@ -1,0 +1,250 @@
+"""Hooks and averagers through Lightning's Trainer on two processes: wiring, agreement, resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from given_gradients import Run, random_grads
+from harness import ScriptResult, run_script, run_threads
+from harness.communication_script import RESUMED, Network, loader
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+from lightning_ddp import CustomDDPStrategy
+from lightning_ddp.comm.group import Group
+from lightning_ddp.communication.rank_files import load_state, rank_file, save_state
+from lightning_ddp.communication.wiring import Communication
+from lightning_ddp.errors import ConfigurationError
+
+SCRIPT = Path(__file__).parent / "harness" / "communication_script.py"
+CPU = torch.device("cpu")
+
+
+def run_case(case: str, folder: Path) -> list[Any]:
+    run_script(SCRIPT, [case, str(folder)], timeout_s=180).check()
+    return [torch.load(folder / f"result.{rank}") for rank in range(2)]
+
+
+def run_failing(case: str, folder: Path) -> ScriptResult:
+    result = run_script(SCRIPT, [case, str(folder)], timeout_s=60)
+    assert result.returncode != 0
+    return result
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["state"].keys() == b["state"].keys()
+    for name, tensor in a["state"].items():
+        torch.testing.assert_close(b["state"][name], tensor, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- wiring
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run_case("plain", tmp_path_factory.mktemp("plain"))
+
+
+def test_the_hook_allreduce_trains_as_lightnings_ddp(plain):
+    for answer in plain:
+        assert_same(answer["ddp"], answer["allreduce"])
+
+
+def test_parameters_are_apart_between_rounds_and_agree_at_the_end(plain):
+    """Four batches of four an epoch and rank; of the accumulated run, two steps an epoch."""
+    for answer in plain:
+        spread = [value > 0 for value in answer["accumulated"]["spread"]]
+        # steps 1 and 2 with averaged gradients, step 3 alone, step 4 ends with a round
+        assert spread == [False, False, False, False, False, True, True, False]
+    assert_same(plain[0]["accumulated"], plain[1]["accumulated"])
+
+
+def test_two_optimizers_by_hand_are_both_averaged(plain):
+    for answer in plain:
+        spread = [value > 0 for value in answer["manual"]["spread"]]
+        # each optimizer: two steps together, then rounds after every second step of its own
+        assert spread == [False, False, True, False, True, False, True, False]
+    assert_same(plain[0]["manual"], plain[1]["manual"])
+
+
+def test_all_ranks_validate_one_model(plain):
+    for run in ("accumulated", "manual"):
+        assert plain[0][run]["validated"].equal(plain[1][run]["validated"])
+
+
+def test_lightnings_spelling_of_post_local_sgd_trains_the_same(tmp_path):
+    for answer in run_case("lightning", tmp_path):
+        for run in answer["theirs"], answer["ours"]:
+            # a torch hook leaves the reducer on, which spreads the running statistics of rank 0
+            run["state"] = {name: t for name, t in run["state"].items() if "running" not in name}
+        assert_same(answer["theirs"], answer["ours"])
+        spread = [value > 0 for value in answer["theirs"]["spread"]]
+        assert spread[:6] == [False, False, True, True, False, True]
+        assert answer["iter"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ddp_comm_hook": "bf17"}, r"unknown communication hook 'bf17'; did you mean"),
+        ({"ddp_comm_hook": "bf16", "ddp_comm_state": object()}, "ddp_comm_state has no effect with the hook"),
+        ({"model_averaging": "dilocco"}, "unknown averager 'dilocco'"),
+        ({"model_averaging": {"name": "slowmo", "x": 1}}, "'slowmo' has no option 'x'"),
+        ({"model_averaging": "slowmo", "model_averaging_period": 4}, "post-local SGD needs both"),
+    ],
+)
+def test_arguments_are_checked_when_the_strategy_is_made(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        CustomDDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("averaging", "period", "message"),
+    [
+        ({"start_step": 10, "period": 4}, 4, "model_averaging has start_step=10, but .* say 20"),
+        ({"start_step": 20, "period": 8}, 4, "model_averaging has period=8, but .* say 4"),
+        ({"start_step": 20, "period": 4}, 4, None),
+        ({"start_step": 20, "period": 4}, None, None),
+        (None, None, "post-local SGD needs both"),
+    ],
+)
+def test_two_counts_that_differ_are_refused(averaging, period, message):
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=20)
+    arguments = {
+        "ddp_comm_state": state,
+        "model_averaging_period": period,
+        "model_averaging": {"name": "post_local_sgd", **averaging} if averaging else None,
+    }
+    if message is None:
+        plan = CustomDDPStrategy(**arguments)._communication.averager_plan
+        assert (plan.options.start_step, plan.options.period) == (20, 4)
+        return
+    with pytest.raises(ConfigurationError, match=message):
+        CustomDDPStrategy(**arguments)
+
+
+def test_momentum_is_not_applied_twice():
+    def rank_main(rank, world_size, group):
+        communication = Communication({"name": "topk", "momentum": 0.9})
+        run = Run(group, "noop")
+        run.model.reducer.set_hook(None, None)
+        communication.register(run.model, Group(group), CPU, node_size=1, loss_scale=lambda: 1.0)
+        optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(ConfigurationError, match="would both be applied: set one of them to 0"):
+            communication.start(run.module, [optimizer], Group(group))
+
+    run_threads(rank_main, 1)
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_hooks_that_differ_between_ranks_end_the_run_at_once(tmp_path):
+    result = run_failing("different", tmp_path)
+    assert "the ranks have different communication hooks" in result.stderr
+    assert "rank 1 has" in result.stderr
+    assert "BF16" in result.stderr or "bf16" in result.stderr
+
+
+def test_a_hook_that_returns_a_wrong_shape_is_named_with_bucket_and_rank(tmp_path):
+    result = run_failing("shape", tmp_path)
+    assert "communication hook 'wrong_shape' gave shape [" in result.stderr
+    assert "bucket 0" in result.stderr
+    assert "rank 0, step 0" in result.stderr or "rank 1, step 0" in result.stderr
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resumed")
+    return folder, run_case("resumed", folder)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(name, resumed):
+    folder, answers = resumed
+    answers = [answer[name] for answer in answers]
+    for answer in answers:
+        assert_same(answer["undisturbed"], answer["resumed"])
+        assert answer["resumed"]["spread"] == answer["undisturbed"]["spread"][4:]
+        is_apart = "model_averaging" in RESUMED[name] and name != "node"  # there is one node
+        assert any(answer["undisturbed"]["spread"][4:]) == is_apart
+    assert_same(answers[0]["resumed"], answers[1]["resumed"])
+    checkpoint = torch.load(folder / name / "epoch=0.ckpt")  # with torch's safe loader
+    assert checkpoint["lightning_ddp"]["format"] == 1
+    assert ("hook" in checkpoint["lightning_ddp"]) == ("ddp_comm_hook" in RESUMED[name])
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own, about loaders and folders
+def test_a_checkpoint_loads_in_plain_lightning_and_torch(resumed):
+    path = resumed[0] / "post_local_sgd" / "epoch=0.ckpt"
+    saved = torch.load(path)
+    model = Network()
+    model.load_state_dict(saved["state_dict"])
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False
+    )
+    trainer.fit(model, loader(), ckpt_path=path)
+    assert trainer.current_epoch == 2
+
+
+def saved_by_threads(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    def rank_main(rank, _, group):
+        run, communication = hooked(group)
+        run.step(random_grads(rank, 0))
+        checkpoint: dict[str, Any] = {}
+        save_state(communication, checkpoint, folder / "a.ckpt", Group(group), CPU, torch.save)
+        return checkpoint
+
+    return run_threads(rank_main, world_size)
+
+
+def hooked(group: Any) -> tuple[Run, Communication]:
+    communication = Communication({"name": "powersgd", "start_step": 0, "min_compression": 1})
+    run = Run(group, "noop")
+    run.model.reducer.set_hook(None, None)
+    communication.register(run.model, Group(group), CPU, node_size=1, loss_scale=lambda: 1.0)
+    run.hook = communication._named
+    return run, communication
+
+
+def test_with_other_ranks_residuals_are_reset_and_the_rest_is_kept(tmp_path):
+    checkpoint = saved_by_threads(tmp_path, 2)[0]
+
+    def rank_main(rank, _, group):
+        run, communication = hooked(group)
+        notes = load_state(communication, checkpoint, tmp_path / "a.ckpt", Group(group), [], torch.load)
+        return notes, run.hook.step, sorted(run.state("q")), run.state("error")
+
+    for rank, (notes, step, factors, errors) in enumerate(run_threads(rank_main, 3)):
+        assert notes == [
+            f"rank {rank}: residuals and optimizer state of its own begin anew: they were saved by 2 ranks,"
+            " and the run has 3"
+        ]
+        assert step == 1
+        assert factors == ["first", "second", "third"]
+        assert errors == {}
+
+
+def test_a_file_that_is_missing_or_of_another_checkpoint_is_reported(tmp_path):
+    checkpoint = saved_by_threads(tmp_path, 2)[0]
+    Path(rank_file(tmp_path / "a.ckpt", 0)).unlink()
+    own = torch.load(rank_file(tmp_path / "a.ckpt", 1))
+    torch.save(own | {"token": "other"}, rank_file(tmp_path / "a.ckpt", 1))
+
+    def rank_main(rank, _, group):
+        run, communication = hooked(group)
+        path = tmp_path / "a.ckpt"
+        notes = load_state(communication, checkpoint, path, Group(group), [], torch.load)
+        notes += load_state(communication, {}, path, Group(group), [], torch.load)
+        return notes, run.state("error")
+
+    for notes, errors in run_threads(rank_main, 2):
+        assert "is missing or belongs to another checkpoint" in notes[0]
+        assert notes[1] == "the checkpoint holds no state of hooks or averagers: they begin anew"
+        assert errors == {}

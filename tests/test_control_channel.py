@@ -1,0 +1,499 @@
+"""The control channel: who failed first is decided once, strangers change nothing, all stop together."""
+
+from __future__ import annotations
+
+import random
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
+from lightning_ddp.reconcile.agreement import StepBoundary, StopAgreement
+from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
+from lightning_ddp.reconcile.report import render
+from lightning_ddp.reconcile.server import ControlServer
+from lightning_ddp.reconcile.settings import ReconcileSettings
+from lightning_ddp.reconcile.verdict import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
+from lightning_ddp.reconcile.watch import ServerAddress, Watch
+from lightning_ddp.reconcile.wire import LIMIT_BYTES, ProtocolError, Unpacker, pack
+
+TOKEN = "0123456789abcdef"
+DEADLINE_S = 20.0
+
+
+def gone(rank: int) -> FailureRecord:
+    return FailureRecord(rank=rank, message="gone")
+
+
+def raised(rank: int) -> FailureRecord:
+    return FailureRecord(rank=rank, message="3 channels", exception_type="ValueError")
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def test_messages_survive_any_cut_of_the_stream() -> None:
+    messages = [{"kind": "a", "n": i, "text": "ü" * i} for i in range(20)]
+    stream = b"".join(map(pack, messages))
+    for seed in range(20):
+        unpacker, received, position = Unpacker(), [], 0
+        cuts = random.Random(seed)
+        while position < len(stream):
+            size = cuts.randint(1, 50)
+            received += unpacker.feed(stream[position : position + size])
+            position += size
+        assert received == messages
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (struct.pack(">I", LIMIT_BYTES + 1), "a message of 65537 bytes"),
+        (b"GET / HTTP/1.1\r\n\r\n", "a message of 1195725856 bytes"),
+        (struct.pack(">I", 3) + b"abc", "no JSON"),
+        (struct.pack(">I", 2) + b"[]", "no object with a kind"),
+        (struct.pack(">I", 13) + b'{"kind": 1.0}', "no object with a kind"),
+        (struct.pack(">I", 2) + b"\xff\xfe", "no JSON"),
+        (struct.pack(">I", 60000) + b"[" * 60000, "nested too deeply"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(data, message) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        Unpacker().feed(data)
+
+
+def test_a_message_over_the_limit_is_not_sent() -> None:
+    with pytest.raises(ProtocolError, match="the limit is 65536"):
+        pack({"kind": "x", "text": "x" * LIMIT_BYTES})
+
+
+# ---------------------------------------------------------------------- records
+
+
+def test_a_record_becomes_the_error_and_the_report() -> None:
+    try:
+        raise ValueError("expected 3 channels")
+    except ValueError as error:
+        record = FailureRecord.of_exception(
+            error,
+            Identity(rank=2, node_rank=1, host="gpu-07", pid=41),
+            Where(step=18, phase="training_step"),
+        )
+    again = FailureRecord.from_message(record.to_message())
+    assert again == record
+    failure = again.to_error()
+    assert isinstance(failure, PeerFailure)
+    assert (failure.rank, failure.node_rank, failure.step, failure.phase) == (2, 1, 18, "training_step")
+    assert str(failure).startswith("rank 2 (host gpu-07, pid 41) failed at step 18 in training_step:")
+    assert "This rank was healthy" in str(failure)
+    assert "This rank was healthy" not in str(again.to_error(healthy_rank=2))
+    lines = render(record).splitlines()
+    assert lines[0].startswith("lightning_ddp: rank 2 (node 1, host gpu-07, pid 41) failed first")
+    assert lines[1:3] == ["  step 18 in training_step", "  ValueError: expected 3 channels"]
+    assert lines[-1] == "ValueError: expected 3 channels"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rank": "1"}, {"rank": None}, {"rank": True}, {"message": 3}, {"time": "now"}, {"pid": 1.5}]
+)
+def test_a_malformed_record_is_refused(wrong) -> None:
+    with pytest.raises(ConfigurationError, match="failure record: "):
+        FailureRecord.from_message({**raised(1).to_message(), **wrong})
+
+
+def test_long_texts_keep_their_end() -> None:
+    record = FailureRecord.from_message({**raised(1).to_message(), "traceback": "x" * 10**6 + "END"})
+    assert record.traceback is not None
+    assert record.traceback.endswith("END")
+    pack({**record.to_message(), "kind": "failed"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"heartbeat_timeout_s": 1}, "heartbeat_timeout_s=1: expected seconds, at least 2"),
+        ({"heartbeat_timeout_s": float("nan")}, "heartbeat_timeout_s=nan"),
+        ({"failure_grace_s": 0}, "failure_grace_s=0: expected seconds above 0"),
+    ],
+)
+def test_settings_out_of_range(arguments, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ReconcileSettings(**arguments)
+
+
+# ---------------------------------------------------------------------- the verdict
+
+
+def test_an_exception_needs_no_other_explanation_and_stays_the_first() -> None:
+    verdict = Verdict()
+    verdict.accuse(raised(1))
+    verdict.accuse(raised(0))
+    verdict.vanished(gone(2), now=0.0)
+    assert verdict.decide(now=100.0) == raised(1) or verdict.first.rank == 1
+    assert verdict.first.exception_type == "ValueError"
+
+
+def test_a_vanished_process_waits_for_its_exit_code() -> None:
+    verdict = Verdict()
+    verdict.vanished(gone(1), now=0.0)
+    assert verdict.decide(now=EXIT_WAIT_S / 2) is None
+    verdict.exited(FailureRecord(rank=1, message="", exit_code=-9), "was killed by SIGKILL", 0.1)
+    first = verdict.decide(now=EXIT_WAIT_S / 2)
+    assert first is not None
+    assert (first.rank, first.exit_code, first.message) == (1, -9, "was killed by SIGKILL")
+
+
+def test_a_vanished_process_without_a_launcher_is_named_after_a_moment() -> None:
+    verdict = Verdict()
+    verdict.vanished(gone(1), now=0.0)
+    assert verdict.deadline() == EXIT_WAIT_S
+    assert verdict.decide(now=EXIT_WAIT_S) is not None
+    assert verdict.first is not None
+    assert verdict.first.rank == 1
+
+
+def test_an_echo_gives_way_to_what_it_echoes() -> None:
+    verdict = Verdict()
+    verdict.echo(raised(0), now=0.0)
+    verdict.vanished(gone(1), now=0.1)
+    first = verdict.decide(now=0.1 + EXIT_WAIT_S)
+    assert first is not None
+    assert first.rank == 1
+
+
+def test_an_echo_of_nothing_is_the_failure() -> None:
+    verdict = Verdict()
+    verdict.echo(raised(0), now=0.0)
+    verdict.exited(FailureRecord(rank=0, message="", exit_code=1), "exited with code 1", 0.1)
+    assert verdict.decide(now=ECHO_WAIT_S - 0.1) is None
+    assert verdict.decide(now=ECHO_WAIT_S) is not None
+    assert verdict.first is not None
+    assert verdict.first.rank == 0
+
+
+def test_what_vanished_before_an_exception_is_the_first() -> None:
+    verdict = Verdict()
+    verdict.vanished(gone(1), now=0.0)
+    verdict.accuse(raised(0))
+    assert verdict.first == verdict.decide(now=0.0)
+    assert verdict.first is not None
+    assert verdict.first.rank == 1
+
+
+# ---------------------------------------------------------------------- the agreement
+
+
+def test_all_ranks_stop_after_the_greatest_position() -> None:
+    agreement = StopAgreement(grace_s=30.0)
+    reason = {"signal": 15, "is_requeue": False}
+    assert agreement.request({0, 1, 2}, now=0.0, **reason) == [{"kind": "hold"}]
+    assert agreement.request({0, 1, 2}, now=1.0, **reason) == []
+    assert agreement.report(1, 7) == []
+    assert agreement.report(0, 6) == []
+    assert agreement.report(2, 6) == [{"kind": "stop_after", "position": 7, **reason}]
+    assert agreement.deadline() == 30.0
+    for rank in (0, 1):
+        agreement.left(rank)
+    late = agreement.overdue(now=30.0)
+    assert late is not None
+    assert late.rank == 2
+    assert "rank(s) 2 did not reach the next step boundary within failure_grace_s=30 s" in late.message
+    assert agreement.overdue(now=31.0) is None
+
+
+def test_a_rank_that_leaves_while_asked_is_not_waited_for() -> None:
+    agreement = StopAgreement(grace_s=30.0)
+    agreement.request({0, 1}, now=0.0, signal=15, is_requeue=False)
+    agreement.report(0, 4)
+    (message,) = agreement.left(1)
+    assert message["position"] == 4
+    agreement.left(0)
+    assert agreement.deadline() is None
+
+
+def test_ranks_at_different_steps_stop_at_the_same_one() -> None:
+    boundaries = [StepBoundary() for _ in range(3)]
+    passed = [5, 4, 6]
+    for boundary, count in zip(boundaries, passed, strict=True):
+        assert not any(boundary.reached(lambda: None) for _ in range(count))
+    positions = [boundary.hold() for boundary in boundaries]
+    assert positions == passed
+    stopped: dict[int, int] = {}
+
+    def go_on(rank: int) -> None:
+        count = passed[rank]
+        while not boundaries[rank].reached(lambda: None):
+            count += 1
+        stopped[rank] = count
+
+    threads = [threading.Thread(target=go_on, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread, boundary in zip(threads, boundaries, strict=True):
+        assert thread.is_alive()  # nobody passes a boundary before it knows
+        boundary.release(max(positions), 15, False)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert stopped == {0: 6, 1: 6, 2: 6}
+
+
+def test_a_failure_frees_a_rank_that_is_held() -> None:
+    boundary = StepBoundary()
+    boundary.hold()
+
+    def fail() -> None:
+        raise RuntimeError("the run has failed")
+
+    with pytest.raises(RuntimeError, match="the run has failed"):
+        boundary.reached(fail)
+
+
+# ---------------------------------------------------------------------- server and watches
+
+
+class Run:
+    """A server, and watches of simulated ranks in this process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.settings = ReconcileSettings(failure_grace_s=5.0)
+        self.server = ControlServer("127.0.0.1", token=TOKEN, world_size=world_size, settings=self.settings)
+        self.watches: list[Watch] = []
+        self.boundaries = [StepBoundary() for _ in range(world_size)]
+        self.learned: dict[int, FailureRecord] = {}
+
+    def connect(self, rank: int, token: str = TOKEN, **more: Any) -> Watch:
+        address = ServerAddress(
+            host="127.0.0.1", port=self.server.port, token=token, identity=Identity(rank=0, node_rank=0)
+        )
+        watch = Watch(
+            address,
+            Identity(rank=rank, node_rank=0, pid=1000 + rank),
+            self.settings,
+            boundary=self.boundaries[rank],
+            on_failure=lambda record: self.learned.update({rank: record}),
+            **more,
+        )
+        self.watches.append(watch)
+        return watch
+
+    def connect_all(self) -> None:
+        for rank in range(len(self.boundaries)):
+            self.connect(rank)
+        for watch in self.watches:
+            watch.wait_for_all(DEADLINE_S, lambda: None)
+
+    def close(self) -> None:
+        for watch in self.watches:
+            watch.close()
+        self.server.close()
+
+
+@contextmanager
+def running(world_size: int) -> Iterator[Run]:
+    run = Run(world_size)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def test_all_ranks_learn_the_same_first_failure() -> None:
+    with running(3) as run:
+        run.connect_all()
+        run.watches[2].report(raised(2), is_echo=False)
+        run.watches[0].report(raised(0), is_echo=False)
+        records = [watch.wait_for_verdict(DEADLINE_S) for watch in run.watches]
+        assert [record.rank for record in records if record is not None] == [2, 2, 2]
+        assert set(run.learned) == {0, 1, 2}
+        assert run.server.first_failure == records[0]
+
+
+def test_a_process_whose_connection_closes_is_named() -> None:
+    with running(2) as run:
+        run.connect_all()
+        run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
+        record = run.watches[0].wait_for_verdict(DEADLINE_S)
+        assert record is not None
+        assert (record.rank, record.pid) == (1, 1001)
+        assert "gone without a word" in record.message
+
+
+@pytest.mark.parametrize("how", ["bye", "inactive"])
+def test_a_process_that_has_finished_may_end(how) -> None:
+    with running(3) as run:
+        run.connect_all()
+        if how == "bye":
+            run.watches[1].close()
+        else:
+            run.watches[1].post("active", is_active=False)
+            run.watches[1].flush()
+            run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
+        run.watches[2].report(raised(2), is_echo=False)  # so that there is something to wait for
+        record = run.watches[0].wait_for_verdict(DEADLINE_S)
+        assert record is not None
+        assert record.rank == 2
+
+
+def test_a_server_that_closes_is_no_failure_and_one_that_vanishes_is() -> None:
+    with running(2) as run:
+        run.connect_all()
+        run.server.close()
+        for watch in run.watches:
+            deadline = time.monotonic() + DEADLINE_S
+            while not watch._is_deaf:
+                assert time.monotonic() < deadline
+            assert watch.failure is None
+    with running(2) as run:
+        run.connect_all()
+        for peer in list(run.server._peers.values()):
+            peer.connection.shutdown(socket.SHUT_RDWR)
+        record = run.watches[1].wait_for_verdict(DEADLINE_S)
+        assert record is not None
+        assert record.rank == 0
+        run.server._verdict.first = record  # the server, too, has lost everybody: not what this test is about
+
+
+def test_missing_ranks_are_named() -> None:
+    with running(3) as run:
+        run.connect(0)
+        run.connect(2)
+        with pytest.raises(RendezvousError, match=r"not all ranks have arrived; there are \[0, 2\]"):
+            run.watches[0].wait_for_all(0.2, lambda: None)
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_boundary() -> None:
+    with running(3) as run:
+        run.connect_all()
+        counts = [0, 0, 0]
+        go = threading.Barrier(3)
+
+        def train(rank: int) -> None:
+            go.wait()
+            while not run.boundaries[rank].reached(lambda: None):
+                counts[rank] += 1
+                if rank == 1 and counts[1] == 100:
+                    run.watches[1].post("stop", signal=15, is_requeue=False)
+
+        threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+        assert counts[1] >= 100
+        assert len(set(counts)) == 1
+        assert [boundary.signal for boundary in run.boundaries] == [15, 15, 15]
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, before[1]), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_thousand_ranks_cost_little(many_files) -> None:
+    settings = ReconcileSettings()
+    server = ControlServer("127.0.0.1", token=TOKEN, world_size=1000, settings=settings)
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        start, cpu = time.monotonic(), time.process_time()
+        connections = []
+        for rank in range(1000):
+            address = ("127.0.0.1", server.port)
+            connection = stack.enter_context(socket.create_connection(address, timeout=DEADLINE_S))
+            hello = {"kind": "hello", "token": TOKEN, "rank": rank, "node_rank": rank // 8, "host": "h"}
+            connection.sendall(pack({**hello, "pid": rank}))
+            connections.append(connection)
+        unpackers = [Unpacker() for _ in connections]
+
+        def read_until(kind: str) -> list[dict[str, Any]]:
+            found = []
+            for connection, unpacker in zip(connections, unpackers, strict=True):
+                messages: list[dict[str, Any]] = []
+                while not any(message["kind"] == kind for message in messages):
+                    messages += unpacker.feed(connection.recv(65536))
+                found.append(messages[-1])
+            return found
+
+        read_until("all_here")
+        connected_s, connected_cpu_s = time.monotonic() - start, time.process_time() - cpu
+        idle, idle_cpu = threading.Event(), time.process_time()
+        idle.wait(1.0)  # nothing happens: that is what is measured
+        idle_cpu_s = time.process_time() - idle_cpu
+        start = time.monotonic()
+        connections[617].sendall(pack({**raised(617).to_message(), "kind": "failed"}))
+        told = read_until("failure")
+        told_s = time.monotonic() - start
+    print(
+        f"\n1,000 ranks: connected in {connected_s:.2f} s (CPU {connected_cpu_s:.2f} s), idle CPU"
+        f" {idle_cpu_s:.4f} s/s, all told of a failure in {told_s:.3f} s"
+    )
+    assert {message["rank"] for message in told} == {617}
+    assert connected_s < 10.0
+    assert idle_cpu_s < 0.5, "a thread that polls takes a whole CPU; other threads of this process count too"
+    assert told_s < 2.0
+
+
+# ---------------------------------------------------------------------- strangers
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "oversized": struct.pack(">I", 2**31) + b"x" * 1000,
+    "no json": struct.pack(">I", 4) + b"\x80\x04N.",
+    "no hello": pack({"kind": "failed", **raised(1).to_message()}),
+    "wrong token": pack({"kind": "hello", "token": "x", "rank": 1, "node_rank": 0, "pid": 1, "host": "h"}),
+    "no token": pack({"kind": "hello", "rank": 1, "node_rank": 0, "pid": 1, "host": "h"}),
+    "odd token": pack({"kind": "hello", "token": ["x"], "rank": 1, "node_rank": 0, "pid": 1, "host": "h"}),
+    "no such rank": pack({"kind": "hello", "token": TOKEN, "rank": 9, "node_rank": 0, "pid": 1, "host": "h"}),
+    "random": random.Random(0).randbytes(200_000),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_a_stranger_is_hung_up_on_and_changes_nothing(kind) -> None:
+    with running(2) as run:
+        run.connect_all()
+        with socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S) as stranger:
+            try:
+                stranger.sendall(GARBAGE[kind])
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(1) == b""
+            except (ConnectionResetError, BrokenPipeError):
+                stranger.close()  # hung up on in the middle of what it sent
+        assert run.server.first_failure is None
+        run.watches[1].report(raised(1), is_echo=False)
+        record = run.watches[0].wait_for_verdict(DEADLINE_S)
+        assert record is not None
+        assert record.rank == 1
+
+
+def test_a_rank_that_speaks_nonsense_is_hung_up_on_and_the_server_lives() -> None:
+    with running(3) as run:
+        run.connect_all()
+        run.watches[2].post("failed", rank="nobody")
+        run.watches[2].flush()
+        run.watches[1].report(raised(1), is_echo=False)
+        record = run.watches[0].wait_for_verdict(DEADLINE_S)
+        assert record is not None
+        assert record.rank == 1
+
+
+def test_the_interface_of_the_address_is_bound_and_the_port_is_freed() -> None:
+    run = Run(1)
+    assert run.server._listener.getsockname()[0] == "127.0.0.1"
+    port = run.server.port
+    run.close()
+    with socket.create_server(("127.0.0.1", port)):
+        assert True
+    with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.1"):
+        ControlServer("192.0.2.1", token=TOKEN, world_size=1, settings=ReconcileSettings())

@@ -1,0 +1,540 @@
+"""The wrapper's other options, compared with torch's DDP or with a closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparison import assert_all_as_torch, assert_as_torch, assert_same, grads_of, state_of
+from harness import run_ranks, run_threads
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.errors import (
+    BackwardOrderError,
+    ConfigurationError,
+    MissingGradientError,
+    UnsuitableModuleError,
+)
+from lightning_ddp.parallel.unused import find_tensors
+
+KIB = 1024
+
+
+class Net(nn.Module):
+    """Three layers, the middle one of 256 KiB, which is copied into its bucket as soon as it arrives."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, width)
+        self.two = nn.Linear(width, width)
+        self.three = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.three(torch.tanh(self.two(torch.tanh(self.one(x)))))
+
+
+def net(width: int = 8) -> Net:
+    torch.manual_seed(3)
+    return Net(width)
+
+
+def x_of(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def train(model: nn.Module, rank: int, num_steps: int = 3) -> list[Any]:
+    module = model.module
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(x_of(rank, step)).square().sum().backward()
+        seen.append(grads_of(module))
+        optimizer.step()
+    return [*seen, state_of(module)]
+
+
+# ---------------------------------------------------------------- buckets
+
+
+def with_options(rank, world_size, wrap, width, options):
+    return train(wrap(net(width), **options), rank)
+
+
+def test_gradients_do_not_depend_on_how_they_get_into_the_buckets() -> None:
+    cases = [
+        (width, {"batched_grad_copy": batched, "gradient_as_bucket_view": view})
+        for width in (8, 256)
+        for batched in (True, False, None)
+        for view in (True, False)
+    ]
+    answers = assert_all_as_torch(with_options, 2, cases)
+    for width in (8, 256):
+        same = [answer[0] for (w, _), answer in zip(cases, answers, strict=True) if w == width]
+        for other in same[1:]:
+            assert all(torch.equal(other[-1][name], same[0][-1][name]) for name in same[0][-1])
+
+
+def bucket_bytes(rank, world_size, group, options):
+    model = BucketedDDP(net(256), process_group=group, **options)
+    sizes = []
+    for step in range(2):
+        sizes.append(list(model.logging_data()["bucket_sizes"]))
+        model(x_of(rank, step)).sum().backward()
+    model(x_of(rank))
+    return [*sizes[:1], model.logging_data()["rebuilt_bucket_sizes"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "rebuilt"),
+    [
+        # from the last to the first: three.bias 8, three.weight 2048, two.bias 1024, two.weight 262144,
+        # one.bias 1024, one.weight 4096 bytes
+        ({"bucket_cap_mb_list": [2 / KIB, 3 / KIB, 1]}, [8, 3072, 267264], [8, 3072, 267264]),
+        ({"bucket_cap_mb_list": [1]}, [270344], [270344]),
+        ({"bucket_cap_mb_list": [4 / KIB, 1 / KIB]}, [3080, 262144, 1024, 4096], [3080, 262144, 1024, 4096]),
+    ],
+)
+def test_bucket_cap_mb_list_caps_the_first_bucket_the_second_and_all_that_follow(
+    options, first, rebuilt
+) -> None:
+    for sizes in run_threads(bucket_bytes, 2, options):
+        assert [sum(size) for size in sizes] == [270344] * 2
+        assert sizes == [first, rebuilt]
+
+
+def list_of_caps(rank, world_size, wrap, caps):
+    return train(wrap(net(256), bucket_cap_mb_list=caps), rank)
+
+
+def test_a_list_of_caps_trains_as_under_torch() -> None:
+    assert_all_as_torch(list_of_caps, 2, [([0.001, 0.01, 1],), ([25],)])
+
+
+def test_caps_that_are_no_sizes_are_named() -> None:
+    def rank_main(rank, world_size, group):
+        with pytest.raises(ConfigurationError, match=r"bucket_cap_mb_list=\[1, 0\]: expected sizes in MiB"):
+            BucketedDDP(net(), process_group=group, bucket_cap_mb_list=[1, 0])
+        with pytest.raises(ConfigurationError, match="skip_all_reduce_unused_params=True needs find_unused"):
+            BucketedDDP(net(), process_group=group, skip_all_reduce_unused_params=True)
+
+    run_threads(rank_main, 1)
+
+
+# ---------------------------------------------------------------- unused buckets, delayed parameters
+
+
+class Branches(nn.Module):
+    """The sum of the branches that it is told to take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        return torch.stack([getattr(self, name)(x).sum() for name in use]).sum()
+
+
+@pytest.mark.parametrize(("skips", "expected"), [(True, [3, 1, 2, 3]), (False, [3, 3, 3, 3])])
+def test_buckets_of_which_nothing_was_used_are_not_reduced(skips, expected) -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(
+            Branches(),
+            process_group=group,
+            bucket_cap_mb=1e-6,
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=skips,
+        )
+        seen, reduced = [], []
+        for use in ("abc", "a", "bc", "abc"):
+            model.zero_grad()
+            model(torch.full((1, 3), rank + 1.0), use).backward()
+            seen.append("".join(n for n in "abc" if getattr(model.module, n).weight.grad is not None))
+            for p in model.module.parameters():
+                assert p.grad is None or p.grad.unique().item() == 1.5
+            reduced.append(model.logging_data()["num_buckets_reduced"])
+        return seen, reduced
+
+    assert run_threads(rank_main, 2) == [(["abc", "a", "bc", "abc"], expected)] * 2
+
+
+class Delayed(nn.Module):
+    """An input layer that is used twice, in two forwards of one step, and a layer on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.in_double = nn.Linear(4, 4, dtype=torch.float64)
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(self.in_double(torch.tanh(self.shared(x)).double()).float())
+
+
+def delayed(rank, world_size, wrap, names, hooked):
+    torch.manual_seed(rank)  # other weights on each rank: those of rank 0 have to win
+    module = Delayed()
+    params = dict(module.named_parameters())
+    model = wrap(
+        module,
+        delay_all_reduce_named_params=[(n, params[n]) for n in names],
+        param_to_hook_all_reduce=params[hooked],
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    seen = [state_of(module)]
+    for step in range(3):
+        optimizer.zero_grad()
+        model(x_of(rank, step)).square().sum().backward()
+        seen.append(grads_of(module))
+        optimizer.step()
+    return [*seen, state_of(module)]
+
+
+def test_delayed_parameters_are_averaged_when_the_hooked_one_is_ready() -> None:
+    for names in (["top.weight", "top.bias"], ["top.weight", "shared.bias"]):
+        for first, second in zip(*assert_as_torch(delayed, 2, names, "shared.weight"), strict=True):
+            assert_same(first, second, "both ranks")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["shared.weight"], ["in_double.weight", "top.bias", "in_double.bias"], ["shared.weight", "top.weight"]],
+    ids=" ".join,
+)
+def test_delayed_parameters_of_several_dtypes_and_the_hooked_one_itself_get_the_mean(names) -> None:
+    """Torch keeps them in one flat tensor of float32, and reduces it before the hooked one is in there."""
+    expected = run_ranks(delayed, 2, BucketedDDP, ["top.bias"], "shared.weight")
+    for rank, found in enumerate(run_ranks(delayed, 2, BucketedDDP, names, "shared.weight")):
+        assert_same(found, expected[rank], f"rank {rank}")
+
+
+def all_delayed(rank, world_size):
+    module = net()
+    model = BucketedDDP(
+        module,
+        delay_all_reduce_named_params=list(module.named_parameters()),
+        param_to_hook_all_reduce=module.one.weight,
+    )
+    return train(model, rank)
+
+
+def test_all_parameters_may_be_delayed() -> None:
+    # torch 2.13 fails in forward then; the means are those of any other wrapper
+    expected = run_ranks(with_options, 2, BucketedDDP, 8, {})
+    for rank, found in enumerate(run_ranks(all_delayed, 2)):
+        assert_same(found, expected[rank], f"rank {rank}")
+
+
+def test_delayed_parameters_and_the_hooked_one_go_together() -> None:
+    def rank_main(rank, world_size, group):
+        module = net()
+        with pytest.raises(ConfigurationError, match="go together: pass both or none"):
+            BucketedDDP(module, process_group=group, param_to_hook_all_reduce=module.one.weight)
+        named = [("one.bias", module.one.bias)]
+        with pytest.raises(ConfigurationError, match="go together: pass both or none"):
+            BucketedDDP(module, process_group=group, delay_all_reduce_named_params=named)
+
+    run_threads(rank_main, 1)
+
+
+# ---------------------------------------------------------------- groups
+
+
+def with_mesh(rank, world_size, wrap):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    model = wrap(net(), device_mesh=mesh)
+    assert model.device_mesh is mesh
+    with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh"):
+        wrap(net(), device_mesh=mesh, process_group=dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
+        wrap(net(), device_mesh=dist.device_mesh.init_device_mesh("cpu", (world_size, 1)))
+    return train(model, rank)
+
+
+def test_the_ranks_of_a_device_mesh() -> None:
+    assert_as_torch(with_mesh, 2)
+
+
+def goes_on_with_fewer(rank, world_size, wrap, with_hook):
+    module = net()
+    smaller = dist.new_group([0, 1])
+    model = wrap(module)
+    if with_hook:
+
+        def average(state, bucket):  # torch wants its own annotations or none
+            group = model.process_group
+            scaled = bucket.buffer().div_(dist.get_world_size(group))
+            return dist.all_reduce(scaled, group=group, async_op=True).get_future().then(first)
+
+        model.register_comm_hook(None, average)
+    model(x_of(rank)).square().sum().backward()
+    if rank == 2:
+        return []
+    model._update_process_group(smaller)
+    if wrap is not BucketedDDP:
+        model.process_group = smaller
+    seen = []
+    for step in (1, 2, 3):
+        module.zero_grad()
+        model(x_of(rank, step)).square().sum().backward()
+        seen.append(grads_of(module))
+    return seen
+
+
+def first(future: Any) -> Tensor:
+    return future.value()[0]
+
+
+def test_after_a_rank_was_lost_the_others_average_over_fewer() -> None:
+    (plain, hooked) = assert_all_as_torch(goes_on_with_fewer, 3, [(False,), (True,)])
+    for by_rank in (plain, hooked):
+        assert len(by_rank[0]) == len(by_rank[1]) == 3
+        for step in range(3):
+            found, other = by_rank[0][step], by_rank[1][step]
+            assert all(torch.equal(found[name], other[name]) for name in found)
+
+
+# ---------------------------------------------------------------- functional_call, replaced parameters
+
+
+def functional(rank, world_size, wrap, names):
+    module = net()
+    model = wrap(module)
+    own = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if n in names}
+    seen: list[Any] = []
+    for step in range(2):
+        module.zero_grad()
+        # the output of a call with all parameters replaced leads to none of the wrapper's
+        torch.func.functional_call(model, own, (x_of(rank, step),)).square().sum().backward()
+        seen.append([own[name].grad.clone() for name in own])
+        seen.append([p.grad is None for p in module.parameters()])
+        module.zero_grad()
+        model(x_of(rank, 10 + step)).square().sum().backward()
+        seen.append(grads_of(module))
+    return seen
+
+
+def test_functional_call_leaves_the_replacements_gradients_local_and_later_steps_alone() -> None:
+    names = [f"module.{name}" for name, _ in net().named_parameters()]
+    answer = assert_as_torch(functional, 2, names)
+    local = [seen[0][0] for seen in answer]
+    assert not torch.equal(local[0], local[1])
+    assert answer[0][1] == [True] * 6
+
+
+def partly_functional(rank, world_size):
+    module = net()
+    model = BucketedDDP(module)
+    own = {"module.two.weight": module.two.weight.detach().clone().requires_grad_()}
+    torch.func.functional_call(model, own, (x_of(rank),)).square().sum().backward()
+    partly = grads_of(module)
+    alone = own["module.two.weight"].grad.clone()
+    module.zero_grad()
+    model(x_of(rank)).square().sum().backward()
+    return partly, grads_of(module), alone, module.two.weight.grad
+
+
+def test_a_part_of_the_parameters_may_be_replaced_for_a_forward() -> None:
+    answers = run_ranks(partly_functional, 2)
+    for partly, whole, _, _ in answers:
+        assert partly.pop("two.weight").dtype is torch.bool, "it stands for no gradient"
+        assert all(torch.equal(partly[name], whole[name]) for name in partly)
+    torch.testing.assert_close((answers[0][2] + answers[1][2]) / 2, answers[0][3], rtol=0, atol=0)
+
+
+def test_a_parameter_that_is_replaced_for_good_is_named() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(net(), process_group=group)
+        model(x_of(rank)).sum().backward()
+        model.module.two.weight = nn.Parameter(torch.zeros(8, 8))
+        loss = model(x_of(rank)).sum()
+        with pytest.raises(
+            UnsuitableModuleError, match=r"replaced after the module was wrapped.*two\.weight"
+        ):
+            loss.backward()
+
+    run_threads(rank_main, 2)
+
+
+# ---------------------------------------------------------------- optimizers in backward
+
+
+def in_backward(rank, world_size, num_steps, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the import uses torch.jit.script
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    after, during = BucketedDDP(net(), **options), net()
+    _apply_optimizer_in_backward(torch.optim.SGD, during.parameters(), {"lr": 0.1, "momentum": 0.9})
+    model = BucketedDDP(during, **options)
+    optimizer = torch.optim.SGD(after.parameters(), lr=0.1, momentum=0.9)
+    for step in range(num_steps):
+        after(x_of(rank, step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(x_of(rank, step)).square().sum().backward()
+        assert [p.grad for p in during.parameters()] == [None] * 6
+    return [torch.equal(a, b) for a, b in zip(after.parameters(), during.parameters(), strict=True)]
+
+
+def test_optimizers_in_backward_step_on_the_mean() -> None:
+    for options in ({}, {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": False}):
+        assert run_ranks(in_backward, 2, 4, options) == [[True] * 6] * 2
+
+
+# ---------------------------------------------------------------- second derivatives, teardown, static graphs
+
+
+def test_a_second_backward_through_averaged_gradients_is_refused_with_a_way_out() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(net(), process_group=group)
+        model(x_of(rank)).square().sum().backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in model.parameters())
+        with pytest.raises(BackwardOrderError, match=r"through an averaged gradient.*torch\.autograd\.grad"):
+            penalty.backward()
+        for p in model.parameters():
+            p.grad = None
+        model(x_of(rank)).square().sum().backward()
+        return [p.grad.requires_grad for p in model.parameters()]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
+        assert run_threads(rank_main, 2) == [[False] * 6] * 2
+
+
+def wraps_twice(rank, world_size):
+    module = net()
+    BucketedDDP(module).teardown()
+    return train(BucketedDDP(module), rank)
+
+
+def test_after_teardown_the_module_can_be_wrapped_again() -> None:
+    expected = run_ranks(with_options, 2, BucketedDDP, 8, {})
+    for rank, found in enumerate(run_ranks(wraps_twice, 2)):
+        assert_same(found, expected[rank], f"rank {rank}")
+
+
+def test_teardown_removes_every_hook() -> None:
+    def rank_main(rank, world_size, group):
+        module = net()
+        named = [("one.bias", module.one.bias)]
+        model = BucketedDDP(
+            module,
+            process_group=group,
+            delay_all_reduce_named_params=named,
+            param_to_hook_all_reduce=module.one.weight,
+        )
+        model.teardown()
+        hooks = [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()]
+        module(torch.full((1, 4), rank + 1.0)).sum().backward()
+        return hooks, len(module.one.weight._backward_hooks or ()), module.one.weight.grad.clone()
+
+    (hooks, num_backward_hooks, first_grad), (_, _, second_grad) = run_threads(rank_main, 2)
+    assert (hooks, num_backward_hooks) == ([0] * 6, 0)
+    assert not torch.equal(first_grad, second_grad), "each rank has its own again"
+
+
+class Reentrant(nn.Module):
+    """Runs its layer as often as it is told, checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.num_calls = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.num_calls):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "kind", "message"),
+    [
+        (3, BackwardOrderError, r"more gradients than in the first one for shared\.(weight|bias)"),
+        (1, (BackwardOrderError, MissingGradientError), r"shared\.weight"),
+    ],
+    ids=["more", "fewer"],
+)
+def test_a_static_graph_that_changed_is_refused_again_at_the_next_forward(num_calls, kind, message) -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Reentrant(), process_group=group, static_graph=True)
+        for _ in range(2):
+            model(x_of(rank)).backward()
+        model.module.num_calls = num_calls
+        loss = model(x_of(rank))
+        with pytest.raises(kind, match=message):
+            loss.backward()
+        if num_calls == 3:
+            for _ in range(2):
+                with pytest.raises(BackwardOrderError, match=r"(?s)Expected to have finished.*" + message):
+                    model(x_of(rank))
+
+    run_threads(rank_main, 2)
+
+
+# ---------------------------------------------------------------- the search for outputs
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Outputs:
+    """A dataclass with containers in it."""
+
+    loss: Tensor
+    extra: dict[str, Any]
+
+
+class Registered:
+    """A container of the user's, registered with torch's pytrees."""
+
+    def __init__(self, tensor: Tensor, more: Any) -> None:
+        self.tensor, self.more = tensor, more
+
+
+torch.utils._pytree.register_pytree_node(
+    Registered,
+    lambda node: ([node.tensor, node.more], None),
+    lambda children, _: Registered(*children),
+    serialized_type_name="tests.Registered",
+)
+
+NESTINGS = {
+    "dataclass": lambda loss: Outputs(loss, {"text": "x"}),
+    "dataclass deep": lambda loss: [Outputs(torch.zeros(()), {"k": (loss, None)})],
+    "namedtuple": lambda loss: Pair("x", {"k": [loss]}),
+    "pytree": lambda loss: Registered(loss, 3),
+    "pytree deep": lambda loss: {"k": Registered(torch.zeros(()), Pair(loss, Outputs(loss, {})))},
+}
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_unused_parameters_are_found_from_any_container(nesting) -> None:
+    class Nested(Branches):
+        def forward(self, x: Tensor, use: str) -> Any:
+            self.loss = super().forward(x, use)
+            return NESTINGS[nesting](self.loss)
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Nested(), process_group=group, find_unused_parameters=True)
+        seen = []
+        for use in ("abc", "ab", "c"):
+            model.zero_grad()
+            outputs = model(torch.full((1, 3), rank + 1.0), use)
+            assert any(t is model.module.loss for t in find_tensors(outputs))
+            model.module.loss.backward()
+            grads = [p.grad for p in model.module.parameters()]
+            seen.append([None if g is None else g.unique().item() for g in grads])
+        return seen
+
+    expected = [[1.5, 1.5, 1.5], [1.5, 1.5, None], [None, None, 1.5]]
+    assert run_threads(rank_main, 2) == [expected] * 2

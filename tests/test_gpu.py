@@ -1,0 +1,152 @@
+"""On a CUDA device: gradients equal torch's, mixed precision, side streams, and a backward that never waits.
+
+One device is enough: one rank with nccl, and two ranks that share it over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp import BucketedDDP
+
+pytestmark = [
+    pytest.mark.gpu,
+    # counts through NVML, so that ranks can still be forked
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no CUDA device"),
+]
+
+NUM_STEPS = 5
+CUDA = torch.device("cuda", 0)
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm and linear layers, in several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten())
+        self.head = nn.Sequential(nn.Linear(16 * 36, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images))
+
+
+@contextmanager
+def nccl_group(rank: int, world_size: int) -> Iterator[Any]:
+    """A group of this rank alone: one device takes part in a nccl group once."""
+    groups = [dist.new_group([r], backend="nccl") for r in range(world_size)]
+    yield groups[rank]
+    dist.destroy_process_group(groups[rank])
+
+
+def batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(8, 3, 8, 8, generator=generator).to(CUDA)
+
+
+def train(
+    wrap: Callable[..., nn.Module], rank: int, group: Any, *, is_scaled: bool = False, **options: Any
+) -> list[Tensor]:
+    """The gradients of all steps and the weights at the end."""
+    torch.cuda.set_device(CUDA)
+    torch.backends.cudnn.deterministic = True
+    torch.manual_seed(0)
+    model = wrap(Net().to(CUDA), process_group=group, bucket_cap_mb=0.1, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cuda", enabled=is_scaled)
+    found = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16, enabled=is_scaled):
+            loss = model(batch(rank, step)).square().mean()
+        scaler.scale(loss).backward()
+        found += [p.grad.clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+    return found + [p.detach().clone() for p in model.parameters()]
+
+
+def differing(ours: list[Tensor], theirs: list[Tensor]) -> list[int]:
+    assert len(ours) == len(theirs)
+    return [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
+
+
+def compare_on_nccl(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:
+    with nccl_group(rank, world_size) as group:
+        ours = train(BucketedDDP, rank, group, **options)
+        return differing(ours, train(DistributedDataParallel, rank, group, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_one_rank_with_nccl_equals_torch(options):
+    assert run_ranks(compare_on_nccl, 1, options) == [[]]
+
+
+def test_one_rank_with_grad_scaler_equals_torch():
+    assert run_ranks(compare_on_nccl, 1, {"is_scaled": True}) == [[]]
+
+
+def compare_on_gloo(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:
+    ours = train(BucketedDDP, rank, dist.group.WORLD, **options)
+    return differing(ours, train(DistributedDataParallel, rank, dist.group.WORLD, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_scaled": True}, {"find_unused_parameters": True}])
+def test_two_ranks_that_share_a_device_over_gloo_equal_torch(options):
+    assert run_ranks(compare_on_gloo, 2, options) == [[], []]
+
+
+def train_on_side_stream(rank: int, world_size: int) -> list[int]:
+    with nccl_group(rank, world_size) as group:
+        expected = train(BucketedDDP, rank, group)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = train(BucketedDDP, rank, group)
+        torch.cuda.current_stream().wait_stream(stream)
+        return differing(found, expected)
+
+
+def test_training_on_a_side_stream_changes_nothing():
+    assert run_ranks(train_on_side_stream, 1) == [[]]
+
+
+def backward_without_waiting(rank: int, world_size: int) -> float:
+    torch.cuda.set_device(CUDA)
+    with nccl_group(rank, world_size) as group:
+        model = BucketedDDP(Net().to(CUDA), process_group=group, bucket_cap_mb=0.1)
+        for step in range(3):  # buckets are planned anew before the second one
+            model(batch(rank, step)).square().mean().backward()
+        loss = model(batch(rank, 3)).square().mean()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")  # any call that waits for the device raises
+        try:
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return float(loss)
+
+
+def test_backward_does_not_wait_for_the_device():
+    (loss,) = run_ranks(backward_without_waiting, 1)
+    assert loss > 0
+
+
+def mode_that_is_to_notice(rank: int, world_size: int) -> None:
+    tensor = torch.ones((), device=CUDA)
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        tensor.item()
+
+
+def test_the_check_for_waiting_notices_it():
+    run_ranks(mode_that_is_to_notice, 1)

@@ -1,0 +1,342 @@
+"""Gradients that are no dense fp32 tensors: sparse, complex, of no elements, 16-bit, undefined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_all_as_torch, grads_of, state_of
+from harness import run_threads
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.errors import BackwardOrderError
+
+NUM_ROWS = 14
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True}
+LAYOUTS: list[dict[str, Any]] = [
+    {"gradient_as_bucket_view": True},
+    {"gradient_as_bucket_view": False},
+    SMALL_BUCKETS,
+]
+
+
+def filled(module: nn.Module, seed: int = 5) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) / 4)
+            if p.is_complex():
+                p.add_(1j * torch.randn(p.shape, generator=generator))
+    return module
+
+
+def steps_of(rank: int, wrap: Any, module: nn.Module, options: dict[str, Any], num_steps: int = 4) -> Any:
+    """Gradients of each step, and the parameters that SGD makes of them."""
+    model = wrap(filled(module), **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    seen = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(module.inputs(rank, step)).backward()
+        seen.append(grads_of(module))
+        optimizer.step()
+    return seen, state_of(module)
+
+
+# ---------------------------------------------------------------- sparse
+
+
+class SparseText(nn.Module):
+    """A sparse embedding, alone or in bags, and a dense head."""
+
+    def __init__(self, kind: str = "embedding", skip: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.rows = (
+            nn.Embedding(NUM_ROWS, 3, sparse=True)
+            if kind == "embedding"
+            else nn.EmbeddingBag(NUM_ROWS, 3, sparse=True)
+        )
+        self.head = nn.Linear(3, 1)
+
+    @staticmethod
+    def inputs(rank: int, step: int) -> Tensor:
+        # some rows on both ranks, some twice, others on one rank only
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return torch.randint(4 * rank, 4 * rank + 6, (2, 4), generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.rows(tokens)).square().sum()
+
+
+def sparse_steps(rank, world_size, wrap, kind, options):
+    return steps_of(rank, wrap, SparseText(kind), options)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sparse_embeddings_that_use_other_rows_on_each_rank(world_size) -> None:
+    # at 3 ranks sums are rounded in another order than torch's
+    rtol = 0.0 if world_size == 2 else 1e-5
+    cases = [(kind, options) for kind in ("embedding", "bag") for options in LAYOUTS]
+    for by_rank in assert_all_as_torch(sparse_steps, world_size, cases, rtol=rtol, atol=rtol):
+        for grads, _ in by_rank:
+            assert all("rows.weight (sparse)" in step for step in grads), "it must stay sparse"
+
+
+def sparse_accumulation(rank, world_size, wrap, options):
+    module = SparseText()
+    model = wrap(filled(module), **options)
+    seen = []
+    for step in range(3):
+        module.zero_grad()
+        with model.no_sync():
+            for micro in range(2):
+                model(module.inputs(rank, 10 * step + micro)).backward()
+        local = grads_of(module)
+        model(module.inputs(rank, 10 * step + 9)).backward()
+        seen += [local, grads_of(module)]
+    return seen
+
+
+def test_sparse_gradients_that_accumulated_in_no_sync() -> None:
+    assert_all_as_torch(sparse_accumulation, 2, [(options,) for options in LAYOUTS])
+
+
+def sparse_with_hook(rank, world_size, wrap, options):
+    module = SparseText()
+    model = wrap(filled(module), **options)
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    seen = []
+    for step in range(3):
+        module.zero_grad()
+        model(module.inputs(rank, step)).backward()
+        seen.append(grads_of(module))
+    return seen
+
+
+def test_a_comm_hook_on_a_sparse_bucket() -> None:
+    assert_all_as_torch(sparse_with_hook, 2, [(options,) for options in LAYOUTS])
+
+
+class TwoTables(nn.Module):
+    """Uses the tables that it is told to, with one row each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Embedding(4, 1, sparse=True)
+        self.right = nn.Embedding(4, 1, sparse=True)
+
+    def forward(self, row: int, use: str) -> Tensor:
+        return sum(getattr(self, name)(torch.tensor([row])).sum() * 2 for name in use.split())
+
+
+def test_a_sparse_parameter_that_one_rank_alone_used() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(TwoTables(), process_group=group, find_unused_parameters=True)
+        seen = []
+        for uses in (("left right", "left"), ("left", "left"), ("left", "left right")):
+            model.zero_grad()
+            model(rank, uses[rank]).backward()
+            grads = [model.module.left.weight.grad, model.module.right.weight.grad]
+            seen.append([None if g is None else g.to_dense().flatten().tolist() for g in grads])
+        return seen
+
+    left = [1.0, 1.0, 0.0, 0.0]
+    expected = [[left, [1.0, 0.0, 0.0, 0.0]], [left, None], [left, [0.0, 1.0, 0.0, 0.0]]]
+    assert run_threads(rank_main, 2) == [expected] * 2
+
+
+def test_a_sparse_parameter_that_one_rank_alone_used_in_no_sync() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(TwoTables(), process_group=group, find_unused_parameters=True)
+        with model.no_sync():
+            model(2, "left right" if rank == 1 else "left").backward()
+        model(rank, "left").backward()
+        grads = [model.module.left.weight.grad, model.module.right.weight.grad]
+        return [g.to_dense().flatten().tolist() for g in grads]
+
+    assert run_threads(rank_main, 2) == [[[1.0, 1.0, 2.0, 0.0], [0.0, 0.0, 1.0, 0.0]]] * 2
+
+
+def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(NUM_ROWS, 3, sparse=True)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return (self.rows(tokens) @ self.rows.weight.t()).sum()
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Tied(), process_group=group)
+        with pytest.raises(BackwardOrderError, match=r"'rows\.weight' has a dense gradient.*sparse=True"):
+            model(torch.tensor([[1, 2]])).backward()
+
+    run_threads(rank_main, 2)
+
+
+# ---------------------------------------------------------------- complex, no elements, 16 bits
+
+
+class Complex(nn.Module):
+    """A complex matrix and a complex scalar before a real layer."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(3, 4, dtype=dtype))
+        self.phase = nn.Parameter(torch.zeros((), dtype=dtype))
+        self.head = nn.Linear(3, 2, dtype=torch.float64 if dtype == torch.complex128 else None)
+
+    def inputs(self, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return torch.randn(2, 4, dtype=self.matrix.dtype, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x @ self.matrix.t() * self.phase).abs()).square().sum()
+
+
+class NoElements(nn.Module):
+    """Parameters of no elements in front, in the middle and at the end; one in a dtype of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty_first = nn.Parameter(torch.zeros(0))
+        self.one = nn.Linear(3, 3)
+        self.empty_middle = nn.Parameter(torch.zeros(0, 5))
+        self.two = nn.Linear(3, 1)
+        self.empty_double = nn.Parameter(torch.zeros(2, 0, dtype=torch.float64))
+
+    @staticmethod
+    def inputs(rank: int, step: int) -> Tensor:
+        return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nothing = self.empty_first.sum() + self.empty_middle.sum() + self.empty_double.sum()
+        return self.two(self.one(x)).square().sum() + nothing
+
+
+class Half(nn.Module):
+    """All parameters in 16 bits."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 7, dtype=dtype)
+        self.two = nn.Linear(7, 3, dtype=dtype)
+
+    def inputs(self, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return torch.randn(5, 4, generator=generator).to(self.one.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x))).square().sum()
+
+
+class AllKinds(nn.Module):
+    """One of each in one model, so that their buckets are launched among each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = SparseText()
+        self.complex = Complex()
+        self.nothing = NoElements()
+        self.in_double = nn.Linear(3, 1, dtype=torch.float64)
+        self.in_half = Half(torch.float16)
+        self.in_bfloat = Half(torch.bfloat16)
+
+    def inputs(self, rank: int, step: int) -> dict[str, Tensor]:
+        parts = {name: getattr(self, name) for name in ("text", "complex", "nothing", "in_half", "in_bfloat")}
+        return {name: part.inputs(rank, step) for name, part in parts.items()}
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        parts = [getattr(self, name)(value).double() for name, value in inputs.items()]
+        return sum(parts) + self.in_double(inputs["nothing"].double()).sum()
+
+
+MAKERS = {
+    "complex64": Complex,
+    "complex128": lambda: Complex(torch.complex128),
+    "no_elements": NoElements,
+    "float16": lambda: Half(torch.float16),
+    "bfloat16": lambda: Half(torch.bfloat16),
+    "all_kinds": AllKinds,
+}
+
+
+def steps_by_name(rank, world_size, wrap, name, options):
+    return steps_of(rank, wrap, MAKERS[name](), options)
+
+
+@pytest.mark.parametrize("name", list(MAKERS)[:-1])
+def test_gradients_of_other_dtypes_and_of_no_elements(name) -> None:
+    for by_rank in assert_all_as_torch(steps_by_name, 2, [(name, options) for options in LAYOUTS]):
+        for grads, _ in by_rank:
+            assert len(grads) == 4
+            assert all(g.abs().max() > 0 for step in grads for g in step.values() if g.numel())
+
+
+def test_all_kinds_of_gradients_in_one_model() -> None:
+    kinds = {torch.float32, torch.float64, torch.complex64, torch.float16, torch.bfloat16}
+    for by_rank in assert_all_as_torch(steps_by_name, 2, [("all_kinds", options) for options in LAYOUTS]):
+        for grads, _ in by_rank:
+            assert {g.dtype for g in grads[-1].values()} == kinds
+
+
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_a_complex_gradient_is_the_mean_of_both_parts(find_unused_parameters) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.view_as_real(self.factor * x).sum()
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Scaled(), process_group=group, find_unused_parameters=find_unused_parameters)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.tensor([1.0 + rank, 3.0])).backward()
+        return model.module.factor.grad.tolist()
+
+    assert run_threads(rank_main, 2) == [[1.5 + 1.5j, 3.0 + 3.0j]] * 2
+
+
+# ---------------------------------------------------------------- undefined
+
+
+class MaybeUndefined(nn.Module):
+    """Two layers; behind the first one autograd loses the gradient where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3, bias=False)
+        self.b = nn.Linear(3, 1, bias=False)
+        self.is_undefined = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.is_undefined:
+            x = torch._C._functions.UndefinedGrad()(x)
+        return self.b(x).sum()
+
+
+def undefined_gradients(rank, world_size, wrap, undefined_on, options):
+    module = filled(MaybeUndefined())
+    model = wrap(module, **options)
+    seen = []
+    for step in range(4):
+        module.zero_grad()
+        module.is_undefined = step > 0 and rank in undefined_on
+        model(torch.full((2, 3), step + rank + 1.0)).backward()
+        seen.append(grads_of(module))
+    return seen
+
+
+@pytest.mark.parametrize("undefined_on", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "both"])
+def test_undefined_gradients_count_as_zeros(undefined_on) -> None:
+    finds_unused = {"find_unused_parameters": True, "gradient_as_bucket_view": False}
+    cases = [(undefined_on, options) for options in [*LAYOUTS, finds_unused]]
+    for by_rank in assert_all_as_torch(undefined_gradients, 2, cases):
+        assert all(seen[0]["a.weight"].abs().max() > 0 for seen in by_rank)

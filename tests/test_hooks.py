@@ -1,0 +1,383 @@
+"""What hooks promise beyond one step's numbers: names, state that survives, transactions, bytes, errors."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
+from harness import run_threads, run_threads_outcomes
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.hooks import available_hooks, build_hook, parse_hook
+
+ONE_EACH_MB = 1e-5
+POWERSGD = {"name": "powersgd", "start_step": 1, "min_compression": 1}
+REMEMBERING = [
+    POWERSGD,
+    POWERSGD | {"batched": True},
+    {"name": "topk", "ratio": 0.05, "momentum": 0.5},
+    {"name": "randomk", "ratio": 0.05},
+    "sign",
+    ["bf16", {"name": "topk", "ratio": 0.05}],
+]
+remembering = pytest.mark.parametrize("spec", REMEMBERING, ids=str)
+
+
+def inputs_of(num_steps: int, world_size: int = 2) -> list[list[Grads]]:
+    return [[random_grads(rank, step) for step in range(num_steps)] for rank in range(world_size)]
+
+
+def assert_same(found: Grads, expected: Grads) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_the_catalogue_describes_every_hook():
+    hooks = available_hooks()
+    assert set(hooks) >= {"allreduce", "fp16", "bf16", "int8", "powersgd", "topk", "randomk", "sign", "noop"}
+    assert all(text.endswith(".") for text in hooks.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("powersdg", r"unknown communication hook 'powersdg'; did you mean 'powersgd'\?"),
+        ("zzz", "unknown communication hook 'zzz'; there are allreduce, bf16"),
+        ({"name": "topk", "ration": 0.1}, r"'topk' has no option 'ration'; did you mean 'ratio'\?"),
+        ({"name": "topk", "k": 3}, "'topk' has no option 'k'; there are ratio, momentum"),
+        ({"name": "bf16", "k": 3}, "'bf16' has no option 'k'; it has none"),
+        ({"name": "topk", "ratio": 0.0}, "'topk': ratio=0.0: expected above 0"),
+        ({"name": "topk", "nesterov": True}, "needs a momentum above 0"),
+        ({"name": "powersgd", "rank": 0}, "'powersgd': rank=0: expected at least 1"),
+        ({"name": "int8", "block": 3}, "'int8': block=3: expected a multiple of 8"),
+        ({"rank": 3}, "expected a name or a mapping with 'name'"),
+        ([], "expected a name, a mapping with 'name', or a list"),
+        (["powersgd", "bf16"], "'powersgd' cannot be wrapped around 'bf16': only bf16, fp16, fp8, int8 can"),
+        (["bf16", "int8"], "'bf16' around 'int8': both encode the same numbers"),
+        (["bf16", "fp16", "topk"], "'bf16', 'fp16' around 'topk': what is sent is encoded once"),
+        (["bf16", "sign"], "'sign', which sends no floating-point tensors"),
+    ],
+)
+def test_a_specification_that_cannot_be_used_says_why(spec, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse_hook(spec)
+
+
+# ---------------------------------------------------------------- state
+
+
+@remembering
+@pytest.mark.parametrize("caps", [(25, 25), (0.001, 0.001)], ids=["1 bucket", "3 buckets"])
+def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, caps):
+    """Also over the rebuild of the buckets, which the second process does once more."""
+    inputs = inputs_of(8)
+    undisturbed = reduce_steps(spec, inputs, cap_mb=caps[0])
+
+    def rank_main(rank, world_size, group):
+        first = Run(group, spec, cap_mb=caps[0])
+        for grads in inputs[rank][:5]:
+            first.step(grads)
+        saved = first.hook.state_dict()
+        second = Run(group, spec, cap_mb=caps[1])
+        assert second.hook.load_state_dict(saved, SHAPES) == []
+        return [second.step(grads) for grads in inputs[rank][5:]]
+
+    for rank, outputs in enumerate(run_threads(rank_main, 2)):
+        for output, expected in zip(outputs, undisturbed[rank][0][5:], strict=True):
+            if "batched" in str(spec) and caps[0] < 1:
+                continue  # its factors belong to a layout, and the first layout is back after a start
+            assert_same(output, expected)
+
+
+def test_batched_factors_begin_anew_in_another_layout_and_the_residual_stays():
+    spec = POWERSGD | {"batched": True}
+    inputs = inputs_of(4)
+
+    def rank_main(rank, world_size, group):
+        first = Run(group, spec, cap_mb=25)
+        sent = [first.step(grads) for grads in inputs[rank][:3]]
+        second = Run(group, spec, cap_mb=0.001)
+        second.hook.load_state_dict(first.hook.state_dict())
+        sent.append(second.step(inputs[rank][3]))
+        return sent, second.state(), [n for n in second.hook.state_dict()["tensors"] if "bucket" in n]
+
+    answers = run_threads(rank_main, 2)
+    assert len(answers[0][2]) > 1, "one factor a bucket, those of the old layout are gone"
+    for name, shape in SHAPES.items():
+        residual = mean([errors[name].view(shape) for _, errors, _ in answers])
+        came_in = mean([sum(g[name] for g in inputs[r]) for r in range(2)])
+        total = sum(g[name].double() for g in answers[0][0])
+        torch.testing.assert_close(total, came_in - residual, rtol=0, atol=1e-5)
+
+
+def test_loading_says_what_it_cannot_keep():
+    def rank_main(rank, world_size, group):
+        hook = Run(group, "sign").hook
+        Run(group, "sign").step(random_grads(rank, 0))
+        state = hook.state_dict() | {"tensors": {"gone": {"error": torch.ones(3)}}}
+        notes = hook.load_state_dict(state, SHAPES)
+        other = Run(group, {"name": "topk", "ratio": 0.5}).hook
+        notes += other.load_state_dict(state)
+        notes += other.load_state_dict(other.state_dict() | {"options": {"ratio": 0.25}})
+        with pytest.raises(ConfigurationError, match="has format 99; this release reads 1"):
+            hook.load_state_dict(state | {"format": 99})
+        return notes
+
+    for notes in run_threads(rank_main, 2):
+        assert notes == [
+            "state of hook 'sign' was dropped for unknown gone",
+            "state of hook 'sign' was dropped: the run uses 'topk'",
+            "hook 'topk' was saved with other options: {'ratio': 0.25}",
+        ]
+
+
+# ---------------------------------------------------------------- mixed precision
+
+
+@remembering
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_step_that_overflows_on_one_rank_leaves_no_trace(spec, value):
+    """Other buckets of that step were finite and on their way: their state must not change either."""
+    inputs = inputs_of(6)
+    undisturbed = reduce_steps(spec, inputs, cap_mb=ONE_EACH_MB)
+    disturbed = [list(steps) for steps in inputs]
+    for rank in range(2):
+        extra = random_grads(rank, 99)
+        if rank == 1:
+            extra["second"][1, 2, 3] = value
+        disturbed[rank].insert(3, extra)
+    answers = reduce_steps(spec, disturbed, cap_mb=ONE_EACH_MB, finish=lambda run: run.hook.step)
+    for rank, (outputs, step) in enumerate(answers):
+        assert step == 6
+        skipped = outputs.pop(3)
+        assert skipped["second"].isnan().all(), "on every rank, so that all skip the step"
+        for output, expected in zip(outputs, undisturbed[rank][0], strict=True):
+            assert_same(output, expected)
+
+
+@remembering
+def test_the_loss_scale_may_change(spec):
+    inputs = inputs_of(6)
+    scales = [1.0, 1.0, 256.0, 512.0, 512.0, 8.0]
+    plain = reduce_steps(spec, inputs)
+
+    def rank_main(rank, world_size, group):
+        run = Run(group, spec)
+        outputs = []
+        for grads, scale in zip(inputs[rank], scales, strict=True):
+            run.hook.loss_scale = lambda scale=scale: scale
+            scaled = run.step({name: grad * scale for name, grad in grads.items()})
+            outputs.append({name: grad / scale for name, grad in scaled.items()})
+        return outputs
+
+    for rank, outputs in enumerate(run_threads(rank_main, 2)):
+        for output, expected in zip(outputs, plain[rank][0], strict=True):
+            assert_same(output, expected)
+
+
+def test_an_overflow_on_the_wire_is_one_on_all_ranks_and_leaves_no_trace():
+    """Finite in float32, infinite in float16."""
+    spec = ["fp16", {"name": "topk", "ratio": 0.05}]
+    inputs = inputs_of(3)
+    inputs[1][1]["first"][0, 0] = 1e6
+    answers = reduce_steps(spec, inputs, finish=lambda run: (run.hook.step, run.state()["first"]))
+    for outputs, (step, residual) in answers:
+        assert outputs[1]["first"].isnan().all()
+        assert not outputs[2]["first"].isnan().any()
+        assert step == 2
+        assert residual.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", ["sign", {"name": "topk", "ratio": 0.05}, POWERSGD], ids=str)
+def test_16_bit_gradients_have_a_float32_residual(spec, dtype):
+    steps = [{"first": torch.full((24, 20), 1.0, dtype=dtype)} for _ in range(3)]
+    for grads in steps:
+        grads["first"][0, :10] = 2.0**-9  # lost if a 16-bit residual of 1 were added to it
+    shapes = {"first": (24, 20)}
+    answers = reduce_steps(spec, [steps, steps], finish=lambda run: run.state(), dtype=dtype, shapes=shapes)
+    for outputs, residual in answers:
+        assert outputs[0]["first"].dtype == dtype
+        assert residual["first"].dtype == torch.float32
+
+
+def test_float64_stays_float64():
+    grads = {"first": torch.full((24, 20), 1 / 3, dtype=torch.float64)}
+    spec = {"name": "topk", "ratio": 1.0}
+    answers = reduce_steps(spec, [[grads]] * 2, dtype=torch.float64, shapes={"first": (24, 20)})
+    assert answers[0][0][0]["first"].equal(grads["first"])
+
+
+# ---------------------------------------------------------------- accumulation, absent parameters
+
+
+@remembering
+def test_accumulated_gradients_are_compressed_once_a_step(spec):
+    inputs = inputs_of(6)
+    summed = [
+        [{n: a[n] + b[n] for n in SHAPES} for a, b in zip(steps[::2], steps[1::2], strict=True)]
+        for steps in inputs
+    ]
+    expected = reduce_steps(spec, summed)
+
+    def rank_main(rank, world_size, group):
+        run = Run(group, spec)
+        outputs = []
+        for first, second in zip(inputs[rank][::2], inputs[rank][1::2], strict=True):
+            run.module.zero_grad()
+            for grads, context in ((first, run.model.no_sync()), (second, nullcontext())):
+                with context:
+                    run.model(grads).backward()
+            outputs.append({n: p.grad.clone() for n, p in run.module.named_parameters()})
+        return outputs, run.hook.step
+
+    for rank, (outputs, step) in enumerate(run_threads(rank_main, 2)):
+        assert step == 3
+        for output, reference in zip(outputs, expected[rank][0], strict=True):
+            assert_same(output, reference)
+
+
+@remembering
+@pytest.mark.parametrize("cap_mb", [25, ONE_EACH_MB])
+def test_a_parameter_that_no_rank_used_keeps_its_state(spec, cap_mb):
+    if "batched" in str(spec):
+        pytest.skip("its factors belong to all parameters of a bucket: see the test of its layouts")
+    inputs = inputs_of(6)
+    for rank in range(2):
+        for step in (2, 4):
+            del inputs[rank][step]["second"]
+
+    def rank_main(rank, world_size, group):
+        run = Run(group, spec, cap_mb=cap_mb, find_unused_parameters=True)
+        states = []
+        for grads in inputs[rank]:
+            output = run.step(grads)
+            assert output.keys() == grads.keys()
+            states.append(run.hook.state_dict()["tensors"].get("second", {}))
+        return states
+
+    for states in run_threads(rank_main, 2):
+        for step in (2, 4):
+            assert_same(states[step], states[step - 1])
+        assert any(not states[3][key].equal(states[2][key]) for key in states[3]) or "q" in states[3]
+
+
+@remembering
+def test_a_parameter_that_one_rank_used_counts_as_zero_on_the_other(spec):
+    inputs = inputs_of(6)
+    filled = [list(steps) for steps in inputs]
+    for step in (2, 3):
+        inputs[1][step] = {n: g for n, g in inputs[1][step].items() if n != "second"}
+        filled[1][step] = inputs[1][step] | {"second": torch.zeros(SHAPES["second"])}
+    expected = reduce_steps(spec, filled, find_unused_parameters=True)
+    for rank, (outputs, _) in enumerate(reduce_steps(spec, inputs, find_unused_parameters=True)):
+        for output, reference in zip(outputs, expected[rank][0], strict=True):
+            assert_same(output, reference)
+
+
+# ---------------------------------------------------------------- bytes
+
+WIDE = {f"layer{i}_{kind}": shape for i in range(4) for kind, shape in (("w", (256, 256)), ("b", (256,)))}
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [
+        ("fp16", 0.51),
+        ("bf16", 0.51),
+        ("int8", 0.27),
+        ("fp8", 0.27),
+        ({"name": "powersgd", "rank": 2, "start_step": 0}, 0.05),
+        (["bf16", {"name": "powersgd", "rank": 2, "start_step": 0}], 0.025),
+        ({"name": "topk", "ratio": 0.01}, 0.03),
+        ({"name": "randomk", "ratio": 0.01}, 0.011),
+        ("sign", 0.033),
+    ],
+    ids=str,
+)
+def test_bytes_sent_in_a_step_as_part_of_uncompressed_float32(spec, limit):
+    inputs = [[random_grads(rank, step, WIDE) for step in range(2)] for rank in range(2)]
+
+    def count(run):
+        return run.hook.channel.num_bytes_sent
+
+    full = reduce_steps("allreduce", inputs, shapes=WIDE, finish=count)[0][1]
+    assert full == 2 * 4 * sum(math.prod(shape) for shape in WIDE.values()), "2 (N-1)/N x size, two steps"
+    sent = reduce_steps(spec, inputs, shapes=WIDE, finish=count)[0][1]
+    assert 0.2 * limit < sent / full <= limit
+
+
+@pytest.mark.parametrize("spec", ["bf16", "int8", {"name": "powersgd", "start_step": 0}])
+def test_traffic_does_not_grow_with_the_world_size(spec):
+    sent = {}
+    for world_size in (2, 4):
+        inputs = [[random_grads(rank, 0, WIDE)] for rank in range(world_size)]
+        answers = reduce_steps(spec, inputs, shapes=WIDE, finish=lambda run: run.hook.channel.num_bytes_sent)
+        sent[world_size] = answers[0][1] / (2 * (world_size - 1) / world_size)
+    assert sent[4] == pytest.approx(sent[2], rel=0.02)
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_many_buckets_of_two_collectives_each_do_not_deadlock():
+    shapes = {f"p{i:02}": (12, 10) for i in range(40)}
+    spec = {"name": "powersgd", "rank": 1, "start_step": 0, "min_compression": 1}
+    inputs = [[random_grads(rank, step, shapes) for step in range(3)] for rank in range(3)]
+    answers = reduce_steps(
+        spec, inputs, shapes=shapes, cap_mb=ONE_EACH_MB, finish=lambda run: len(run.model.reducer.buckets)
+    )
+    assert [num_buckets for _, num_buckets in answers] == [40] * 3
+
+
+def test_the_engine_may_communicate_while_a_hook_does():
+    """With unused parameters searched for, the reducer's own collective runs beside those of the hook."""
+    inputs = inputs_of(5, 3)
+    answers = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB, find_unused_parameters=True)
+    expected = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB)
+    for (outputs, _), (references, _) in zip(answers, expected, strict=True):
+        for output, reference in zip(outputs, references, strict=True):
+            assert_same(output, reference)
+
+
+def test_a_failure_inside_a_hook_names_hook_bucket_and_rank():
+    def rank_main(rank, world_size, group):
+        run = Run(group, "sign", cap_mb=ONE_EACH_MB)
+        original = run.hook.reduce
+
+        def broken(part):
+            if part.index == 2:
+                raise KeyError("no such thing")
+            return original(part)
+
+        run.hook.reduce = broken
+        run.step(random_grads(rank, 0))
+
+    for outcome in run_threads_outcomes(rank_main, 2):
+        assert outcome.exception_type == "CommHookError"
+        for what in (f"rank {outcome.rank}", "'Sign'", "KeyError: 'no such thing'", "bucket 2", "'bias'"):
+            assert what in outcome.message
+
+
+def test_state_by_name_needs_names():
+    class Bucket:
+        def parameters(self):
+            return [torch.zeros(3)]
+
+        def buffer(self):
+            return torch.zeros(3)
+
+    def rank_main(rank, world_size, group):
+        hook = build_hook("sign", Group(group))
+        with pytest.raises(ConfigurationError, match=r"keeps its state by parameter name.*has no `names`"):
+            hook(None, Bucket())
+
+    run_threads(rank_main, 1)

@@ -1,0 +1,317 @@
+"""`join()`: ranks that run out of inputs at different steps, compared with torch's DDP."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparison import assert_all_as_torch, grads_of, state_of
+from harness import run_ranks, run_ranks_outcomes, run_threads
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.errors import ConfigurationError
+
+
+class Plain(nn.Module):
+    """Two layers in several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 6)
+        self.two = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Normed(Plain):
+    """With the statistics of a BatchNorm as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Counting(Plain):
+    """With a buffer that forward reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.lerp_(x.mean(0), 0.25)
+        return super().forward(x - self.average.clone())
+
+
+class Branches(Plain):
+    """Leaves out a layer in some forwards, not the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(4, 4)
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.sometimes(x) if x[0, 0] > 0 else x)
+
+
+MODELS = {"plain": Plain, "normed": Normed, "counting": Counting, "branches": Branches}
+
+
+def seeded(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return MODELS[name]()
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+    # while both ranks go on, each uses the optional layer in every other step, and not in the same one
+    x[0, 0] = 1.0 if step >= 2 or (rank + step) % 2 else -1.0
+    return x
+
+
+def joined_training(rank, world_size, wrap, name, counts, options, join_options, program) -> Any:
+    """Trains `counts[rank]` steps inside join(). The gradients of each step, and the state after it."""
+    module = seeded(name)
+    model = wrap(module, bucket_cap_mb=1e-6, **options)
+    if "hook" in program:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for _ in range(2 if "twice" in program else 1):
+        with model.join(**join_options):
+            for step in range(counts[rank]):
+                is_local = "no_sync" in program and step % 3 != 2
+                with model.no_sync() if is_local else nullcontext():
+                    model(inputs(rank, step)).square().sum().backward()
+                if not is_local:
+                    seen.append(grads_of(module))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        seen.append(state_of(module))
+    if "more" in program:  # all ranks go on together, without join
+        for step in range(2):
+            model(inputs(rank, 50 + step)).square().sum().backward()
+            seen.append(grads_of(module))
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def case(
+    name: str = "plain",
+    counts: tuple[int, ...] = (2, 5),
+    options: dict[str, Any] | None = None,
+    join_options: dict[str, Any] | None = None,
+    program: str = "",
+) -> tuple[Any, ...]:
+    return name, counts, options or {}, join_options or {}, program
+
+
+ACTIVE_ONLY = {"divide_by_initial_world_size": False}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [case(counts=counts) for counts in ((2, 5), (5, 2), (0, 3), (3, 0), (3, 3), (1, 2))],
+        [case(counts=counts, join_options=ACTIVE_ONLY) for counts in ((2, 5), (5, 2), (0, 3))],
+        [case(counts=(2, 4), options={"gradient_as_bucket_view": view}) for view in (True, False)],
+        [case("normed", counts) for counts in ((2, 5), (5, 2))],
+        [case("normed", counts, {"forward_sync_buffers": False}) for counts in ((2, 5), (5, 2))],
+        [case("counting", counts) for counts in ((2, 5), (5, 2))],
+        [case("branches", counts, {"find_unused_parameters": True}) for counts in ((2, 5), (5, 2))],
+        [case(counts=counts, options={"static_graph": True}) for counts in ((2, 5), (5, 2))],
+        [case(counts=counts, program="hook") for counts in ((2, 5), (5, 2))],
+        [case(counts=counts, program="no_sync") for counts in ((3, 6), (6, 3), (3, 9))],
+        [case("normed", (2, 4), program="twice"), case(counts=(1, 4), program="twice")],
+        [case(counts=(2, 4), program="more"), case("normed", (4, 2), program="more")],
+        [case(counts=(3, 3), join_options={"enable": False}, program="more")],
+    ],
+    ids=[
+        "counts",
+        "divides by the active ranks",
+        "view or not",
+        "batch norm",
+        "batch norm, buffers not synchronised",
+        "buffer",
+        "unused",
+        "static graph",
+        "comm hook",
+        "no_sync",
+        "a second join",
+        "training goes on",
+        "not enabled",
+    ],
+)
+def test_uneven_inputs_give_torchs_gradients_and_its_final_model(cases) -> None:
+    for (_, counts, *_), by_rank in zip(cases, assert_all_as_torch(joined_training, 2, cases), strict=True):
+        assert len(by_rank[0]) + len(by_rank[1]) > 2, counts
+
+
+@pytest.mark.parametrize("join_options", [{}, ACTIVE_ONLY], ids=["initial", "active"])
+def test_three_ranks_that_end_at_three_different_steps(join_options) -> None:
+    cases = [case("normed", counts, {}, join_options) for counts in ((1, 3, 5), (4, 2, 3))]
+    for by_rank in assert_all_as_torch(joined_training, 3, cases, rtol=1e-5, atol=1e-6):
+        final = [seen[-1] for seen in by_rank]
+        for state in final[1:]:
+            assert all(torch.equal(state[name], final[0][name]) for name in state)
+
+
+def test_the_divisor_is_that_of_the_closed_form() -> None:
+    def run(rank, world_size, wrap, join_options):
+        module = nn.Linear(1, 1, bias=False)
+        model = wrap(module)
+        seen = []
+        with model.join(**join_options):
+            for _ in range(1 + 2 * rank):
+                module.zero_grad()
+                model(torch.full((1, 1), rank + 1.0)).sum().backward()
+                seen.append(module.weight.grad.item())
+        return seen
+
+    # rank 0 has one step with gradient 1, rank 1 three with gradient 2
+    initial, active = assert_all_as_torch(run, 2, [({},), (ACTIVE_ONLY,)])
+    assert initial == [[1.5], [1.5, 1.0, 1.0]]
+    assert active == [[1.5], [1.5, 2.0, 2.0]]
+
+
+def last_joiner(rank, world_size, counts):
+    """Each rank's parameters are moved apart before the end, so that it shows whose model all take."""
+    module = Counting()
+    model = BucketedDDP(module)
+    with model.join():
+        for step in range(counts[rank]):
+            model(inputs(rank, step)).sum().backward()
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                tensor.fill_(rank + 1.0)
+    values = {t.unique().item() for t in [*module.parameters(), *module.buffers()]}
+    return model.authoritative_rank, values
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_all_ranks_end_with_the_model_of_the_last_joiner(last) -> None:
+    counts = tuple(5 if rank == last else rank + 1 for rank in range(3))
+    assert run_ranks(last_joiner, 3, counts) == [(last, {last + 1.0})] * 3
+
+
+class Optional(nn.Module):
+    """Two weights, of which the second is used where it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.maybe = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor, uses_both: bool) -> Tensor:
+        return (self.always(x) + self.maybe(x) if uses_both else self.always(x)).sum()
+
+
+def unused_after_the_others_end(rank, world_size):
+    model = BucketedDDP(Optional(), find_unused_parameters=True)
+    seen = []
+    with model.join():
+        for step in range(1 + 3 * rank):
+            model.zero_grad()
+            model(torch.full((1, 1), rank + 1.0), step in (0, 2)).backward()
+            grads = model.module.always.weight.grad, model.module.maybe.weight.grad
+            seen.append([None if g is None else g.item() for g in grads])
+    return seen
+
+
+def test_a_parameter_that_no_remaining_rank_uses_keeps_its_gradient() -> None:
+    """Torch's DDP lets a joined rank repeat its last bitmap, so that such a gradient becomes zeros."""
+    assert run_ranks(unused_after_the_others_end, 2) == [
+        [[1.5, 1.5]],
+        [[1.5, 1.5], [1.0, None], [1.0, 1.0], [1.0, None]],
+    ]
+
+
+# ---------------------------------------------------------------- early termination, errors
+
+
+def terminates_early(rank, world_size, wrap, counts):
+    module = seeded("plain")
+    model = wrap(module)
+    done = []
+
+    def train() -> None:
+        with model.join(throw_on_early_termination=True):
+            for step in range(counts[rank]):
+                model(inputs(rank, step)).sum().backward()
+                done.append(step)
+
+    with pytest.raises(RuntimeError, match=r"exhausted (all )?inputs") as caught:
+        train()
+    return len(done), str(caught.value), grads_of(module)
+
+
+def test_throw_on_early_termination_stops_all_ranks_at_the_first_end() -> None:
+    for by_rank in assert_all_as_torch(terminates_early, 2, [((2, 5),), ((4, 1),)]):
+        steps = [num_steps for num_steps, _, _ in by_rank]
+        assert steps in ([2, 2], [1, 1])
+
+
+def test_join_needs_a_default_process_group() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Plain(), process_group=group)
+        with pytest.raises(ConfigurationError, match=r"join\(\) needs .*init_process_group"):
+            model.join()
+
+    assert not dist.is_initialized()
+    run_threads(rank_main, 2)
+
+
+def fails_inside(rank, world_size):
+    model = BucketedDDP(seeded("plain"))
+    with model.join():
+        for step in range(3 if rank == 1 else 1):
+            model(inputs(rank, step)).sum().backward()
+            if rank == 1 and step == 2:
+                raise ZeroDivisionError("in the loop")
+    return "ended"
+
+
+def test_an_exception_in_the_loop_of_the_last_rank_is_its_own() -> None:
+    outcome = run_ranks_outcomes(fails_inside, 2, timeout_s=10)[1]
+    assert (outcome.status, outcome.exception_type) == ("raised", "ZeroDivisionError")
+
+
+# ---------------------------------------------------------------- with another joinable
+
+
+def with_zero(rank, world_size, wrap, counts, join_options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the import uses torch.jit.script
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = seeded("plain")
+    model = wrap(module, bucket_cap_mb=1e-6)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.05)
+    seen = []
+    with Join([model, optimizer], **join_options):
+        for step in range(counts[rank]):
+            optimizer.zero_grad()
+            model(inputs(rank, step)).square().sum().backward()
+            seen.append(grads_of(module))
+            optimizer.step()
+    return seen, state_of(module)
+
+
+def test_join_together_with_a_sharded_optimizer() -> None:
+    cases = [(counts, options) for counts in ((2, 4), (4, 1)) for options in ({}, ACTIVE_ONLY)]
+    for by_rank in assert_all_as_torch(with_zero, 2, cases):
+        (_, state_0), (_, state_1) = by_rank
+        assert all(torch.equal(state_0[name], state_1[name]) for name in state_0)

@@ -1,0 +1,227 @@
+"""`mixed_precision`: low precision from forward to the end of backward, full precision outside of it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from harness import run_threads
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.errors import ConfigurationError
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Net(nn.Module):
+    """Two layers and a buffer; notes the dtypes that forward sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 8)
+        self.two = nn.Linear(8, 2)
+        self.register_buffer("shift", torch.full((4,), 0.3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtypes = [x.dtype, self.one.weight.dtype, self.two.bias.dtype, self.shift.dtype]
+        return self.two(torch.tanh(self.one(x - self.shift)))
+
+
+def net() -> Net:
+    module = Net()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / 3)
+    return module
+
+
+def x_of(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def low_gradients(rank: int, step: int, config: Any, weights: Net | None = None) -> list[Tensor]:
+    """What one rank alone computes in `param_dtype`: torch's DDP of this build needs CUDA for that."""
+    module = net()
+    if weights is not None:
+        module.load_state_dict(weights.state_dict())
+    module.to(config.param_dtype)
+    module.shift = module.shift.to(config.buffer_dtype or F32)
+    module(x_of(rank, step).to(config.param_dtype or F32)).square().sum().backward()
+    return [p.grad for p in module.parameters()]
+
+
+def mean_of(config: Any, step: int) -> list[Tensor]:
+    """Halved and summed in `reduce_dtype`, as the bucket does; then in full precision."""
+    dtype = config.reduce_dtype or config.param_dtype
+    both = zip(low_gradients(0, step, config), low_gradients(1, step, config), strict=True)
+    return [(a.to(dtype) * 0.5 + b.to(dtype) * 0.5).to(F32) for a, b in both]
+
+
+CONFIGS = {
+    "all bf16": _MixedPrecision(param_dtype=BF16, reduce_dtype=BF16, buffer_dtype=BF16),
+    "all fp16": _MixedPrecision(param_dtype=F16, reduce_dtype=F16, buffer_dtype=F16),
+    "reduced in fp32": _MixedPrecision(param_dtype=BF16, reduce_dtype=F32, buffer_dtype=BF16),
+    "reduced in the parameters' dtype": _MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
+}
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["view", "no view"])
+@pytest.mark.parametrize("bucket_cap_mb", [None, 1e-6])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_are_the_mean_of_low_precision_ones_in_full_precision(name, bucket_cap_mb, view) -> None:
+    config = CONFIGS[name]
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(
+            net(),
+            process_group=group,
+            mixed_precision=config,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=view,
+        )
+        full = [p.detach().clone() for p in model.parameters()]
+        seen = []
+        for step in range(3):
+            model.zero_grad()
+            output = model(x_of(rank, step))
+            assert model.module.dtypes == [config.param_dtype] * 3 + [config.buffer_dtype]
+            assert output.dtype == config.param_dtype
+            output.square().sum().backward()
+            assert [p.dtype for p in model.parameters()] == [F32] * 4
+            assert all(torch.equal(a, b) for a, b in zip(full, model.parameters(), strict=True))
+            seen.append([p.grad.clone() for p in model.parameters()])
+        return seen
+
+    for seen in run_threads(rank_main, 2):
+        for step, found in enumerate(seen):
+            for grad, expected in zip(found, mean_of(config, step), strict=True):
+                assert grad.dtype == F32
+                assert torch.equal(grad, expected)
+
+
+def test_an_optimizer_trains_the_full_precision_parameters() -> None:
+    config = CONFIGS["reduced in fp32"]
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(net(), process_group=group, mixed_precision=config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)  # too small a step for bfloat16
+        before = model.module.one.weight.detach().clone()
+        for step in range(3):
+            optimizer.zero_grad()
+            model(x_of(rank, step)).square().sum().backward()
+            optimizer.step()
+        return before, model.module.one.weight.detach().clone(), list(model.state_dict().values())
+
+    (before, after, state), (_, other, _) = run_threads(rank_main, 2)
+    assert torch.equal(after, other)
+    assert not torch.equal(before, after)
+    assert [t.dtype for t in state] == [BF16, torch.int64] + [F32] * 4
+
+
+def test_gradients_accumulate_over_no_sync() -> None:
+    config = CONFIGS["reduced in fp32"]
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(net(), process_group=group, mixed_precision=config)
+        dtypes = []
+        for step in range(3):
+            with model.no_sync() if step < 2 else nullcontext():
+                model(x_of(rank, step)).square().sum().backward()
+            dtypes += [p.dtype for p in model.parameters()] + [p.grad.dtype for p in model.parameters()]
+        assert dtypes == [F32] * 24
+        return [p.grad for p in model.parameters()]
+
+    expected = [sum(grads) for grads in zip(*(mean_of(config, step) for step in range(3)), strict=True)]
+    largest = max(e.abs().max().item() for e in expected)
+    for found in run_threads(rank_main, 2):
+        for grad, wanted in zip(found, expected, strict=True):
+            # three gradients are added in bfloat16 (8 bits): each addition rounds by at most 2**-8
+            torch.testing.assert_close(grad, wanted, rtol=2**-7, atol=largest * 2**-7)
+
+
+def test_a_forward_without_a_backward_leaves_full_precision_behind() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(net(), process_group=group, mixed_precision=CONFIGS["all bf16"])
+        before = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            output = model(x_of(rank))
+        assert output.dtype == BF16
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert [p.dtype for p in model.parameters()] == [F32] * 4
+        model(x_of(rank)).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for found in run_threads(rank_main, 2):
+        for grad, expected in zip(found, mean_of(CONFIGS["all bf16"], 0), strict=True):
+            assert torch.equal(grad, expected)
+
+
+def test_ignored_parameters_and_buffers_stay_as_they_are() -> None:
+    class Ignores(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.dtypes = [x.dtype, self.one.weight.dtype, self.two.weight.dtype, self.shift.dtype]
+            hidden = torch.tanh(self.one(x)).to(self.two.weight.dtype)
+            return self.two(hidden)
+
+    def rank_main(rank, world_size, group):
+        module = Ignores()
+        module._ddp_params_and_buffers_to_ignore = ["two.weight", "two.bias", "shift"]
+        model = BucketedDDP(module, process_group=group, mixed_precision=CONFIGS["all bf16"])
+        model(x_of(rank)).square().sum().backward()
+        return module.dtypes, module.two.weight.grad.clone(), module.one.weight.grad.clone()
+
+    (dtypes, two_0, one_0), (_, two_1, one_1) = run_threads(rank_main, 2)
+    assert dtypes == [BF16, BF16, F32, F32]
+    assert not torch.equal(two_0, two_1), "ignored: each rank keeps its own"
+    assert torch.equal(one_0, one_1)
+
+
+def test_a_reduce_dtype_alone_changes_only_what_travels() -> None:
+    config = _MixedPrecision(reduce_dtype=BF16)
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(net(), process_group=group, mixed_precision=config)
+        output = model(x_of(rank))
+        assert model.module.dtypes == [F32] * 4
+        output.square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for found in run_threads(rank_main, 2):
+        for grad, expected in zip(found, mean_of(config, 0), strict=True):
+            assert grad.dtype == F32
+            assert torch.equal(grad, expected)
+
+
+def test_inputs_in_containers_are_cast_and_integers_are_not() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, inputs: dict[str, Any], *, scale: Tensor) -> Tensor:
+            self.dtypes = [inputs["x"][0].dtype, inputs["x"][1].dtype, scale.dtype]
+            return (inputs["x"][0] * self.weight * scale).sum()
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Takes(), process_group=group, mixed_precision=CONFIGS["all bf16"])
+        inputs = {"x": [torch.ones(2), torch.ones(2, dtype=torch.int64)], "name": "text"}
+        model(inputs, scale=torch.tensor(rank + 1.0)).backward()
+        return model.module.dtypes, model.module.weight.grad.tolist()
+
+    assert run_threads(rank_main, 2) == [([BF16, torch.int64, BF16], [1.5, 1.5])] * 2
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "buffer_dtype"])
+def test_a_dtype_that_is_no_floating_point_one_is_named(name) -> None:
+    def rank_main(rank, world_size, group):
+        with pytest.raises(ConfigurationError, match=rf"mixed_precision\.{name}=torch\.int32: expected a fl"):
+            BucketedDDP(net(), process_group=group, mixed_precision=_MixedPrecision(**{name: torch.int32}))
+
+    run_threads(rank_main, 1)

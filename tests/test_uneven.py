@@ -1,0 +1,362 @@
+"""Ranks with different numbers of batches in step, without Lightning: loader, reductions, gradient."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from harness import run_threads
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import ConfigurationError, UnevenInputsError
+from lightning_ddp.parallel.snapshot import ModuleSnapshot
+from lightning_ddp.parallel.uneven import Lockstep, Turn
+
+CPU = torch.device("cpu")
+
+
+class Numbers:
+    """An unsized loader of `count` batches that starts anew when it is asked again after its end."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.num_asked = 0
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return self
+
+    def __next__(self) -> dict[str, list[int]]:
+        self.num_asked += 1
+        if self.num_asked % (self.count + 1) == 0:
+            raise StopIteration
+        return {"numbers": [self.num_asked]}
+
+
+def walk(lockstep: Lockstep, loader: Any) -> list[tuple[Any, Turn]]:
+    seen = []
+    for batch in loader:
+        lockstep.begin()
+        seen.append((copy.deepcopy(batch), lockstep.turn))
+        batch.clear()  # the repetition is not to see that
+    return seen
+
+
+def walk_two_epochs(rank, world_size, process_group, counts):
+    lockstep = Lockstep(Group(process_group), CPU)
+    numbers = Numbers(counts[rank])
+    loader = lockstep.wrap(numbers)
+    epochs = [[(b["numbers"], t) for b, t in walk(lockstep, loader)] for _ in range(2)]
+    return epochs, numbers.num_asked
+
+
+def test_a_rank_repeats_its_last_batch_until_all_have_run_out() -> None:
+    (first, first_asked), (second, second_asked) = run_threads(walk_two_epochs, 2, [1, 3])
+    both, replays, alone = (
+        Turn(is_replay=is_replay, num_active=num_active)
+        for is_replay, num_active in ((False, 2), (True, 1), (False, 1))
+    )
+    assert first == [
+        [([1], both), ([1], replays), ([1], replays)],
+        [([3], both), ([3], replays), ([3], replays)],
+    ]
+    assert second == [
+        [([1], both), ([2], alone), ([3], alone)],
+        [([5], both), ([6], alone), ([7], alone)],
+    ]
+    assert (first_asked, second_asked) == (4, 8), "a loader is asked once after its end"
+
+
+def test_one_rank_alone_sees_its_batches_once() -> None:
+    ((epochs, _),) = run_threads(walk_two_epochs, 1, [2])
+    assert [[batch for batch, _ in epoch] for epoch in epochs] == [[[1], [2]], [[4], [5]]]
+
+
+def test_a_batch_that_is_fetched_ahead_keeps_its_turn() -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU)
+        fetched = iter(lockstep.wrap(Numbers([1, 3][rank])))
+        next(fetched)
+        turns = []
+        for _ in range(2):
+            next(fetched)
+            lockstep.begin()
+            lockstep.begin()  # a batch that is moved by hand is not a step
+            turns.append(lockstep.turn.is_replay)
+        assert next(fetched, None) is None
+        lockstep.begin()
+        return [*turns, lockstep.turn.is_replay]
+
+    assert run_threads(rank_main, 2) == [[False, True, True], [False, False, False]]
+
+
+def test_what_was_fetched_ahead_is_forgotten_in_a_new_epoch() -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU)
+        loader = lockstep.wrap([[0]] * [1, 3][rank])
+        fetched = iter(loader)
+        next(fetched)
+        lockstep.begin()
+        next(fetched)  # a replay on rank 0, which an epoch that is left early does not use
+        next(iter(loader))
+        lockstep.begin()
+        return lockstep.turn
+
+    assert run_threads(rank_main, 2) == [Turn(is_replay=False, num_active=2)] * 2
+
+
+def test_the_last_batch_is_kept_until_it_is_forgotten() -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU)
+        batch = torch.zeros(1)
+        reference = weakref.ref(batch)
+        fetched = iter(lockstep.wrap([batch] * [1, 2][rank]))
+        assert [next(fetched) is batch for _ in range(2)] == [True, True]
+        del batch, fetched
+        assert reference() is not None
+        lockstep.forget()
+        return reference() is None
+
+    assert run_threads(rank_main, 2) == [True, True]
+
+
+def test_the_loader_is_as_long_as_the_longest_and_else_like_the_one_inside() -> None:
+    def rank_main(rank, world_size, process_group):
+        inside = DataLoader(list(range(3 + 4 * rank)), batch_size=2)
+        inside.state_dict = dict  # as loaders have that can be resumed
+        loader = Lockstep(Group(process_group), CPU).wrap(inside)
+        assert loader.dataset is inside.dataset
+        assert loader.sampler is inside.sampler
+        loader.worker_init_fn = print
+        assert inside.worker_init_fn is print
+        for name in ("state_dict", "load_state_dict", "nonsense"):
+            assert not hasattr(loader, name)
+        assert copy.copy(loader).batch_sampler is inside.batch_sampler
+        return len(loader)
+
+    assert run_threads(rank_main, 2) == [4, 4]
+
+
+def test_a_loader_without_a_length_has_none() -> None:
+    def rank_main(rank, world_size, process_group):
+        loader = Lockstep(Group(process_group), CPU).wrap(Numbers(1))
+        with pytest.raises(TypeError, match="Numbers has no length"):
+            len(loader)
+
+    run_threads(rank_main, 2)
+
+
+def test_a_length_on_some_ranks_only_is_an_error_on_all() -> None:
+    def rank_main(rank, world_size, process_group):
+        with pytest.raises(ConfigurationError, match=r"no length on ranks \[1, 2\]"):
+            Lockstep(Group(process_group), CPU).wrap(Numbers(1) if rank else [1])
+
+    run_threads(rank_main, 3)
+
+
+def test_a_second_loader_is_refused_until_the_first_is_iterated_over() -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU)
+        loader = lockstep.wrap([1])
+        with pytest.raises(ConfigurationError, match="takes one training dataloader, but there are several"):
+            lockstep.wrap([1])
+        iter(loader)
+        lockstep.wrap([1])
+
+    run_threads(rank_main, 2)
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_allowed", "message"),
+    [
+        ([2, 0, 0], True, r"rank {rank}: ranks \[1, 2\] have no training batch at all"),
+        (
+            [2, 1, 2],
+            False,
+            r"rank {rank}: ranks \[1\] have run out .* this rank has had {count} in this epoch",
+        ),
+    ],
+)
+def test_ranks_that_cannot_go_on_are_named_on_all(counts, is_allowed, message) -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU, is_allowed=is_allowed)
+        loader = lockstep.wrap([[0]] * counts[rank])
+        with pytest.raises(UnevenInputsError, match=message.format(rank=rank, count=counts[rank])):
+            walk(lockstep, loader)
+
+    run_threads(rank_main, 3)
+
+
+REDUCED = {  # of ranks 0 and 1, which hold [2, -3] and [5, 4]; rank 2 repeats
+    "mean": [3.5, 0.5],
+    "avg": [3.5, 0.5],
+    "sum": [7, 1],
+    "min": [2, -3],
+    "max": [5, 4],
+    "product": [10, -12],
+    dist.ReduceOp.SUM: [7, 1],
+    dist.ReduceOp.BAND: [2 & 5, -3 & 4],
+    dist.ReduceOp.BOR: [2 | 5, -3 | 4],
+}
+
+
+BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR)
+KINDS = [
+    (op, dtype)
+    for op in REDUCED
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.int8)
+    if not (dtype.is_floating_point and op in BITWISE)
+]
+
+
+@pytest.mark.parametrize(("op", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize("is_own_group", [True, False])
+def test_a_reduction_is_over_the_ranks_that_have_a_batch(op, dtype, is_own_group) -> None:
+    def rank_main(rank, world_size, process_group):
+        group = Group(process_group)
+        lockstep = Lockstep(group if is_own_group else Group(process_group), CPU)
+        lockstep.turn = Turn(is_replay=rank == 2, num_active=2)
+        values = torch.tensor([[2, -3], [5, 4], [7, 100]][rank], dtype=dtype)
+        lockstep.reduce(group, [values], op)
+        return values.tolist()
+
+    expected = torch.tensor(REDUCED[op]).to(dtype).tolist()
+    assert run_threads(rank_main, 3) == [expected] * 3
+
+
+def test_ranks_that_all_repeat_reduce_what_they_hold() -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU)
+        lockstep.turn = Turn(is_replay=True, num_active=5)  # of a group around this one
+        value = torch.tensor(rank + 1.0)
+        lockstep.reduce(Group(process_group), [value], "mean")
+        return value.item()
+
+    assert run_threads(rank_main, 2) == [1.5, 1.5]
+
+
+def test_reductions_are_partial_only_inside_a_step_in_which_a_rank_repeats() -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU)
+        seen = []
+        for num_active in (2, 1):
+            lockstep.turn = Turn(is_replay=rank == 1 and num_active == 1, num_active=num_active)
+            seen.append(lockstep.is_partial)
+            with lockstep.step(nn.Linear(1, 1)):
+                seen.append(lockstep.is_partial)
+            seen.append(lockstep.is_partial)
+        return seen
+
+    assert run_threads(rank_main, 2) == [[False, False, False, False, True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("is_replay", "over_all", "expected"),
+    [
+        (False, True, [3.0, 2.0]),
+        (False, False, [6.0, 4.0]),
+        (True, True, [0.0, 0.0]),
+        (True, False, [0.0, 0.0]),
+    ],
+)
+def test_a_replay_adds_zeros_to_the_gradients_that_are_there(is_replay, over_all, expected) -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU, divide_by_initial_world_size=over_all)
+        weight = torch.tensor([1.0, 1.0], requires_grad=True)
+        weight.grad = torch.tensor([10.0, 20.0])
+        lockstep.turn = Turn(is_replay=is_replay, num_active=1)
+        loss = (weight * torch.tensor([3.0, 2.0])).sum()
+        scaled = lockstep.scale(loss)
+        assert scaled.item() == loss.item()
+        scaled.backward()
+        return (weight.grad - torch.tensor([10.0, 20.0])).tolist()
+
+    assert run_threads(rank_main, 2) == [expected] * 2
+
+
+def test_a_replay_adds_zeros_also_when_the_loss_scale_is_not_finite() -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU)
+        lockstep.turn = Turn(is_replay=True, num_active=1)
+        weight = torch.tensor(1.0, requires_grad=True)
+        lockstep.scale(weight * 2).backward(torch.tensor(float("inf")))
+        return weight.grad.item()
+
+    assert run_threads(rank_main, 1) == [0.0]
+
+
+class Everything(nn.Module):
+    """Buffers that change in place and by replacement, one that is None, and metrics of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counted", torch.zeros(2))
+        self.register_buffer("replaced", torch.zeros(1))
+        self.register_buffer("absent", None)
+        self.mean = torchmetrics.MeanMetric()
+        self.all = torchmetrics.MetricCollection([torchmetrics.MinMetric(), torchmetrics.CatMetric()])
+
+    def step(self, value: float) -> None:
+        self.counted += value
+        self.replaced = torch.tensor([value])
+        self.absent = torch.tensor([value])
+        self.mean.update(value)
+        self.all.update(value)
+
+    def state(self) -> list[Any]:
+        metrics = [self.mean.compute().item(), {n: v.tolist() for n, v in self.all.compute().items()}]
+        return [self.counted.tolist(), self.replaced.tolist(), self.absent, *metrics, self.mean.update_count]
+
+
+def test_a_snapshot_brings_back_buffers_and_metrics() -> None:
+    module = Everything()
+    module.step(3.0)
+    module.absent = None
+    before, counted, replaced = module.state(), module.counted, module.replaced
+    snapshot = ModuleSnapshot(module)
+    for _ in range(2):  # it can be used twice
+        module.step(1.0)
+        assert module.state() != before
+        snapshot.restore()
+        assert module.state() == before
+        assert module.counted is counted
+        assert module.replaced is replaced
+    module.step(5.0)
+    assert module.mean.compute().item() == 4.0
+
+
+@pytest.mark.parametrize("is_replay", [True, False])
+def test_a_step_leaves_the_module_as_it_was_only_if_it_is_a_replay(is_replay) -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep, module = Lockstep(Group(process_group), CPU), Everything()
+        lockstep.turn = Turn(is_replay=is_replay, num_active=1)
+        for _ in range(2):
+            with lockstep.step(module):
+                module.counted += 1
+                lockstep.restore()  # a backward inside the step is not its end
+                module.counted += 1
+        inside = module.counted.tolist()
+        module.counted += 5  # as a part of the forward that runs again in backward
+        lockstep.restore()
+        return inside, module.counted.tolist()
+
+    expected = ([0.0, 0.0], [0.0, 0.0]) if is_replay else ([4.0, 4.0], [9.0, 9.0])
+    assert run_threads(rank_main, 1) == [expected]
+
+
+def test_a_snapshot_is_restored_between_forward_and_backward() -> None:
+    module = nn.BatchNorm1d(2)
+    inputs = torch.randn(4, 2, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    snapshot = ModuleSnapshot(module)
+    output = module(inputs).square().sum()
+    snapshot.restore()
+    output.backward()
+    assert inputs.grad is not None
+    assert module.num_batches_tracked == 0
