@@ -139,7 +139,9 @@ def _environment(extra: Mapping[str, str], mark: str) -> dict[str, str]:
 
 
 def _processes_of(session_id: int, mark: str) -> list[psutil.Process]:
-    return [*find_processes(in_sessions([session_id])), *find_processes(with_environment(MARK, mark))]
+    # each once: a second SIGABRT would end the first one's dump of the stacks half-way
+    by_session, by_mark = in_sessions([session_id]), with_environment(MARK, mark)
+    return find_processes(lambda process: by_session(process) or by_mark(process))
 
 
 def _stop_with_stacks(process: subprocess.Popen[bytes], mark: str) -> None:
