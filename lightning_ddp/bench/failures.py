@@ -8,12 +8,9 @@ the script ended. A process that does not end within the deadline is counted and
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -23,13 +20,13 @@ from typing import Final
 from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.arguments import add_common_arguments
 from lightning_ddp.bench.report import format_table, progress_bar, write_report
+from lightning_ddp.bench.scripts import PACKAGE_ROOT, read_output, started
 
 OURS: Final = "custom_ddp"
 STRATEGIES: Final = (OURS, "ddp")
 FAULTS: Final = ("exception", "kill")
 VICTIMS: Final = ("first", "last")
 
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.02
 
 SCRIPT: Final = """\
@@ -175,7 +172,7 @@ def _measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Sample
         for _ in range(args.rounds):
             for fault, victim, strategy in cells:
                 rank = 0 if victim == "first" else args.world_size - 1
-                arguments = [strategy, str(args.world_size), str(_PACKAGE_ROOT), fault, str(rank)]
+                arguments = [strategy, str(args.world_size), str(PACKAGE_ROOT), fault, str(rank)]
                 samples[fault, victim, strategy].append(
                     run_failing(script, arguments, timeout_s=args.timeout_s)
                 )
@@ -196,28 +193,18 @@ def run_failing(script: Path, arguments: list[str], *, timeout_s: float) -> Samp
         BenchmarkError: If it reaches no fault. No process is left.
     """
     output = script.with_suffix(".log")
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
     deadline = time.monotonic() + 2 * timeout_s
-    try:
+    with started(script, arguments, output) as process:
         while _group_size(process) > 0 and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         gone, num_left = time.time(), _group_size(process)
         exit_code = process.wait() if num_left == 0 else process.poll()
-    finally:
-        _kill_group(process)
-    text = output.read_text(encoding="utf-8", errors="replace")
+    text = read_output(output)
     marks = {
         name: [float(t) for t in re.findall(rf"{name} (\d+\.\d+)", text)] for name in ("FAULT", "LEARNED")
     }
     if not marks["FAULT"]:
-        raise BenchmarkError(f"{' '.join(arguments)} reached no fault:\n{text[-4000:]}")
+        raise BenchmarkError(f"{' '.join(arguments)} reached no fault:\n{read_output(output, tail=True)}")
     start = marks["FAULT"][0]
     learned = tuple(moment - start for moment in marks["LEARNED"])
     return Sample(learned_s=learned, gone_s=gone - start, num_left=num_left, exit_code=exit_code)
@@ -235,11 +222,3 @@ def _group_size(process: subprocess.Popen[bytes]) -> int:
         state, session = fields[0], fields[3]
         alive += state != "Z" and int(session) == process.pid
     return alive
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # the usual case: nobody is left
-    process.wait()

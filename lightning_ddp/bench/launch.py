@@ -7,9 +7,7 @@ one run of each that is not counted warms the file cache.
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,14 +18,13 @@ from typing import Final
 from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.arguments import add_common_arguments
 from lightning_ddp.bench.report import compare, format_table, progress_bar, write_report
+from lightning_ddp.bench.scripts import PACKAGE_ROOT, read_output, started
 
 OURS: Final = "custom_ddp"
 STRATEGIES: Final = (OURS, "ddp")
 
 _SUBJECT = "launch"
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MARK = re.compile(r"^FIRST_BATCH (\d+\.\d+)$", re.MULTILINE)
-_OUTPUT_TAIL = 4000  # characters of a failed script's output to show
 
 SCRIPT: Final = """\
 import sys
@@ -119,30 +116,21 @@ def time_first_batch(
         BenchmarkError: If the script fails, is not done in time or never prints the line. No process is left.
     """
     label = " ".join([script.name, *arguments])
-    output_path = script.with_suffix(".log")
-    with output_path.open("wb") as output:
-        start = time.time()
-        process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    output = script.with_suffix(".log")
+    start = time.time()
+    with started(script, arguments, output) as process:
         try:
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            tail = _read_tail(output_path)
+            tail = read_output(output, tail=True)
             raise BenchmarkError(f"{label} was still running after {timeout_s:g} s:\n{tail}") from error
-        finally:
-            _kill_group(process)
-    mark = _MARK.search(output_path.read_text(encoding="utf-8", errors="replace"))
+    mark = _MARK.search(read_output(output))
     if status != 0 and may_fail_later and mark is not None:
         print(f"note: {label} ended with status {status}, after its first batch", file=sys.stderr)
     elif status != 0:
-        raise BenchmarkError(f"{label} ended with status {status}:\n{_read_tail(output_path)}")
+        raise BenchmarkError(f"{label} ended with status {status}:\n{read_output(output, tail=True)}")
     if mark is None:
-        raise BenchmarkError(f"{label} reached no training batch:\n{_read_tail(output_path)}")
+        raise BenchmarkError(f"{label} reached no training batch:\n{read_output(output, tail=True)}")
     return float(mark.group(1)) - start
 
 
@@ -156,7 +144,7 @@ def _measure(args: argparse.Namespace) -> dict[str, list[float]]:
         script.write_text(SCRIPT, encoding="utf-8")
         for round_index in range(args.rounds + 1):
             for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
-                arguments = [name, str(args.world_size), str(_PACKAGE_ROOT)]
+                arguments = [name, str(args.world_size), str(PACKAGE_ROOT)]
                 seconds = time_first_batch(
                     script, arguments, timeout_s=args.timeout_s, may_fail_later=name != OURS
                 )
@@ -164,16 +152,3 @@ def _measure(args: argparse.Namespace) -> dict[str, list[float]]:
                     samples[name].append(seconds)
                 bar.update()
     return samples
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    # Also after success: a rank that outlived its script would disturb the next sample.
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # the usual case: nobody is left
-    process.wait()
-
-
-def _read_tail(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_TAIL:]
