@@ -16,7 +16,7 @@ from lightning_ddp.reconcile.watch import Watch
 
 __all__ = ["StopSignals", "second_interrupt_ends"]
 
-_IGNORED_WITHIN_S = 5.0
+_IGNORED_WITHIN_S = 60.0
 _POLL_S = 0.02
 
 
@@ -70,7 +70,9 @@ def second_interrupt_ends(alarm: Alarm, kill_children: Callable[[], None]) -> No
 
     def replace_ignoring() -> None:
         deadline = time.monotonic() + _IGNORED_WITHIN_S
-        while signal.getsignal(signal.SIGINT) is not signal.SIG_IGN and time.monotonic() < deadline:
+        while signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            if time.monotonic() > deadline:
+                return  # somebody has caught the first one and goes on
             time.sleep(_POLL_S)
         alarm.call(lambda: signal.signal(signal.SIGINT, end))
 

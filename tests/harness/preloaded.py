@@ -54,6 +54,7 @@ class Preloaded:
             env=_environment({"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}, "preloaded"),
             text=True,
         )
+        self._runs: list[PreloadedRun] = []
 
     def run(
         self, arguments: Sequence[str], *, timeout_s: float, leftover_grace_s: float = 8.0
@@ -68,14 +69,18 @@ class Preloaded:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"arguments": list(arguments), "folder": folder.name}) + "\n")
         self._process.stdin.flush()
-        return PreloadedRun(self, int(self._process.stdout.readline()), folder)
+        run = PreloadedRun(self, int(self._process.stdout.readline()), folder)
+        self._runs.append(run)
+        return run
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it, and the runs of tests that failed before they waited for theirs."""
+        for run in self._runs:
+            run.end()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._process.stdout.close()
 
 
@@ -85,6 +90,7 @@ class PreloadedRun:
     def __init__(self, owner: Preloaded, pid: int, folder: tempfile.TemporaryDirectory[str]) -> None:
         self.pid = pid
         self._owner, self._folder, self._start = owner, folder, time.monotonic()
+        self._has_ended = False
 
     def wait(self, timeout_s: float, leftover_grace_s: float = 8.0) -> PreloadedResult:
         """How it ended."""
@@ -106,10 +112,17 @@ class PreloadedRun:
         described = [f"pid {process.pid} {process.status()}" for process in left]
         kill_processes(left)
         stdout, stderr = (Path(self._folder.name, name).read_text() for name in ("stdout", "stderr"))
-        self._folder.cleanup()
+        self.end()
         return PreloadedResult(
             exit_code=exit_code, stdout=stdout, stderr=stderr, seconds=seconds, left=described
         )
+
+    def end(self) -> None:
+        """Kills what is left of it."""
+        if not self._has_ended:
+            self._has_ended = True
+            kill_processes(find_processes(in_sessions([self.pid])))
+            self._folder.cleanup()
 
 
 @contextlib.contextmanager
@@ -212,6 +225,7 @@ def _serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the keepers
     for line in sys.stdin:
         print(_start_run(json.loads(line)), flush=True)
+    os._exit(0)  # it has nothing to tidy up, and taking everything apart that it imported takes seconds
 
 
 if __name__ == "__main__":
