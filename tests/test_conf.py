@@ -300,7 +300,7 @@ def test_a_script_that_names_the_search_path_need_not_import_the_package(tmp_pat
         "hydra: {searchpath: ['pkg://lightning_ddp.conf']}\n"
         "strategy: {ddp_comm_hook: {rank: 7}}\n"
     )
-    sweep = ["-m", "+strategy.start_method=spawn,spwan", *QUIET]
+    sweep = ["-m", "strategy.start_method=spawn,spwan", *QUIET]
     result = run_script(tmp_path / "app.py", sweep, cwd=tmp_path)
     assert "rank 7 True" in result.stdout
     assert result.returncode == 1
