@@ -1,0 +1,95 @@
+"""`examples/hydra`: its experiments compose, one and two processes train, a sweep becomes a table and a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from harness import run_script
+from omegaconf import OmegaConf
+from PIL import Image
+
+from lightning_ddp.bench.tasks import CharacterModel, digit_network
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "hydra"
+SHORT = ("trainer.enable_progress_bar=false", "trainer.val_check_interval=3", "trainer.max_steps=6")
+
+
+def composed(*overrides: str) -> Any:
+    with hydra.initialize_config_dir(str(FOLDER / "conf"), version_base="1.3"):
+        return hydra.compose("config", list(overrides), return_hydra_config=True)
+
+
+def load_module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("conf/experiment/*.yaml")), ids=lambda p: p.stem)
+def test_every_experiment_composes_and_its_sweep_names_strategies_that_exist(path):
+    config = composed(f"+experiment={path.stem}")
+    swept = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create())
+    for strategy in swept.get("strategy", "custom_ddp").split(","):
+        assert composed(f"+experiment={path.stem}", f"strategy={strategy}").strategy._target_
+
+
+def test_the_network_follows_the_data_and_the_groups_of_the_package_are_found():
+    config = composed("data=text", "optimizer=sgd", "strategy=powersgd", "strategy.ddp_comm_hook.rank=2")
+    assert config.model._target_ == "tasks.character_model"
+    assert config.strategy.ddp_comm_hook.rank == 2
+    assert config.optimizer.momentum == 0.9
+    network = hydra.utils.instantiate(composed("model.width=4").model)
+    assert [p.shape for p in network.parameters()] == [p.shape for p in digit_network(4).parameters()]
+    assert CharacterModel(5, width=8, num_layers=1).head.weight.shape == (5, 8)
+
+
+def test_two_processes_train_the_transformer_and_leave_one_result(tmp_path):
+    overrides = ["data=text", "data.num_val_rows=64", "model.width=16", "model.num_layers=1"]
+    strategy = ["strategy=powersgd", "strategy.ddp_comm_hook.rank=2", "strategy.ddp_comm_hook.start_step=2"]
+    args = [*overrides, *strategy, *SHORT, "hydra.run.dir=here"]
+    result = run_script(FOLDER / "train.py", args, cwd=tmp_path, timeout_s=240).check()
+    (path,) = tmp_path.rglob("result.json")
+    document = json.loads(path.read_text())
+    assert path == tmp_path / "here" / "result.json"
+    assert (document["data"], document["strategy"], document["world_size"]) == ("text", "powersgd", 2)
+    assert [point["step"] for point in document["curve"]] == [3, 6]
+    assert all(0 < point["val_loss"] < 10 for point in document["curve"])
+    assert len(re.findall(r"accuracy [\d.]+ %, see ", result.stdout)) == 1
+    assert OmegaConf.load(tmp_path / "here" / ".hydra" / "config.yaml").strategy.ddp_comm_hook.rank == 2
+
+
+def test_a_sweep_becomes_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
+    sweep = [
+        "-m",
+        "trainer.devices=1",
+        "strategy=custom_ddp,bf16",
+        "seed=0,1",
+        "hydra.sweep.dir=sweep",
+        *SHORT,
+    ]
+    run_script(FOLDER / "train.py", sweep, cwd=tmp_path, timeout_s=240).check()
+    collect = load_module("collect")
+    monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path / "sweep")])
+    collect.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
+    names = {row[1].split(",")[0]: row for row in rows}
+    assert set(names) == {"strategy=bf16", "strategy=custom_ddp"}
+    for row in rows:  # data, run, seeds, ranks, steps, accuracy, loss, seconds
+        assert (row[0], *row[2:5]) == ("digits", "2", "1", "6")
+        assert 0 < float(row[5]) < 100
+    with Image.open(tmp_path / "sweep" / "results.png") as picture:
+        assert picture.width > 1000
+        assert len(set(picture.convert("L").resize((200, 100)).tobytes())) > 20, "the picture is blank"
+
+
+def test_a_folder_without_results_is_an_error_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"no result\.json below"):
+        load_module("collect").main()
