@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,31 +66,49 @@ def _extend_loader(module: ModuleType) -> None:
     loader: Any = module.ConfigLoaderImpl
     if getattr(loader, _MARK, False):
         return
-    make, compose = loader.__init__, loader.load_configuration
+    make, override = loader.__init__, loader._apply_overrides_to_config
 
     @functools.wraps(make)
     def __init__(self: Any, config_search_path: Any) -> None:
         _append_search_path(config_search_path)
         make(self, config_search_path)
 
-    @functools.wraps(compose)
-    def load_configuration(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(override)
+    def _apply_overrides_to_config(overrides: Any, cfg: Any) -> None:
+        from lightning_ddp.conf.check import check_composed
+
+        override(overrides, cfg)
+        check_composed(cfg)
+
+    loader.__init__ = __init__
+    loader.load_configuration = _explained(loader.load_configuration)
+    # What follows matters where a search path is all that names the package: Hydra imports it in the middle of
+    # its first composition, whose load_configuration is running by then, and which then looks these up.
+    loader._compose_config_from_defaults_list = _explained(loader._compose_config_from_defaults_list)
+    loader._apply_overrides_to_config = staticmethod(_explained(_apply_overrides_to_config))
+    setattr(loader, _MARK, True)
+
+
+def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose errors about our options say what was meant; each is explained once."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         from hydra.errors import HydraException
 
-        from lightning_ddp.conf.check import check_composed, explain
+        from lightning_ddp.conf.check import explain
 
         try:
-            composed = compose(*args, **kwargs)
+            return function(*args, **kwargs)
         except HydraException as error:
-            explanation = explain(error)
+            explanation = None if hasattr(error, _MARK) else explain(error)
             if explanation is None:
                 raise
-            raise type(error)(explanation) from error.__cause__
-        check_composed(composed)
-        return composed
+            explained = type(error)(explanation)
+            setattr(explained, _MARK, True)
+            raise explained from error.__cause__
 
-    loader.__init__, loader.load_configuration = __init__, load_configuration
-    setattr(loader, _MARK, True)
+    return wrapper
 
 
 def _append_search_path(search_path: Any) -> None:
