@@ -1,4 +1,4 @@
-"""`examples/hydra`: its experiments compose, one and two processes train, a sweep becomes a table and a picture."""
+"""`examples/hydra`: its experiments compose, two processes train, a sweep becomes a table and a picture."""
 
 from __future__ import annotations
 
@@ -50,41 +50,40 @@ def test_the_network_follows_the_data_and_the_groups_of_the_package_are_found():
     assert CharacterModel(5, width=8, num_layers=1).head.weight.shape == (5, 8)
 
 
-def test_two_processes_train_the_transformer_and_leave_one_result(tmp_path):
-    overrides = ["data=text", "data.num_val_rows=64", "model.width=16", "model.num_layers=1"]
-    strategy = ["strategy=powersgd", "strategy.ddp_comm_hook.rank=2", "strategy.ddp_comm_hook.start_step=2"]
-    args = [*overrides, *strategy, *SHORT, "hydra.run.dir=here"]
-    result = run_script(FOLDER / "train.py", args, cwd=tmp_path, timeout_s=240).check()
+def test_a_sweep_of_two_processes_leaves_one_result_that_collect_reads(tmp_path):
+    text = ["data=text", "data.num_val_rows=64", "model.width=16", "model.num_layers=1"]
+    args = ["-m", *text, "strategy=bf16", "strategy.start_method=spawn", *SHORT, "hydra.sweep.dir=sweep"]
+    result = run_script(FOLDER / "train.py", args, cwd=tmp_path, timeout_s=300).check()
     (path,) = tmp_path.rglob("result.json")
+    assert path == tmp_path / "sweep" / "0" / "result.json"
+    assert len(re.findall(r"accuracy [\d.]+ %, see ", result.stdout)) == 1
     document = json.loads(path.read_text())
-    assert path == tmp_path / "here" / "result.json"
-    assert (document["data"], document["strategy"], document["world_size"]) == ("text", "powersgd", 2)
+    assert (document["data"], document["strategy"], document["world_size"]) == ("text", "bf16", 2)
     assert [point["step"] for point in document["curve"]] == [3, 6]
     assert all(0 < point["val_loss"] < 10 for point in document["curve"])
-    assert len(re.findall(r"accuracy [\d.]+ %, see ", result.stdout)) == 1
-    assert OmegaConf.load(tmp_path / "here" / ".hydra" / "config.yaml").strategy.ddp_comm_hook.rank == 2
-
-
-def test_a_sweep_becomes_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
-    sweep = [
-        "-m",
-        "trainer.devices=1",
-        "strategy=custom_ddp,bf16",
-        "seed=0,1",
-        "hydra.sweep.dir=sweep",
-        *SHORT,
-    ]
-    run_script(FOLDER / "train.py", sweep, cwd=tmp_path, timeout_s=240).check()
     collect = load_module("collect")
-    monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path / "sweep")])
-    collect.main()
+    (row,) = collect.tabulate(collect.group_seeds(collect.read_results([tmp_path]))).splitlines()[2:]
+    # data, run, seeds, ranks, steps, accuracy, loss, seconds
+    data, _, *numbers = row.split()
+    assert (data, *numbers[:3]) == ("text", "1", "2", "6")
+    assert float(numbers[4]) == pytest.approx(document["curve"][-1]["val_loss"], abs=0.001)
+
+
+def test_results_become_a_table_of_means_over_the_seeds_and_a_picture(tmp_path, monkeypatch, capsys):
+    for i, (name, accuracy) in enumerate((("a=1,b=2", 0.25), ("a=1,b=3", 0.5), ("a=1,b=2", 0.75))):
+        point = {"step": 6, "val_loss": 2 * accuracy, "val_accuracy": accuracy}
+        curve = [{**point, "step": 3, "val_accuracy": 0.0}, point]
+        document = {"data": "digits", "world_size": 2, "steps": 6, "seconds": 1.0, "curve": curve}
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "result.json").write_text(json.dumps({**document, "name": name}))
+    monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path)])
+    load_module("collect").main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
-    names = {row[1].split(",")[0]: row for row in rows}
-    assert set(names) == {"strategy=bf16", "strategy=custom_ddp"}
-    for row in rows:  # data, run, seeds, ranks, steps, accuracy, loss, seconds
-        assert (row[0], *row[2:5]) == ("digits", "2", "1", "6")
-        assert 0 < float(row[5]) < 100
-    with Image.open(tmp_path / "sweep" / "results.png") as picture:
+    assert [(row[1], row[2], float(row[5]), float(row[6])) for row in rows] == [
+        ("b=2", "2", 50.0, 1.0),
+        ("b=3", "1", 50.0, 1.0),
+    ]
+    with Image.open(tmp_path / "results.png") as picture:
         assert picture.width > 1000
         assert len(set(picture.convert("L").resize((200, 100)).tobytes())) > 20, "the picture is blank"
 

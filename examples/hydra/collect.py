@@ -7,6 +7,7 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -20,10 +21,13 @@ def read_results(folders: list[Path]) -> list[dict]:
 
 
 def group_seeds(results: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """Data and overrides -> the runs with their seeds."""
+    """Data and overrides -> the runs with their seeds; overrides that all runs share are left out."""
+    overrides = [result["name"].split(",") for result in results]
+    shared = set.intersection(*map(set, overrides)) if len({*map(tuple, overrides)}) > 1 else set()
     groups = defaultdict(list)
-    for result in results:
-        groups[result["data"], result["name"]].append(result)
+    for result, parts in zip(results, overrides, strict=True):
+        name = ",".join(part for part in parts if part not in shared) or "defaults"
+        groups[result["data"], name].append(result)
     return dict(groups)
 
 
@@ -55,7 +59,7 @@ def draw(groups: dict[tuple[str, str], list[dict]], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     labels, scores = [], []
     for (data, name), runs in groups.items():
-        label = name if len({key[0] for key in groups}) == 1 else f"{data}: {name}"
+        label = textwrap.fill(name if len({key[0] for key in groups}) == 1 else f"{data}: {name}", 36)
         steps = [point["step"] for point in runs[0]["curve"]]
         losses = [
             statistics.mean(run["curve"][i]["val_loss"] for run in runs if i < len(run["curve"]))

@@ -6,14 +6,15 @@ $ python examples/hydra/train.py +experiment=hooks
 $ python examples/hydra/collect.py multirun/*/*
 """
 
+import csv
 import json
+import sys
 import time
 import warnings
 from pathlib import Path
 
 import hydra
 import pytorch_lightning as pl
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tasks import Classifier
@@ -28,8 +29,7 @@ warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)"
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> float:
-    """Trains; returns the validation loss, for sweepers that search."""
-    torch.set_num_threads(1)  # networks this small: more threads would wait for each other
+    """Trains; returns the last validation loss, for sweepers that search."""
     pl.seed_everything(config.seed, verbose=False)  # the same weights on all ranks
     data = hydra.utils.instantiate(config.data)
     network = hydra.utils.instantiate(config.model)
@@ -37,25 +37,38 @@ def main(config: DictConfig) -> float:
     trainer = hydra.utils.instantiate(config.trainer)
     start = time.perf_counter()
     trainer.fit(module, data)
-    if not module.curve or module.curve[-1]["step"] < trainer.global_step:
-        trainer.validate(module, data, verbose=False)
+    if "val_loss" not in trainer.callback_metrics:
+        sys.exit("nothing was validated: trainer.val_check_interval has to be at most trainer.max_steps")
     if trainer.is_global_zero:
         hydra_config = HydraConfig.get()
+        curve = read_curve(Path(trainer.logger.log_dir, "metrics.csv"))
         result = {
             "name": hydra_config.job.override_dirname or "defaults",
             "data": hydra_config.runtime.choices.data,
             "strategy": hydra_config.runtime.choices.strategy,
             "seed": config.seed,
             "world_size": trainer.world_size,
-            "steps": trainer.global_step,
+            "steps": curve[-1]["step"],
             "seconds": time.perf_counter() - start,
             "num_parameters": sum(p.numel() for p in network.parameters()),
-            "curve": module.curve,
+            "curve": curve,
         }
         path = Path(hydra_config.runtime.output_dir, "result.json")
         path.write_text(json.dumps(result, indent=2))
-        print(f"{result['name']}: accuracy {100 * module.curve[-1]['val_accuracy']:.1f} %, see {path}")
-    return module.curve[-1]["val_loss"]
+        print(f"{result['name']}: accuracy {100 * curve[-1]['val_accuracy']:.1f} %, see {path}")
+    return float(trainer.callback_metrics["val_loss"])
+
+
+def read_curve(path: Path) -> list[dict[str, float]]:
+    """Steps taken and what was measured then, as the logger has written it (in whichever process)."""
+    with path.open(newline="") as file:
+        return [
+            {
+                "step": int(row["step"]) + 1,
+                **{name: float(row[name]) for name in ("val_loss", "val_accuracy")},
+            }
+            for row in csv.DictReader(file)
+        ]
 
 
 if __name__ == "__main__":

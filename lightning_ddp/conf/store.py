@@ -82,8 +82,8 @@ def _extend_loader(module: ModuleType) -> None:
 
     loader.__init__ = __init__
     loader.load_configuration = _explained(loader.load_configuration)
-    # What follows matters where a search path is all that names the package: Hydra imports it in the middle of
-    # its first composition, whose load_configuration is running by then, and which then looks these up.
+    # What follows matters where a search path is all that names the package: Hydra imports it in the middle
+    # of its first composition, whose load_configuration is running by then, and which then looks these up.
     loader._compose_config_from_defaults_list = _explained(loader._compose_config_from_defaults_list)
     loader._apply_overrides_to_config = staticmethod(_explained(_apply_overrides_to_config))
     setattr(loader, _MARK, True)
