@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ def test_every_experiment_composes_and_its_sweep_names_strategies_that_exist(pat
     swept = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create())
     for strategy in swept.get("strategy", "custom_ddp").split(","):
         assert composed(f"+experiment={path.stem}", f"strategy={strategy}").strategy._target_
+
+
+def test_the_lines_of_the_readme_compose():
+    lines = (FOLDER.parents[1] / "README.md").read_text().splitlines()
+    commands = [shlex.split(line) for line in lines if re.match(r"[^#`]*\bexamples/hydra/train\.py\b", line)]
+    assert len(commands) == 6
+    for words in commands:
+        given = words[words.index("examples/hydra/train.py") + 1 :]
+        # the launcher of SLURM is a package of its own
+        overrides = [word.partition(",")[0] for word in given if word not in ("-m", "launcher=slurm")]
+        assert composed(*overrides).strategy._target_
 
 
 def test_the_network_follows_the_data_and_the_groups_of_the_package_are_found():
