@@ -158,6 +158,23 @@ def test_what_is_wrong_on_one_rank_is_found_and_named(changes, check, level, say
     assert says in text_of(findings, check)
 
 
+def test_what_other_ranks_have_found_on_their_own_is_reported_for_them():
+    found = [
+        {"level": "PASS", "check": "torchrun", "message": "4 ranks"},
+        {"level": "PASS", "check": "master", "message": "node0, port 1, through eth0: answers"},
+        {"level": "WARN", "check": "variables", "message": "the same everywhere"},
+    ]
+    wrong = {"level": "WARN", "check": "interface", "message": "GLOO_SOCKET_IFNAME=lo"}
+    answers = [
+        answer(rank=rank, findings=[*found, wrong] if rank > 1 else found, host=f"node{rank}")
+        for rank in range(4)
+    ]
+    findings = checks.check_answers(answers)
+    assert text_of(findings, "master") == "ranks 1-3: reached"
+    assert text_of(findings, "interface") == "ranks 2-3: GLOO_SOCKET_IFNAME=lo"
+    assert levels(findings) == {"interface": "WARN"}
+
+
 @pytest.mark.parametrize(
     ("named", "route", "num_nodes", "level", "says"),
     [
@@ -247,6 +264,24 @@ def test_ranks_exchange_what_they_have_found():
     assert report.splitlines()[-1].startswith("WARN: ")
 
 
+def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
+    """Here rank 0 of two has one: alone in NCCL it would wait for the other."""
+    devices = {"backend": "nccl", "devices": ["A"]}
+    monkeypatch.setattr(
+        "lightning_ddp.doctor.examine.gather_facts",
+        lambda env, *, rank, local_rank: {**gather_facts(env, rank=rank, local_rank=local_rank), **devices},
+    )
+    store = dist.HashStore()
+    plan = Plan(largest_bytes=4096, timeout_s=10, interface="lo")
+
+    def work(rank: int, world_size: int, group: Any) -> Any:
+        return examine(store, plan, {}, rank=rank, local_rank=rank, world_size=world_size)
+
+    answers = run_threads(work, 2)
+    assert [a["measured_on"] for a in answers] == ["gloo", "gloo"]
+    assert "rank 1 on" in text_of(checks.check_answers(answers), "devices")
+
+
 # ---------------------------------------------------------------------- the network, with deadlines
 
 
@@ -262,7 +297,7 @@ def bound_port(*, listens: bool) -> Iterator[int]:
 
 
 def doctor(capsys: Any, *args: str) -> tuple[int, list[str]]:
-    status = main(["doctor", "--timeout-s", "2", *args])
+    status = main(["doctor", "--timeout-s", "5", *args])
     return status, capsys.readouterr().out.splitlines()
 
 
@@ -289,7 +324,7 @@ def test_a_master_where_nothing_listens_fails_with_address_port_and_interface(ca
     with bound_port(listens=False) as port:
         for name, value in (("NODE_RANK", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
             monkeypatch.setenv(name, str(value))
-        status, lines = doctor(capsys)
+        status, lines = doctor(capsys, "--timeout-s", "2")
     assert status == 1
     (line,) = [line for line in lines if line.startswith("FAIL  ")]
     assert f"rank 1 cannot reach 127.0.0.1, port {port}, through lo: " in line
@@ -303,11 +338,18 @@ def test_a_master_is_waited_for(monkeypatch, capsys):
         port = server.getsockname()[1]
         for name, value in (("NODE_RANK", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
             monkeypatch.setenv(name, str(value))
-        later = threading.Timer(0.3, server.listen)
-        later.start()
+        problems = []
+
+        def connect_problem(*args: Any) -> str | None:
+            problems.append(real(*args))
+            server.listen()  # after the first attempt
+            return problems[-1]
+
+        real = network.connect_problem
+        monkeypatch.setattr(network, "connect_problem", connect_problem)
         status, lines = doctor(capsys, "--timeout-s", "60")
-        later.join()
     assert status == 0
+    assert problems == ["the host answers, but nothing listens there (yet)", None]
     assert any(line.startswith("PASS  master") and f"port {port}" in line for line in lines)
 
 
@@ -365,7 +407,7 @@ def test_a_master_that_does_not_answer_fails_within_the_deadline(capsys, monkeyp
         except (OSError, subprocess.CalledProcessError) as error:
             outcome.append(str(error))
             return
-        outcome.append(doctor(capsys))
+        outcome.append(doctor(capsys, "--timeout-s", "2"))
 
     thread = threading.Thread(target=lonely)  # the network is that of the thread alone, and ends with it
     thread.start()
@@ -396,14 +438,17 @@ def test_under_torchrun_rank_0_reports_for_all_ranks():
     assert [rank["local_rank"] for rank in document["ranks"]] == [0, 1]
     assert len({rank["pid"] for rank in document["ranks"]}) == 2
     assert [t["num_bytes"] for t in document["all_reduce"]["timings"]] == [4096, 16384, 65536]
-    assert {"torchrun", "master", "clocks", "all-reduce"} <= {f["check"] for f in document["findings"]}
+    assert {"torchrun", "clocks", "all-reduce"} <= {f["check"] for f in document["findings"]}
+    reached = [f["message"] for f in document["findings"] if f["check"] == "master"]
+    assert sum("answers" in message for message in reached) == 1
+    assert sum(message == "rank 1: reached" for message in reached) == 1
 
 
 def test_a_rank_whose_peers_do_not_come_ends_within_its_deadline():
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     with bound_port(listens=False) as port:
         result = run_script(
-            LAUNCHED, ["--timeout-s", "2"], env={**env, "MASTER_PORT": str(port)}, timeout_s=240
+            LAUNCHED, ["--timeout-s", "4"], env={**env, "MASTER_PORT": str(port)}, timeout_s=240
         )
     assert result.returncode == 1
     assert f"rank 0 of 2 has the store at 127.0.0.1, port {port}, but does not find all" in result.stdout

@@ -34,6 +34,7 @@ def check_answers(answers: Sequence[Answer]) -> list[Finding]:
         *_check_cpus(answers),
         *_check_clocks(answers),
         *_on_each_host(answers, "variables", check_variables),
+        *_findings_of_others(answers),
     ]
 
 
@@ -140,6 +141,22 @@ def _check_clocks(answers: Sequence[Answer]) -> list[Finding]:
         message = f"{found}: logs and time stamps of files will mislead; start chrony or ntpd on all nodes"
         return [_finding("WARN", "clocks", message)]
     return [_finding("PASS", "clocks", found)]
+
+
+def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
+    """What the other ranks have found on their way to rank 0, whose own findings are known."""
+    own = answers[0].get("findings", [])
+    found: dict[tuple[Level, str, str], list[int]] = defaultdict(list)
+    for answer in answers[1:]:
+        for finding in answer.get("findings", []):
+            if finding["level"] != "PASS" and finding not in own:
+                found[finding["level"], finding["check"], finding["message"]].append(answer["rank"])
+            elif (finding["level"], finding["check"]) == ("PASS", "master"):
+                found["PASS", "master", "reached"].append(answer["rank"])
+    return [
+        _finding(level, check, f"{name_ranks(ranks)}: {message}")
+        for (level, check, message), ranks in found.items()
+    ]
 
 
 # ---------------------------------------------------------------------- on each host

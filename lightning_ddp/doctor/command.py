@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -176,6 +176,7 @@ def _examine_launched(
                 world_size=world_size,
                 advance=bar.update if bar is not None else lambda: None,
             )
+        answer["findings"] = [asdict(finding) for finding in examination.findings]
         return exchange(store, answer, rank=rank, world_size=world_size, timeout_s=plan.timeout_s)
 
     try:

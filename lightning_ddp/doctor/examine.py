@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.doctor.facts import gather_facts
-from lightning_ddp.doctor.measure import all_reduce_sizes, clock_offsets, time_all_reduce
+from lightning_ddp.doctor.measure import all_have, all_reduce_sizes, clock_offsets, time_all_reduce
 
 __all__ = ["Plan", "examine", "exchange"]
 
@@ -50,7 +50,8 @@ def examine(
     answer["clock"] = {"offset_s": offset, "error_s": error}
     answer["interface"] = plan.interface
     device, group = torch.device("cpu"), control
-    if answer["backend"] == "nccl" and local_rank < len(answer["devices"]):
+    has_device = answer["backend"] == "nccl" and local_rank < len(answer["devices"])
+    if all_have(control, has_device, timeout_s=plan.timeout_s):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         group = _nccl(store, plan, rank, world_size)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Line", "Timing", "all_reduce_sizes", "clock_offsets", "fit_line", "time_all_reduce"]
+__all__ = ["Line", "Timing", "all_have", "all_reduce_sizes", "clock_offsets", "fit_line", "time_all_reduce"]
 
 _NUM_PINGS = 8
 _NUM_WARM_UPS = 3
@@ -157,6 +157,17 @@ def _all_reduce(
     return time.perf_counter() - start
 
 
+def all_have(group: Any, has: bool, *, timeout_s: float) -> bool:
+    """Whether all ranks say so. All ranks of a CPU group call it.
+
+    Raises:
+        RuntimeError: a rank did not answer in time.
+    """
+    value = torch.tensor([float(has)])
+    _all_reduce(group, value, timeout_s, dist.ReduceOp.MIN)
+    return bool(value.item())
+
+
 def _agree(group: Any, seconds: float, device: torch.device, timeout_s: float) -> float:
     """The largest value of all ranks."""
     value = torch.tensor([seconds], dtype=torch.float64, device=device)
@@ -184,7 +195,7 @@ def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -
         return 0.0, 0.0
     trips = []
     for _ in range(_NUM_PINGS):
-        start, begun = time.time(), time.perf_counter()
+        begun, start = time.perf_counter(), time.time()  # in this order the error below holds
         group.send([value], 0, 0).wait(limit)
         group.recv([value], 0, 0).wait(limit)
         trip = time.perf_counter() - begun

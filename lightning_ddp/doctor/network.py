@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import socket
 import struct
 import sys
@@ -64,8 +65,9 @@ def within(seconds: float, what: str, step: Callable[[], T]) -> T:
     return value  # type: ignore[no-any-return]  # what the step returned
 
 
+@functools.cache
 def resolve(host: str, timeout_s: float) -> str:
-    """The address of a host name, IPv4 where there is one.
+    """The address of a host name, IPv4 where there is one. Looked up once.
 
     Raises:
         OSError: there is none.
