@@ -21,12 +21,12 @@ def read_results(folders: list[Path]) -> list[dict]:
 
 
 def group_seeds(results: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """Data and overrides -> the runs with their seeds; overrides that all runs share are left out."""
-    overrides = [result["name"].split(",") for result in results]
-    shared = set.intersection(*map(set, overrides)) if len({*map(tuple, overrides)}) > 1 else set()
+    """Data and what is special about a run -> the runs that differ in nothing but their seeds."""
+    described = [[*r["name"].split(","), f"ranks={r['world_size']}", f"steps={r['steps']}"] for r in results]
+    shared = set.intersection(*map(set, described))
     groups = defaultdict(list)
-    for result, parts in zip(results, overrides, strict=True):
-        name = ",".join(part for part in parts if part not in shared) or "defaults"
+    for result, words in zip(results, described, strict=True):
+        name = ",".join(word for word in words if word not in shared) or result["name"]
         groups[result["data"], name].append(result)
     return dict(groups)
 
