@@ -153,7 +153,9 @@ def uneven(rank, size, group):
     assert [tuple(t.shape) for t in gathered] == shapes[:size]
     assert all(bool((t == r + 0.5).all()) for r, t in enumerate(gathered))
     assert [t.tolist() for t in comm.all_gather_uneven(group, torch.empty(0, rank))] == [[]] * size
-    with pytest.raises(RankMismatchError, match=r"different dtypes: rank 0 torch\.float32, rank 1 torch\.int64"):
+    with pytest.raises(
+        RankMismatchError, match=r"different dtypes: rank 0 torch\.float32, rank 1 torch\.int64"
+    ):
         comm.all_gather_uneven(group, torch.ones(1) if rank == 0 else torch.ones(1, dtype=torch.int64))
     # rank r has r rows for rank 0 and one row for each other, bool to be sent as bytes
     splits = [rank, *[1] * (size - 1)]
