@@ -336,8 +336,8 @@ def _parts(group: Group, tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch
     if isinstance(tensor, torch.Tensor):
         if tensor.dim() == 0 or tensor.shape[0] % group.size:
             raise ConfigurationError(
-                f"reduce_scatter of shape {list(tensor.shape)} over {group.size} ranks: the first dimension is no"
-                " multiple of their number. Pad it, or use all_reduce."
+                f"reduce_scatter of shape {list(tensor.shape)} over {group.size} ranks: the first dimension"
+                " is no multiple of their number. Pad it, or use all_reduce."
             )
         return tensor.detach().reshape(group.size, tensor.shape[0] // group.size, *tensor.shape[1:])
     kinds = {(t.shape, t.dtype) for t in tensor}
