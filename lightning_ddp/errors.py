@@ -12,6 +12,8 @@ from typing import Any
 
 __all__ = [
     "BackwardOrderError",
+    "CollectiveError",
+    "CollectiveTimeoutError",
     "CommHookError",
     "ConfigurationError",
     "LightningDDPError",
@@ -49,6 +51,39 @@ class RankMismatchError(LightningDDPError, RuntimeError):
 
 class RendezvousError(LightningDDPError, RuntimeError):
     """The processes of a run could not find each other."""
+
+
+class CollectiveError(LightningDDPError, RuntimeError):
+    """A collective failed: its backend says how, such as that a peer has closed its connection.
+
+    Attributes:
+        label: what the collective is called.
+        rank: rank in the group that raises it.
+        waited_s: seconds from its start to its failure.
+    """
+
+    def __init__(self, message: str, *, label: str, rank: int, waited_s: float) -> None:
+        super().__init__(message)
+        self.label = label
+        self.rank = rank
+        self.waited_s = waited_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_with_message, (type(self), str(self), dict(self.__dict__))
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A collective did not end within its deadline.
+
+    Attributes:
+        missing: group ranks that never came, where that is known (`monitored_barrier` knows).
+    """
+
+    def __init__(
+        self, message: str, *, label: str, rank: int, waited_s: float, missing: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message, label=label, rank=rank, waited_s=waited_s)
+        self.missing = tuple(missing)
 
 
 class ReplicaError(LightningDDPError, RuntimeError):
@@ -158,6 +193,13 @@ class MissingGradientWarning(MissingGradientError, UserWarning):
 def _rebuild(kind: type[LightningDDPError], arguments: dict[str, Any]) -> LightningDDPError:
     """Unpickles an error that has keyword-only arguments."""
     return kind(**arguments)
+
+
+def _rebuild_with_message(
+    kind: type[LightningDDPError], message: str, keywords: dict[str, Any]
+) -> LightningDDPError:
+    """Unpickles an error whose message was composed where it was raised."""
+    return kind(message, **keywords)
 
 
 class PeerFailure(LightningDDPError, RuntimeError):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ddp.comm.spans import span
+
 __all__ = ["SLICE_S", "Activity", "Group", "Interrupt", "without_engine_context"]
 
 SLICE_S = 0.05
@@ -105,6 +107,14 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def options_of(kind: Any, timeout: timedelta | None) -> Any:
+    """Options of a collective, such as `dist.ReduceOptions`, that the backend gives up after `timeout`."""
+    options = kind()
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
 class Group:
     """What the engine needs of a process group: rank, size, store, collectives that return works, waits.
 
@@ -114,22 +124,30 @@ class Group:
     Args:
         process_group: a `torch.distributed.ProcessGroup`, or a single backend such as `ProcessGroupGloo`.
         interrupt: looked at in every slice of a wait; None for none.
+        store: a key-value store that these ranks alone use; None for the one that torch knows of.
     """
 
-    def __init__(self, process_group: Any, interrupt: Interrupt | None = None) -> None:
+    def __init__(
+        self, process_group: Any, interrupt: Interrupt | None = None, store: Any | None = None
+    ) -> None:
         self.process_group: Any = process_group
         self.interrupt = interrupt
+        self._store = store
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
+        self.lacking: set[tuple[str, str]] = set()
+        """Methods of the process group, with the type of device, that it turned out not to have."""
         self._sum = dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        self._gather = dist.distributed_c10d.AllgatherOptions()
+        self._gather = options_of(dist.distributed_c10d.AllgatherOptions, None)
         self._broadcasts: dict[int, Any] = {}
         self._names: dict[str, str] = {}
 
     @property
     def store(self) -> Any | None:
         """The key-value store that the group was made with, or None where torch does not tell."""
+        if self._store is not None:
+            return self._store
         get = getattr(self.process_group, "get_group_store", None)
         if get is not None and type(self.process_group) is dist.ProcessGroup:
             return get()
@@ -150,32 +168,40 @@ class Group:
 
     # ------------------------------------------------------------------ collectives, not waited for
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Any:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None, timeout: timedelta | None = None) -> Any:
         """Starts an in-place all-reduce; `op` defaults to the sum.
 
         The tensor is contiguous, or sparse where the backend knows that. Complex numbers travel as pairs.
+        The backend gives it up after `timeout`; None for the group's own.
         """
         options = self._sum
-        if op is not None:
-            options = dist.AllreduceOptions()
-            options.reduceOp = op
+        if op is not None or timeout is not None:
+            options = options_of(dist.AllreduceOptions, timeout)
+            options.reduceOp = dist.ReduceOp.SUM if op is None else op
         with without_engine_context():
             return self.process_group.allreduce([_as_real(tensor)], options)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Any:
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, timeout: timedelta | None = None) -> Any:
         """Starts an in-place broadcast from group rank `src`."""
-        options = self._broadcasts.get(src)
+        options = self._broadcasts.get(src) if timeout is None else None
         if options is None:
-            options = self._broadcasts[src] = dist.BroadcastOptions()
+            options = options_of(dist.BroadcastOptions, timeout)
             options.rootRank = src
+            if timeout is None:
+                self._broadcasts[src] = options
         with without_engine_context():
             return self.process_group.broadcast([_as_real(tensor)], options)
 
-    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Any:
+    def all_gather(
+        self, outputs: list[torch.Tensor], tensor: torch.Tensor, timeout: timedelta | None = None
+    ) -> Any:
         """Starts an all-gather into `outputs`, one tensor of the input's shape a rank."""
+        options = (
+            self._gather if timeout is None else options_of(dist.distributed_c10d.AllgatherOptions, timeout)
+        )
         with without_engine_context():
             return self.process_group.allgather(
-                [[_as_real(output) for output in outputs]], [_as_real(tensor)], self._gather
+                [[_as_real(output) for output in outputs]], [_as_real(tensor)], options
             )
 
     # ------------------------------------------------------------------ waits
@@ -186,6 +212,8 @@ class Group:
         device: torch.device,
         on_slice: Callable[[float], None] | None = None,
         label: str = "collective",
+        *,
+        on_host: bool = False,
     ) -> None:
         """Waits for a work: on the CPU until done, with NCCL until it is queued on the current stream.
 
@@ -193,14 +221,16 @@ class Group:
             work: what a collective of this group returned.
             device: device of its tensors.
             on_slice: called after each expired slice with the seconds waited so far; may raise.
-            label: what is waited for, for people who ask where a rank is stuck.
+            label: what is waited for, for people who ask where a rank is stuck; also names the span of the
+                wait in torch.profiler.
+            on_host: with NCCL too, wait here until it has run; else `on_slice` is not called.
 
         Raises:
             RuntimeError: the collective failed, for example as a peer closed its connection.
             BaseException: what the interrupt holds, or what a signal handler raised.
         """
         with self._waiting(label):
-            self._wait(work, device, on_slice)
+            self._wait(work, device, on_slice, on_host)
 
     @contextmanager
     def _waiting(self, label: str) -> Generator[None, None, None]:
@@ -208,19 +238,22 @@ class Group:
         if activity is not None:
             activity.begin(label)
         try:
-            yield
+            with span(label, "wait"):
+                yield
         finally:
             if activity is not None:
                 activity.advance()
 
-    def _wait(self, work: Any, device: torch.device, on_slice: Callable[[float], None] | None) -> None:
+    def _wait(
+        self, work: Any, device: torch.device, on_slice: Callable[[float], None] | None, on_host: bool
+    ) -> None:
         backend = self.backend(device)
         if backend == "gloo":
             self._wait_in_slices(work, on_slice)
         elif backend == "python":
             self.wait_future(work.get_future(), on_slice)
             work.wait()
-        elif device.type == "cpu":
+        elif device.type == "cpu" or on_host:
             self._poll(work.is_completed, on_slice)
             work.wait()
         else:
@@ -256,6 +289,24 @@ class Group:
             with self._waiting("communication hook"):
                 self._wait_event(done, on_slice)
 
+    def wait_event(
+        self, done: threading.Event, label: str, on_slice: Callable[[float], None] | None = None
+    ) -> None:
+        """Waits for an event as `wait` does for a work."""
+        with self._waiting(label):
+            self._wait_event(done, on_slice)
+
+    def wait_until(
+        self,
+        done: Callable[[], bool],
+        label: str,
+        on_slice: Callable[[float], None] | None = None,
+        every_s: float = _POLL_S,
+    ) -> None:
+        """Waits until `done`, asked every `every_s` seconds, says so. For what cannot be waited for."""
+        with self._waiting(label):
+            self._poll(done, on_slice, every_s)
+
     def _wait_event(self, done: threading.Event, on_slice: Callable[[float], None] | None) -> None:
         start = time.monotonic()
         while not done.wait(SLICE_S):
@@ -270,10 +321,12 @@ class Group:
             event.record(torch.cuda.current_stream(device))
             self._poll(event.query, None)
 
-    def _poll(self, done: Callable[[], bool], on_slice: Callable[[float], None] | None) -> None:
+    def _poll(
+        self, done: Callable[[], bool], on_slice: Callable[[float], None] | None, every_s: float = _POLL_S
+    ) -> None:
         start = last = time.monotonic()
         while not done():
-            time.sleep(_POLL_S)
+            time.sleep(every_s)
             now = time.monotonic()
             if now - last >= SLICE_S:
                 last = now
