@@ -44,6 +44,7 @@ __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_DEBUG_LEVELS = (None, "detail")
 
 
 class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
@@ -96,6 +97,10 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             stopped, or its data loader hangs); longer than the longest step. None for never.
         model_averaging: local training with averaged parameters: a name of `averaging.available_averagers`,
             or a mapping with `name` and options.
+        debug: 'detail' has the ranks compare every collective over the control channel before it is started:
+            what it is for, shapes, dtypes, order. A difference is an error on all ranks before any data
+            moves. It costs a round trip a collective. None, the default, compares when a collective passes
+            its deadline (`timeout`).
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -133,11 +138,15 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         failure_grace_s: float = 30.0,
         stall_timeout: timedelta | None = None,
         model_averaging: str | Mapping[str, Any] | None = None,
+        debug: Literal["detail"] | None = None,
     ) -> None:
         if start_method not in _START_METHODS:
             raise ConfigurationError(
                 f"start_method={start_method!r}; there are {', '.join(map(repr, _START_METHODS))}"
             )
+        if debug not in _DEBUG_LEVELS:
+            raise ConfigurationError(f"debug={debug!r}; there are {', '.join(map(repr, _DEBUG_LEVELS))}")
+        self._debug = debug
         self._choose_uneven_inputs(uneven_inputs, divide_by_initial_world_size)
         self._communication = Communication(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
@@ -206,6 +215,8 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             device=self.root_device,
             settings=self._reconcile_settings,
         )
+        ours.inspector.set_deadline(self._timeout)
+        ours.inspector.compare_before_each(self._debug == "detail")
         self._group = Group(group, ours.interrupt)
 
     def _where(self) -> Where:

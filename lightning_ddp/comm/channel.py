@@ -66,6 +66,8 @@ def _make(group: Group, device: torch.device, size: int) -> Group | None:
     """New groups of `size` neighbouring ranks each; the one of this rank."""
     process_group = group.process_group
     first_rank = group.rank - group.rank % size
+    number = _num_siblings.get(process_group, 0)
+    _num_siblings[process_group] = number + 1
     if group.backend(device) != "gloo":
         if not (dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map):
             return None
@@ -74,12 +76,10 @@ def _make(group: Group, device: torch.device, size: int) -> Group | None:
         for start in range(0, group.size, size):
             made = dist.new_group(ranks[start : start + size])  # all ranks make all groups
             mine = made if start == first_rank else mine
-        return Group(mine, group.interrupt)
+        return _beside(group, mine, first_rank, size)
     store = group.store
     if store is None:
         return None
-    number = _num_siblings.get(process_group, 0)
-    _num_siblings[process_group] = number + 1
     first: Any = process_group
     if isinstance(process_group, dist.ProcessGroup):
         first = process_group._get_backend(device)
@@ -88,7 +88,17 @@ def _make(group: Group, device: torch.device, size: int) -> Group | None:
     options._devices = first.options._devices
     options._timeout = first.options._timeout
     prefixed = dist.PrefixStore(f"lightning_ddp/sibling/{number}/{first_rank}", store)
-    return Group(gloo(prefixed, group.rank - first_rank, size, options), group.interrupt)
+    made = gloo(prefixed, group.rank - first_rank, size, options)
+    return _beside(group, made, first_rank, size)
+
+
+def _beside(group: Group, made: Any, first_rank: int, size: int) -> Group:
+    if group.interrupt is not None and group.lane is not None:
+        number = _num_siblings[group.process_group]
+        ranks = group.lane.ranks[first_rank : first_rank + size]
+        name = f"{group.lane.name}, channel {number}" + f" from rank {ranks[0]}" * (size < group.size)
+        group.interrupt.activity.add(made, name, ranks, is_side=True)
+    return Group(made, group.interrupt)
 
 
 class Channel:
@@ -198,7 +208,10 @@ class Channel:
             What waits, and returns (size, k) whose row r is what rank r had for this one.
         """
         received = torch.empty_like(rows)
-        work = self.group.process_group.alltoall_base(received, rows, [], [])
+        process_group = self.group.process_group
+        work = self.group.start(
+            "all_to_all", rows, lambda: process_group.alltoall_base(received, rows, [], [])
+        )
         self._count((self.size - 1) / self.size, rows)
         return lambda: self._finish(work, received)
 
@@ -214,7 +227,9 @@ class Channel:
     def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to gather; returns what waits, and returns what `all_gather` does."""
         gathered = tensor.new_empty(self.size * tensor.numel())
-        work = self.group.process_group._allgather_base(gathered, tensor.view(-1))
+        flat = tensor.view(-1)
+        process_group = self.group.process_group
+        work = self.group.start("all_gather", flat, lambda: process_group._allgather_base(gathered, flat))
         self._count(self.size - 1, tensor)
         return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
 

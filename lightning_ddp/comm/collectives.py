@@ -47,7 +47,7 @@ def barrier(group: Group, device: torch.device, name: str | None = None) -> None
     """
     token = torch.zeros(1, dtype=torch.int32, device=device)
     label = "barrier" if name is None else f"barrier {name!r}"
-    group.wait(group.all_reduce(token), device, label=label)
+    group.wait(group.all_reduce(token, label=label), device)
     group.wait_device(device)
 
 
