@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from harness import run_threads
+from harness.preloaded import Preloaded, preloaded
+from test_failures import read_notes
 from torch import nn
 
 from lightning_ddp import BucketedDDP
@@ -31,6 +33,7 @@ from lightning_ddp.reconcile.wire import LIMIT_BYTES, pack
 CPU = torch.device("cpu")
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Member:
@@ -271,7 +274,7 @@ def test_what_differs_is_an_error_before_anything_is_sent(what, words) -> None:
         assert words.format(here="at step 120 in training_step") in str(error)
 
 
-def test_two_groups_in_different_orders_are_an_error_at_once() -> None:
+def test_two_groups_in_different_orders_are_an_error() -> None:
     others = [Activity() for _ in range(2)]
 
     def part(member: Member, rank: int) -> None:
@@ -410,11 +413,11 @@ def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
         letters = []
         for rank in range(1000):
             assert letters == []
-            letters = inspection.handle(rank, {**call, "is_side": False, "run": 1}, 0.0)
+            letters = inspection.handle(rank, {**call, "run": 1}, 0.0)
         assert [m["kind"] for _, m in letters] == ["go"] * 1000
     print(f"\n1,000 ranks: {(time.monotonic() - start) / 5 * 1e3:.1f} ms of the server a compared collective")
-    letters = inspection.handle(999, {**call, "number": 6, "text": "other", "is_side": False, "run": 1}, 0.0)
-    letters = inspection.handle(0, {**call, "number": 6, "is_side": False, "run": 1}, 0.0)
+    letters = inspection.handle(999, {**call, "number": 6, "text": "other", "run": 1}, 0.0)
+    letters = inspection.handle(0, {**call, "number": 6, "run": 1}, 0.0)
     assert {m["kind"] for _, m in letters} == {"roll_call"}
     found = []
     for rank in range(1000):
@@ -451,3 +454,52 @@ def test_a_malformed_account_is_taken_for_what_it_holds(message) -> None:
     ((_, found),) = inspection.handle(0, {"kind": "account", "id": 1, **message}, 0.0)
     assert found["kind"] == "findings"
     assert len(pack(found)) < LIMIT_BYTES / 4
+
+
+# ---------------------------------------------------------------------- a Trainer with two processes
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Preloaded]:
+    with preloaded("stuck_script") as process:
+        yield process
+
+
+def test_a_fit_in_which_the_ranks_agree_is_not_disturbed(process, tmp_path) -> None:
+    weights = []
+    for debug in ("detail", ""):
+        folder = tmp_path / f"debug-{debug}"
+        folder.mkdir()
+        result = process.run(["all", str(folder), debug], timeout_s=TIMEOUT_S)
+        assert result.exit_code == 0, result.stderr
+        assert result.left == []
+        weights += [read_notes(folder)[f"trained-{rank}"]["weight"] for rank in range(2)]
+    assert weights == [weights[0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("way", "debug", "sentence"),
+    [
+        (
+            "barrier",
+            "detail",
+            "; rank 1 is about to start barrier 'mine alone' at step 2 in training_step",
+        ),
+        (
+            "shape",
+            "detail",
+            "rank 0 called all_reduce SUM of [2] float32 at step 2 in training_step; rank 1 called",
+        ),
+        ("hang", "", "rank 1 waits for no collective at step 2 in training_step (stuck_script.py:"),
+    ],
+)
+def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(
+    process, tmp_path, way, debug, sentence
+) -> None:
+    result = process.run([way, str(tmp_path), debug], timeout_s=TIMEOUT_S)
+    assert result.exit_code == 1, result.stderr
+    assert result.left == []
+    _, _, report = result.stderr.rpartition("lightning_ddp: ")
+    assert sentence in report
+    kinds = {read_notes(tmp_path)[f"on_exception-{rank}"]["kind"] for rank in range(2)}
+    assert kinds <= {"CollectiveMismatchError", "CollectiveTimeoutError", "CommHookError", "PeerFailure"}

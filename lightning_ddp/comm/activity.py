@@ -65,13 +65,11 @@ class Lane:
     Args:
         name: the same on all ranks of the group, and no other group's.
         ranks: global ranks of the group, in group order.
-        is_side: whether a thread beside the main one uses it.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], *, is_side: bool = False) -> None:
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.name = name
         self.ranks = tuple(ranks)
-        self.is_side = is_side
         self.number = 0
         """Of the last one that was started."""
         self.recent: deque[Entry] = deque(maxlen=_NUM_RECENT)
@@ -108,6 +106,9 @@ class Waiting(NamedTuple):
     is_start: bool
     """Whether it waits for the others before it starts that."""
     is_side: bool
+    """Whether the thread is one beside the main one."""
+    is_for_job: bool
+    """Whether it waits for such a thread."""
 
     @property
     def begun_at(self) -> float:
@@ -124,6 +125,8 @@ class Activity:
         self.count = 0
         """Waits that have ended, steps that have begun: while it grows, the rank makes progress."""
         self.lanes: list[Lane] = []
+        self.busy: set[int] = set()
+        """Threads beside the main one, while they have something to do."""
         self._waits: dict[int, Waiting] = {}
         self._known: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
 
@@ -143,15 +146,29 @@ class Activity:
         waits = sorted(self._waits.copy().values(), key=lambda wait: wait.is_side)
         return next((wait.entry for wait in waits if wait.entry is not None), None)
 
+    def blocked_on(self) -> list[tuple[str, int, bool]]:
+        """Group, number and `is_start` of the collectives without which this rank does not get on.
+
+        Empty if a thread may get on by itself.
+        """
+        waits = self._waits.copy()
+        main = next((wait for wait in waits.values() if not wait.is_side), None)
+        if main is None or not (main.entry or main.is_for_job) or not self.busy.copy() <= waits.keys():
+            return []
+        return [(w.entry.lane.name, w.entry.number, w.is_start) for w in waits.values() if w.entry]
+
     def of_this_thread(self) -> Waiting | None:
         """What the calling thread waits for."""
         return self._waits.get(threading.get_ident())
 
     def begin(
-        self, label: str, entry: Entry | None = None, *, is_start: bool = False, is_side: bool = False
+        self, label: str, entry: Entry | None = None, *, is_start: bool = False, is_for_job: bool = False
     ) -> None:
         """The calling thread begins to wait."""
-        self._waits[threading.get_ident()] = Waiting(label, time.monotonic(), entry, is_start, is_side)
+        thread = threading.get_ident()
+        self._waits[thread] = Waiting(
+            label, time.monotonic(), entry, is_start, thread in self.busy, is_for_job
+        )
 
     def advance(self) -> None:
         """The calling thread's wait has ended, or a step has begun."""
@@ -166,9 +183,9 @@ class Activity:
             lane = self.add(process_group, *_describe(process_group, len(self.lanes)))
         return lane
 
-    def add(self, process_group: Any, name: str, ranks: Sequence[int], *, is_side: bool = False) -> Lane:
-        """Makes the lane of a process group that torch does not know, or that has another thread."""
-        lane = self._known[process_group] = Lane(name, ranks, is_side=is_side)
+    def add(self, process_group: Any, name: str, ranks: Sequence[int]) -> Lane:
+        """Makes the lane of a process group, with a name of the caller's."""
+        lane = self._known[process_group] = Lane(name, ranks)
         self.lanes = [known for known in self.lanes if known in self._known.values()] + [lane]
         return lane
 

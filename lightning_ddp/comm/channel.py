@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.group import JOB_MARK, Group
 from lightning_ddp.errors import ConfigurationError, LightningDDPError
 
 __all__ = ["Channel", "part_group", "sibling_group"]
@@ -97,7 +97,7 @@ def _beside(group: Group, made: Any, first_rank: int, size: int) -> Group:
         number = _num_siblings[group.process_group]
         ranks = group.lane.ranks[first_rank : first_rank + size]
         name = f"{group.lane.name}, channel {number}" + f" from rank {ranks[0]}" * (size < group.size)
-        group.interrupt.activity.add(made, name, ranks, is_side=True)
+        group.interrupt.activity.add(made, name, ranks)
     return Group(made, group.interrupt)
 
 
@@ -145,6 +145,7 @@ class Channel:
         """
         devices: list[int | str | torch.device] | None = [self.device] if self._stream is not None else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        setattr(future, JOB_MARK, True)
         event = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         with self._lock:
             self._jobs.append((job, future, event))
@@ -154,10 +155,13 @@ class Channel:
         return future
 
     def _work(self) -> None:
+        busy = self.group.interrupt.activity.busy if self.group.interrupt is not None else set()
+        busy.add(threading.get_ident())
         while True:
             with self._lock:
                 if not self._jobs:
                     self._is_running = False
+                    busy.discard(threading.get_ident())
                     return
                 job, future, event = self._jobs.popleft()
             self._run(job, future, event)

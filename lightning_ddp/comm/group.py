@@ -27,6 +27,8 @@ SLICE_S = 0.05
 _SLICE = timedelta(seconds=SLICE_S)
 _POLL_S = 0.0005
 _ENGINE_KEY = "context"
+JOB_MARK = "is_lightning_ddp_job"
+"""Attribute of the futures that a thread of this package makes."""
 
 
 class Interrupt:
@@ -250,10 +252,12 @@ class Group:
             self._wait(work, device, on_slice)
 
     @contextmanager
-    def _waiting(self, label: str, entry: Entry | None = None) -> Generator[None, None, None]:
+    def _waiting(
+        self, label: str, entry: Entry | None = None, *, is_for_job: bool = False
+    ) -> Generator[None, None, None]:
         activity = self.interrupt.activity if self.interrupt is not None else None
         if activity is not None:
-            activity.begin(label, entry, is_side=self._lane is not None and self._lane.is_side)
+            activity.begin(label, entry, is_for_job=is_for_job)
         try:
             yield
         finally:
@@ -312,7 +316,7 @@ class Group:
     ) -> None:
         """Waits until a future has a value or an error, which it does not raise."""
         if not future.done():
-            with self._waiting(label):
+            with self._waiting(label, is_for_job=getattr(future, JOB_MARK, False)):
                 self._wait_done(future, on_slice)
 
     def _wait_done(self, future: Any, on_slice: Callable[[float], None] | None) -> None:

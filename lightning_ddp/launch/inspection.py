@@ -149,6 +149,7 @@ class Inspector:
             phase=where.phase,
             at=self._place() if state == "runs" else None,
             lanes=tuple(_lane_account(lane) for lane in activity.lanes[-_MOST_LANES:]),
+            blocked_on=tuple(activity.blocked_on()),
         )
 
     def _place(self) -> str | None:
@@ -210,7 +211,7 @@ class Inspector:
         answer = self._answers[lane.name, entry.number] = _Answer()
         run = self._num_runs + (not self._is_active)  # between two runs the next one counts
         activity = self._interrupt.activity
-        activity.begin(entry.name(), entry, is_start=True, is_side=lane.is_side)
+        activity.begin(entry.name(), entry, is_start=True)
         try:
             watch.post(
                 "call",
@@ -218,7 +219,6 @@ class Inspector:
                 ranks=_cut(join_ranks(lane.ranks)),
                 number=entry.number,
                 text=_cut(entry.text()),
-                is_side=lane.is_side,
                 run=run,
             )
             while not answer.has_come.wait(SLICE_S):
@@ -276,7 +276,6 @@ def _lane_account(lane: Lane) -> LaneAccount:
         ranks=_cut(join_ranks(lane.ranks)),
         number=lane.number,
         calls={entry.number: _cut(entry.text()) for entry in recent},
-        is_side=lane.is_side,
     )
 
 

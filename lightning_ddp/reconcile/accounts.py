@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Account", "Findings", "LaneAccount", "explain", "join_ranks", "split_ranks"]
+__all__ = ["Account", "Findings", "LaneAccount", "explain", "join_ranks", "members", "split_ranks"]
 
 _NAME_CHARACTERS = 80
 _CALL_CHARACTERS = 200
@@ -34,8 +34,6 @@ class LaneAccount:
     """How many collectives it has started there."""
     calls: Mapping[int, str] = field(default_factory=dict)
     """Number -> what it was, for the last few."""
-    is_side: bool = False
-    """Whether a thread beside the main one uses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +57,15 @@ class Account:
     at: str | None = None
     """Line of the program at which its main thread is."""
     lanes: tuple[LaneAccount, ...] = ()
+    blocked_on: tuple[tuple[str, int, bool], ...] = ()
+    """Group, number and whether it has not been started, of the collectives without which the rank does not
+    get on; empty where it may get on by itself."""
 
     def to_message(self) -> dict[str, Any]:
         """In types that JSON has."""
         values = asdict(self)
         values["lanes"] = [
-            [lane.name, lane.ranks, lane.number, [[n, text] for n, text in lane.calls.items()], lane.is_side]
+            [lane.name, lane.ranks, lane.number, [[n, text] for n, text in lane.calls.items()]]
             for lane in self.lanes[:_MOST_LANES]
         ]
         return values
@@ -86,6 +87,7 @@ class Account:
             phase=_text(message, "phase"),
             at=_text(message, "at"),
             lanes=tuple(map(_lane, lanes[:_MOST_LANES])) if isinstance(lanes, list) else (),
+            blocked_on=_blocked(message.get("blocked_on")),
         )
 
     def on(self, lane: str) -> LaneAccount | None:
@@ -121,16 +123,22 @@ def _int(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def _blocked(value: object) -> tuple[tuple[str, int, bool], ...]:
+    known = value[:_MOST_LANES] if isinstance(value, list) else []
+    if not all(isinstance(v, list) and len(v) == 3 and _int(v[1]) is not None for v in known):
+        return ()
+    return tuple((str(lane), number, is_start is True) for lane, number, is_start in known)
+
+
 def _lane(value: object) -> LaneAccount:
-    fields: list[Any] = value if isinstance(value, list) and len(value) == 5 else ["?", "", 0, [], False]
-    name, ranks, number, calls, is_side = fields
+    fields: list[Any] = value if isinstance(value, list) and len(value) == 4 else ["?", "", 0, []]
+    name, ranks, number, calls = fields
     pairs = [p for p in calls if isinstance(p, list) and len(p) == 2] if isinstance(calls, list) else []
     return LaneAccount(
         name=str(name)[:_NAME_CHARACTERS],
         ranks=str(ranks)[:_RANKS_CHARACTERS],
         number=_int(number) or 0,
         calls={n: str(text)[:_CALL_CHARACTERS] for n, text in pairs[-_MOST_CALLS:] if _int(n) is not None},
-        is_side=is_side is True,
     )
 
 
@@ -216,8 +224,8 @@ def explain(
     if parted is not None:
         sentence = parted
     else:
-        members = _members(accounts, lane) if lane is not None else set(accounts)
-        present = [r for r in sorted(members) if r not in missing]
+        concerned = members(accounts, lane) if lane is not None else set(accounts)
+        present = [r for r in sorted(concerned) if r not in missing]
         sentence = "; ".join(filter(None, (_sum_up(accounts, present), _sum_up(accounts, missing))))
         if not missing:
             sentence += (
@@ -233,7 +241,8 @@ def _busiest(accounts: Mapping[int, Account]) -> tuple[str | None, int]:
     return max(waits, key=waits.count, default=(None, 0))
 
 
-def _members(accounts: Mapping[int, Account], lane: str) -> set[int]:
+def members(accounts: Mapping[int, Account], lane: str) -> set[int]:
+    """Global ranks of a group, as far as the accounts tell."""
     for account in accounts.values():
         known = account.on(lane)
         ranks = split_ranks(known.ranks) if known is not None else None
@@ -247,7 +256,7 @@ def _missing(accounts: Mapping[int, Account], asker: int, lane: str, number: int
     mine = accounts[asker].on(lane) if asker in accounts else None
     expected = mine.calls.get(number) if mine is not None else None
     missing = []
-    for rank in sorted(_members(accounts, lane)):
+    for rank in sorted(members(accounts, lane)):
         known = accounts[rank].on(lane)
         has_come = known is not None and known.number >= number
         called = known.calls.get(number) if known is not None else None
@@ -289,7 +298,7 @@ def _grouped(accounts: Mapping[int, Account], ranks: Iterable[int]) -> dict[str,
 
 def _sum_up(accounts: Mapping[int, Account], ranks: Sequence[int]) -> str:
     groups = _grouped(accounts, ranks)
-    parts = [f"{_who(members)} {_plural(text, len(members))}" for text, members in groups.items()]
+    parts = [f"{_who(same)} {_plural(text, len(same))}" for text, same in groups.items()]
     return "; ".join(parts[:_MOST_ROWS])
 
 

@@ -2,7 +2,8 @@
 
 Pure: told who says what and when, it says what to send to whom. A roll call asks all ranks what they are
 doing, and waits a second for their threads to answer. With debug="detail" every rank announces each
-collective, and is told to go on once all members of its group have announced the same.
+collective, and is told to go on once all members of its group have announced the same. Where some do not come
+a roll call shows whether they still may, or whether everybody waits for somebody else.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ddp.reconcile.accounts import Account, Findings, explain, split_ranks
+from lightning_ddp.reconcile.accounts import Account, Findings, explain, members, split_ranks
 from lightning_ddp.reconcile.wire import ProtocolError
 
 __all__ = ["ANSWER_WAIT_S", "Inspection", "Letters"]
 
 ANSWER_WAIT_S = 1.0
 """How long a roll call waits for the ranks that do not answer."""
+FIRST_LOOK_S = 1.0
+"""How old an announced collective is when the first roll call looks for the ranks that do not come."""
+
+_LONGEST_PAUSE_S = 30.0
 
 _FRESH_S = 3.0
 _NAME_CHARACTERS = 80
@@ -35,8 +40,8 @@ class _RollCall:
     waiting: set[int]
     """Ranks that have not answered."""
     accounts: dict[int, Account]
-    askers: dict[int, tuple[str | None, int]] = field(default_factory=dict)
-    """Rank -> group and number of the collective in question."""
+    askers: set[tuple[int, str | None, int]] = field(default_factory=set)
+    """Rank, group and number of the collective in question."""
 
 
 @dataclass
@@ -46,16 +51,11 @@ class _Announced:
     lane: str
     ranks: frozenset[int]
     number: int
-    is_side: bool
+    since: float
     texts: dict[int, str] = field(default_factory=dict)
     """Rank -> what it is about to call."""
     run: int = 0
     """The latest run, as the ranks count them, in which one of them is."""
-
-    @property
-    def absent(self) -> frozenset[int]:
-        """Members that have not announced it."""
-        return self.ranks - self.texts.keys()
 
 
 class Inspection:
@@ -76,6 +76,7 @@ class Inspection:
         self._roll: _RollCall | None = None
         self._last: tuple[float, dict[int, Account]] = (float("-inf"), {})
         self._announced: dict[str, _Announced] = {}
+        self._pause_s = FIRST_LOOK_S
         self._broken: dict[str, Findings | None] = {}
 
     # ------------------------------------------------------------------ who is there
@@ -85,19 +86,12 @@ class Inspection:
         if rank >= 0:
             self._present.add(rank)
 
-    def entered(self, rank: int, message: Message, now: float) -> Letters:
+    def entered(self, rank: int, message: Message) -> None:
         """A rank has begun or finished a run (a fit, a test ...), as its message 'active' says."""
         if message.get("is_active") is True:
             self._finished.pop(rank, None)
-            return []
-        run, name = message.get("run"), message.get("name")
-        if not isinstance(run, int) or not isinstance(name, str):
-            return []
-        self._finished[rank] = (run, name[:_NAME_CHARACTERS])
-        for announced in list(self._announced.values()):
-            if self._never_comes(announced, rank):
-                return self._mismatch([announced], now)
-        return []
+        elif isinstance(message.get("run"), int) and isinstance(message.get("name"), str):
+            self._finished[rank] = (message["run"], message["name"][:_NAME_CHARACTERS])
 
     def left(self, rank: int, now: float) -> Letters:
         """A rank has disconnected."""
@@ -130,13 +124,22 @@ class Inspection:
 
     def deadline(self) -> float | None:
         """When `due` has something to do at the latest."""
-        return self._roll.deadline if self._roll is not None else None
+        if self._roll is not None:
+            return self._roll.deadline
+        return self._next_look() if self._announced else None
+
+    def _next_look(self) -> float:
+        oldest = min(announced.since for announced in self._announced.values())
+        return max(oldest + FIRST_LOOK_S, self._last[0] + self._pause_s)
 
     def due(self, now: float) -> Letters:
         """What is sent because nobody has answered for long enough."""
-        if self._roll is None or now < self._roll.deadline:
+        if self._roll is not None:
+            return self._finish(now) if now >= self._roll.deadline else []
+        if not self._announced or now < self._next_look():
             return []
-        return self._finish(now)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return self._call(now)
 
     # ------------------------------------------------------------------ roll call
 
@@ -146,13 +149,15 @@ class Inspection:
             known = accounts[rank]
             if (known.lane, known.number) == (lane, number):  # the others have left their waits since
                 return [self._explain(accounts, rank, lane, number)]
-        letters: Letters = []
-        if self._roll is None:
-            self._num_rolls += 1
-            self._roll = _RollCall(self._num_rolls, now + ANSWER_WAIT_S, set(self._present), {})
-            letters = [(r, {"kind": "roll_call", "id": self._num_rolls}) for r in sorted(self._present)]
-        self._roll.askers[rank] = (lane, number)
+        letters = self._call(now) if self._roll is None else []
+        if self._roll is not None:
+            self._roll.askers.add((rank, lane, number))
         return letters
+
+    def _call(self, now: float) -> Letters:
+        self._num_rolls += 1
+        self._roll = _RollCall(self._num_rolls, now + ANSWER_WAIT_S, set(self._present), {})
+        return [(rank, {"kind": "roll_call", "id": self._num_rolls}) for rank in sorted(self._present)]
 
     def _answer(self, rank: int, message: Message, now: float) -> Letters:
         roll = self._roll
@@ -171,7 +176,12 @@ class Inspection:
             return []
         accounts = {r: roll.accounts.get(r) or self._mute(r, roll) for r in range(self._world_size)}
         self._last = (now, accounts)
-        return [self._explain(accounts, rank, *asked) for rank, asked in sorted(roll.askers.items())]
+        if self._is_deadlock(accounts):
+            for announced in self._announced.values():
+                self._broken[announced.lane] = None
+                roll.askers.update((rank, announced.lane, announced.number) for rank in announced.texts)
+            self._announced.clear()
+        return [self._explain(accounts, *asked) for asked in sorted(roll.askers, key=str)]
 
     def _explain(
         self, accounts: dict[int, Account], rank: int, lane: str | None, number: int
@@ -200,8 +210,8 @@ class Inspection:
         announced = self._announced.get(lane)
         if announced is None:
             ranks = split_ranks(_text(message, "ranks"))
-            members = frozenset(range(self._world_size) if ranks is None else ranks)
-            announced = _Announced(lane, members, number, message.get("is_side") is True)
+            concerned = frozenset(range(self._world_size) if ranks is None else ranks)
+            announced = _Announced(lane, concerned, number, now)
         if rank not in announced.ranks:
             raise ProtocolError(f"rank {rank} is not in {lane}")
         self._announced[lane] = announced
@@ -209,36 +219,40 @@ class Inspection:
         announced.texts[rank] = text
         announced.run = max(announced.run, run)
         if announced.number != number or known != text:
-            return self._mismatch([announced], now)
+            del self._announced[lane]
+            self._broken[lane] = None
+            return [x for r in sorted(announced.texts) for x in self._ask(r, lane, announced.number, now)]
         if len(announced.texts) == len(announced.ranks):
             del self._announced[lane]
+            self._pause_s = FIRST_LOOK_S
             return [(r, {"kind": "go", "lane": lane, "number": number}) for r in sorted(announced.ranks)]
-        crossing = self._crossing(announced)
-        if crossing or any(self._never_comes(announced, r) for r in self._finished):
-            return self._mismatch([announced, *crossing], now)
         return []
 
-    def _never_comes(self, announced: _Announced, rank: int) -> bool:
-        """Whether an absent member has finished the run in which the others are."""
-        is_absent = rank in announced.ranks and rank not in announced.texts
-        return is_absent and self._finished[rank][0] >= announced.run
+    def _is_deadlock(self, accounts: dict[int, Account]) -> bool:
+        """Whether no rank gets on without a collective for which some other rank never comes.
 
-    def _crossing(self, mine: _Announced) -> list[_Announced]:
-        """Collectives for which a member waits whom this one waits for, with the same thread."""
-        if mine.is_side:
-            return []
-        others = [other for other in self._announced.values() if other is not mine and not other.is_side]
-        return [o for o in others if mine.absent & o.texts.keys() and o.absent & mine.texts.keys()]
+        Exact: a rank that is blocked is freed only by a `go` of this object, which is sent when all have
+        come, or by the end of a collective that all have started.
+        """
+        if not self._announced:
+            return False
+        latest = max(announced.run for announced in self._announced.values())
+        for rank, account in accounts.items():
+            if account.state == "finished" and self._finished.get(rank, (0, ""))[0] >= latest:
+                continue
+            if not account.blocked_on or any(self._may_end(rank, accounts, *c) for c in account.blocked_on):
+                return False
+        return True
 
-    def _mismatch(self, several: list[_Announced], now: float) -> Letters:
-        """All that wait for these collectives are told why they will not be."""
-        letters: Letters = []
-        for announced in several:
-            self._broken[announced.lane] = None
-            self._announced.pop(announced.lane, None)
-            for rank in sorted(announced.texts):
-                letters += self._ask(rank, announced.lane, announced.number, now)
-        return letters
+    def _may_end(
+        self, rank: int, accounts: dict[int, Account], lane: str, number: int, is_start: bool
+    ) -> bool:
+        """Whether a rank may be freed from a collective for which it waits."""
+        if is_start:
+            announced = self._announced.get(lane)
+            return announced is None or announced.number != number or rank not in announced.texts
+        started = (accounts[r].on(lane) for r in members(accounts, lane))
+        return all(known is not None and known.number >= number for known in started)
 
 
 def _findings_message(findings: Findings, lane: str | None, number: int) -> Message:

@@ -183,7 +183,7 @@ class ControlServer:
             if not peer.is_active:
                 self._send_all(self._stop.left(peer.identity.rank))
                 self._forget(peer.identity.rank)
-            self._deliver(self._inspection.entered(peer.identity.rank, message, time.monotonic()))
+            self._inspection.entered(peer.identity.rank, message)
         elif kind in Inspection.KINDS:
             self._deliver(self._inspection.handle(peer.identity.rank, message, time.monotonic()))
         elif kind == "stopped":
