@@ -483,7 +483,7 @@ def test_a_fit_in_which_the_ranks_agree_is_not_disturbed(process, tmp_path) -> N
         (
             "barrier",
             "detail",
-            "; rank 1 is about to start barrier 'mine alone' at step 2 in training_step",
+            "rank 1 is about to start barrier 'mine alone' at step 2 in training_step",
         ),
         (
             "shape",
@@ -503,3 +503,17 @@ def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(
     assert sentence in report
     kinds = {read_notes(tmp_path)[f"on_exception-{rank}"]["kind"] for rank in range(2)}
     assert kinds <= {"CollectiveMismatchError", "CollectiveTimeoutError", "CommHookError", "PeerFailure"}
+
+
+def test_a_slow_rank_is_logged_and_named(process, tmp_path) -> None:
+    result = process.run(["slow", str(tmp_path), ""], timeout_s=TIMEOUT_S)
+    assert result.exit_code == 0, result.stderr
+    metrics = read_notes(tmp_path)["metrics-0"]
+    assert {"step_ms", "exposed_ms", "overlap_percent", "megabytes", "gigabytes_per_s"} <= {
+        name.removeprefix("communication/") for name in metrics
+    }
+    assert metrics["communication/lateness_ms/rank1"] > metrics["communication/lateness_ms/rank0"]
+    assert metrics["communication/megabytes"] == 72 * 4 / 1e6
+    assert "rank 1 (host " in result.stderr
+    assert "has been late for 4 steps in a row: " in result.stderr
+    assert "rank 0 (host" not in result.stderr
