@@ -13,6 +13,7 @@ from typing import Any
 __all__ = [
     "BackwardOrderError",
     "CollectiveError",
+    "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommHookError",
     "ConfigurationError",
@@ -88,6 +89,20 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 class ReplicaError(LightningDDPError, RuntimeError):
     """A replica raised an error of a kind that cannot be built anew; the original is its `__cause__`."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The ranks are about to start different collectives of a group; none of them has been started.
+
+    Attributes:
+        missing: ranks that will not come.
+    """
+
+    def __init__(
+        self, message: str, *, label: str, rank: int, waited_s: float, missing: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message, label=label, rank=rank, waited_s=waited_s)
+        self.missing = tuple(missing)
 
 
 class UnevenInputsError(LightningDDPError, RuntimeError):

@@ -45,6 +45,7 @@ __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_DEBUG_LEVELS = (None, "detail")
 
 
 class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
@@ -106,6 +107,10 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             MASTER_ADDR and MASTER_PORT beside it, for the control channel.)
         store: a `torch.distributed.Store` that all processes reach, made by the script in each of them,
             instead of `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
+        debug: 'detail' has the ranks compare every collective over the control channel before it is started:
+            what it is for, shapes, dtypes, order. A difference is an error on all ranks before any data
+            moves. It costs a round trip a collective. None, the default, compares when a collective passes
+            its deadline (`timeout`).
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -145,6 +150,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         model_averaging: str | Mapping[str, Any] | None = None,
         init_method: str | None = None,
         store: dist.Store | None = None,
+        debug: Literal["detail"] | None = None,
     ) -> None:
         if start_method not in _START_METHODS:
             raise ConfigurationError(
@@ -152,6 +158,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             )
         check_meeting_place(init_method, store, start_method)
         self._init_method, self._given_store = init_method, store
+        if debug not in _DEBUG_LEVELS:
+            raise ConfigurationError(f"debug={debug!r}; there are {', '.join(map(repr, _DEBUG_LEVELS))}")
+        self._debug = debug
         self._choose_uneven_inputs(uneven_inputs, divide_by_initial_world_size)
         self._communication = Communication(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
@@ -228,6 +237,8 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             init_method=self._init_method,
             given_store=self._given_store,
         )
+        ours.inspector.set_deadline(self._timeout)
+        ours.inspector.compare_before_each(self._debug == "detail")
         self._group = Group(group, ours.interrupt)
 
     def _where(self) -> Where:

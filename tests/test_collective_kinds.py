@@ -226,9 +226,9 @@ def test_nested_tensors_travel_in_chunks_and_not_in_the_pickle() -> None:
     class CountingGroup(Group):
         sizes: list[int]
 
-        def broadcast(self, tensor, src=0, timeout=None):
+        def broadcast(self, tensor, src=0, timeout=None, *, label=None):
             self.sizes.append(tensor.nbytes)
-            return super().broadcast(tensor, src, timeout)
+            return super().broadcast(tensor, src, timeout, label=label)
 
     def rank_main(rank, world_size, process_group):
         group = CountingGroup(process_group)

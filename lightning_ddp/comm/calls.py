@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Generic, TypedDict, TypeVar
@@ -121,8 +121,8 @@ class Call:
 
     @property
     def limit(self) -> dict[str, Any]:
-        """`backend_timeout` as a keyword of the methods of `Group`, where there is one."""
-        return {} if self.timeout is None else {"timeout": self.backend_timeout}
+        """Label and `backend_timeout` as keywords of the methods of `Group`."""
+        return {"label": self.label, "timeout": self.backend_timeout}
 
     def options(self, kind: Any, **fields: Any) -> Any:
         """Options of the backend's collective, such as `dist.ReduceOptions`."""
@@ -142,27 +142,44 @@ class Call:
         try:
             with span(self.label), without_engine_context():
                 return begin()
+        except LightningDDPError:
+            raise
         except RuntimeError as error:
             raise self.explain(error) from error
 
-    def start_if_known(self, method: str, begin: Callable[[], Any]) -> Any | None:
+    def start_if_known(
+        self,
+        method: str,
+        begin: Callable[[], Any],
+        *,
+        kind: str | None = None,
+        sent: Sequence[torch.Tensor] = (),
+    ) -> Any | None:
         """As `start`, for a method that a process group may lack: then None, on all ranks alike.
 
         Backends refuse what they do not have before they communicate.
+
+        Args:
+            method: name of the method of the process group.
+            begin: calls it.
+            kind: what all ranks of the group have to call alike, source included; None for a message.
+            sent: tensors whose shapes and dtypes have to be the same on all ranks.
         """
         group = self.group
         key = (method, self.device.type)
         if key in group.lacking:
             return None
-        kind = type(group.process_group)
+        own = type(group.process_group)
         inherited = getattr(torch.distributed.ProcessGroup, method, None)
         # a process group in Python has no backend to which the inherited method could turn
-        if group.backend(self.device) == "python" and getattr(kind, method, None) is inherited:
+        if group.backend(self.device) == "python" and getattr(own, method, None) is inherited:
             group.lacking.add(key)
             return None
         try:
             with span(self.label), without_engine_context():
-                return begin()
+                return begin() if kind is None else group.start(kind, sent, begin, label=self.label)
+        except LightningDDPError:
+            raise
         except RuntimeError as error:
             if any(words in str(error).lower() for words in _LACKING):
                 group.lacking.add(key)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.group import JOB_MARK, Group
 from lightning_ddp.comm.subgroups import part_group, sibling_group
 from lightning_ddp.errors import LightningDDPError
 
@@ -68,6 +68,7 @@ class Channel:
         """
         devices: list[int | str | torch.device] | None = [self.device] if self._stream is not None else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        setattr(future, JOB_MARK, True)
         event = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         with self._lock:
             self._jobs.append((job, future, event))
@@ -77,10 +78,13 @@ class Channel:
         return future
 
     def _work(self) -> None:
+        busy = self.group.interrupt.activity.busy if self.group.interrupt is not None else set()
+        busy.add(threading.get_ident())
         while True:
             with self._lock:
                 if not self._jobs:
                     self._is_running = False
+                    busy.discard(threading.get_ident())
                     return
                 job, future, event = self._jobs.popleft()
             self._run(job, future, event)
@@ -131,7 +135,10 @@ class Channel:
             What waits, and returns (size, k) whose row r is what rank r had for this one.
         """
         received = torch.empty_like(rows)
-        work = self.group.process_group.alltoall_base(received, rows, [], [])
+        process_group = self.group.process_group
+        work = self.group.start(
+            "all_to_all", (rows,), lambda: process_group.alltoall_base(received, rows, [], [])
+        )
         self._count((self.size - 1) / self.size, rows)
         return lambda: self._finish(work, received)
 
@@ -147,7 +154,9 @@ class Channel:
     def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to gather; returns what waits, and returns what `all_gather` does."""
         gathered = tensor.new_empty(self.size * tensor.numel())
-        work = self.group.process_group._allgather_base(gathered, tensor.view(-1))
+        flat = tensor.view(-1)
+        process_group = self.group.process_group
+        work = self.group.start("all_gather", (flat,), lambda: process_group._allgather_base(gathered, flat))
         self._count(self.size - 1, tensor)
         return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
 

@@ -98,6 +98,7 @@ def all_to_all(
         work = call.start_if_known(
             "alltoall_base",
             lambda: group.process_group.alltoall_base(_rows(received), _rows(sent), receives, sends, options),
+            kind="all_to_all",  # rows may differ between ranks
         )
         if work is None:
             return _from_everything(call, sent, table or _all_splits(call, sends), async_op)

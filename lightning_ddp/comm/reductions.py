@@ -249,7 +249,12 @@ def reduce(
     reduction = _Reduction.of(tensor, op, in_place=is_root)
     sent = torch.view_as_real(reduction.sent) if tensor.is_complex() else reduction.sent
     options = call.options(dist.ReduceOptions, rootRank=dst, rootTensor=0, reduceOp=reduction.op)
-    work = call.start_if_known("reduce", lambda: group.process_group.reduce([sent], options))
+    work = call.start_if_known(
+        "reduce",
+        lambda: group.process_group.reduce([sent], options),
+        kind=f"reduce to {dst}",
+        sent=[sent],
+    )
     if work is None:
         work = call.start(lambda: group.all_reduce(reduction.sent, reduction.op, **call.limit))
     handle = call.handle(
@@ -318,6 +323,8 @@ def reduce_scatter(
     work = call.start_if_known(
         "_reduce_scatter_base",
         lambda: group.process_group._reduce_scatter_base(part.view(-1), flat.view(-1), options),
+        kind="reduce_scatter",
+        sent=[flat],
     )
     if work is None:
         part = flat[group.rank]

@@ -74,7 +74,12 @@ def gather(
     stacked = tensor.new_empty((group.size, *tensor.shape)) if is_root else None
     outputs = [] if stacked is None else [[numbers(row) for row in stacked.unbind(0)]]
     options = call.options(dist.GatherOptions, rootRank=dst)
-    work = call.start_if_known("gather", lambda: group.process_group.gather(outputs, [mine], options))
+    work = call.start_if_known(
+        "gather",
+        lambda: group.process_group.gather(outputs, [mine], options),
+        kind=f"gather to {dst}",
+        sent=[mine],
+    )
     if work is not None:
         handle = call.handle(call.wait_for(work), lambda: stacked)
     else:
@@ -141,7 +146,10 @@ def scatter(
     options = call.options(dist.ScatterOptions, rootRank=src)
     inputs = [sent] if is_root else []
     work = call.start_if_known(
-        "scatter", lambda: group.process_group.scatter([numbers(received)], inputs, options)
+        "scatter",
+        lambda: group.process_group.scatter([numbers(received)], inputs, options),
+        kind=f"scatter from {src}",
+        sent=[numbers(received)],
     )
     if work is None:
         everything = tensor.new_empty((group.size, *tensor.shape)).detach()

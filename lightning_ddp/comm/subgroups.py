@@ -108,7 +108,8 @@ def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) ->
     _num_made[group.process_group] = number + 1
     mine = next((part for part in parts if group.rank in part), None)
     if group.backend(device) != "gloo":
-        return _make_with_torch(group, parts)
+        made = _make_with_torch(group, parts)
+        return None if made is None or mine is None else _beside(group, made, mine, number)
     store = group.store
     if store is None or mine is None:
         return None
@@ -121,10 +122,22 @@ def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) ->
     options._timeout = first.options._timeout
     prefixed = dist.PrefixStore(f"lightning_ddp/sibling/{number}/{mine[0]}", store)
     made = gloo(dist.PrefixStore("gloo", prefixed), mine.index(group.rank), len(mine), options)
-    return Group(made, group.interrupt, prefixed)
+    return _beside(group, made, mine, number, prefixed)
 
 
-def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Group | None:
+def _beside(
+    group: Group, made: Any, ranks: Sequence[int], number: int, store: dist.Store | None = None
+) -> Group:
+    """The new group; what is noted of its collectives names it after the one that it was made of."""
+    if group.interrupt is not None and group.lane is not None:
+        of_run = [group.lane.ranks[rank] for rank in ranks]
+        part = f" from rank {of_run[0]}" * (len(ranks) < group.size)
+        name = f"{group.lane.name}, channel {number + 1}{part}"
+        group.interrupt.activity.add(made, name, of_run)
+    return Group(made, group.interrupt, store)
+
+
+def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Any | None:
     process_group = group.process_group
     if not (dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map):
         return None
@@ -135,4 +148,4 @@ def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Group | No
     for part in parts:
         made = dist.new_group([ranks[rank] for rank in part], use_local_synchronization=is_local)
         mine = made if group.rank in part else mine
-    return None if mine is None else Group(mine, group.interrupt)
+    return mine

@@ -64,7 +64,7 @@ class Reduction:
             return
         self.num_launched += 1
         if self._hook is None:
-            bucket.work = self._group.all_reduce(bucket.flat)
+            bucket.work = self._group.all_reduce(bucket.flat, label=f"reduce of bucket {bucket.index()}")
             return
         try:
             with without_engine_context():
@@ -95,7 +95,7 @@ class Reduction:
             self._group.wait(work, bucket.spec.device, on_slice)
             return
         bucket.work = None  # its result may hold another copy of the gradients
-        self._group.wait_done(work, on_slice)
+        self._group.wait_done(work, on_slice, f"communication hook, bucket {bucket.index()}")
         try:
             value = work.wait()
         except Exception as error:  # whatever the hook put there
