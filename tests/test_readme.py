@@ -60,7 +60,7 @@ def rows_of_table(heading: str) -> list[str]:
 
 def test_every_block_is_found():
     assert len(BLOCKS) == README.count("```") / 2
-    assert len(PYTHON_BLOCKS) == 6
+    assert len(PYTHON_BLOCKS) == 7
     assert {block.note for block in BLOCKS} == {
         "",
         "needs: 8 GPUs",
@@ -102,7 +102,7 @@ def test_every_file_of_a_command_exists():
 
 def test_every_command_of_the_package_is_one_that_it_has():
     ours = [command for command in COMMANDS if command.startswith("python -m lightning_ddp ")]
-    assert len(ours) == 5
+    assert len(ours) == 6
     for command in ours:
         build_parser().parse_args(shlex.split(command)[3:])
 

@@ -410,7 +410,9 @@ class Group:
         if device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
-            self._poll(event.query, None)
+            last = self._lane.recent[-1] if self._lane is not None and self._lane.recent else None
+            with self._waiting("the device" if last is None else last.name(), last):
+                self._poll(event.query, None)
 
     def _poll(
         self, done: Callable[[], bool], on_slice: Callable[[float], None] | None, every_s: float = _POLL_S
