@@ -60,7 +60,7 @@ def rows_of_table(heading: str) -> list[str]:
 
 def test_every_block_is_found():
     assert len(BLOCKS) == README.count("```") / 2
-    assert len(PYTHON_BLOCKS) == 7
+    assert len(PYTHON_BLOCKS) == 8
     assert {block.note for block in BLOCKS} == {
         "",
         "needs: 8 GPUs",
