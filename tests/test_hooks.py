@@ -363,7 +363,7 @@ def test_a_failure_inside_a_hook_names_hook_bucket_and_rank():
 
     for outcome in run_threads_outcomes(rank_main, 2):
         assert outcome.exception_type == "CommHookError"
-        for what in (f"rank {outcome.rank}", "'Sign'", "KeyError: 'no such thing'", "bucket 2", "'bias'"):
+        for what in (f"rank {outcome.rank}", "'sign'", "KeyError: 'no such thing'", "bucket 2", "'bias'"):
             assert what in outcome.message
 
 

@@ -133,9 +133,9 @@ def _train(
     group = Group(dist.group.WORLD)
     task = make_task(name, rank=context.rank, world_size=group.size, seed=seed)
     model = BucketedDDP(task.module)
-    optimizer = torch.optim.AdamW(task.module.parameters(), lr=task.learning_rate)
     communication = Communication(**arguments)
     communication.register(model, group, _CPU, node_size=1, loss_scale=lambda: 1.0)
+    optimizer = task.make_optimizer(communication.momentum)
     communication.start(task.module, [optimizer], group)
     num_local = 0
     for step in range(num_steps):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import Hook, HookPlan, StatefulHook, build_hook, parse_hook
+from lightning_ddp.hooks.identity import describe_hook, hook_name
 
 __all__ = ["STATE_FORMAT", "Communication", "HookSpec"]
 
@@ -79,6 +78,11 @@ class Communication:
         return self._named
 
     @property
+    def momentum(self) -> float:
+        """The momentum that the registered hook applies, instead of the optimizer."""
+        return float(getattr(self._named.options, "momentum", 0.0)) if self._named is not None else 0.0
+
+    @property
     def _drives_hook_state(self) -> bool:
         """Whether torch's post-local SGD hook, and not the reducer, ends gradient averaging."""
         return isinstance(self._hook_state, PostLocalSGDState) and self._function is not None
@@ -119,7 +123,7 @@ class Communication:
             loss_scale: tells the present factor of the loss under mixed precision.
 
         Raises:
-            ConfigurationError: the ranks have different hooks.
+            ConfigurationError: the ranks have different hooks or averagers.
         """
         self._model = model
         self.averager = None  # of an earlier run
@@ -129,7 +133,7 @@ class Communication:
             self._named.loss_scale = loss_scale
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
-        _check_agreement(hook, self._hook_plan, group, device)
+        _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
         if self._gradients_in_local_phase == "node":
             hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
         if hook is not None:
@@ -143,7 +147,7 @@ class Communication:
         Raises:
             ConfigurationError: an optimizer cannot be used with the averager or the hook.
         """
-        factor = getattr(self._named.options, "momentum", 0.0) if self._named is not None else 0.0
+        factor = self.momentum
         if factor and any(g.get("momentum", 0) for o in optimizers for g in o.param_groups):
             raise ConfigurationError(
                 f"momentum={factor} of the communication hook and momentum of the optimizer would both be"
@@ -268,29 +272,29 @@ def _plan_averaging(
 
 
 def _check_agreement(
-    hook: Callable[..., Any] | None, plan: HookPlan | None, group: Group, device: torch.device
+    hook: Callable[..., Any] | None,
+    plan: HookPlan | None,
+    averaging: AveragerPlan | None,
+    group: Group,
+    device: torch.device,
 ) -> None:
-    """All ranks learn whether they are about to reduce in the same way. Communicates."""
-    mine = str(plan) if plan is not None else _describe(hook)
-    all_of_them = all_gather_objects(group, mine, device)
-    for rank, other in enumerate(all_of_them):
-        if other != all_of_them[0]:
+    """All ranks learn whether they are about to reduce and average in the same way. Communicates."""
+    name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
+    mine = (name, str(plan) if plan is not None else describe_hook(hook), str(averaging))
+    everyone = all_gather_objects(group, mine, device)
+    name_of_first, hook_of_first, averaging_of_first = everyone[0]
+    for rank, (other_name, other, other_averaging) in enumerate(everyone):
+        if other != hook_of_first:
             raise ConfigurationError(
-                f"the ranks have different communication hooks, so their collectives would not match: rank"
-                f" {rank} has {other}, rank 0 has {all_of_them[0]}"
+                f"the ranks have different communication hooks, so their collectives would not match from"
+                f" bucket 0 on: {other_name!r} on rank {rank}, {name_of_first!r} on rank 0. Rank {rank} has"
+                f" {other}, rank 0 has {hook_of_first}"
             )
-
-
-def _describe(hook: Any) -> str:
-    """A function's name and a digest of its code."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    if hook is None:
-        return "none"
-    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    digest = hashlib.sha256(code.co_code).hexdigest()[:8] if code is not None else "-"
-    return f"{getattr(hook, '__module__', '')}.{name} (code {digest})"
+        if other_averaging != averaging_of_first:
+            raise ConfigurationError(
+                "the ranks have different model averaging, so they would average at different times: rank"
+                f" {rank} has {other_averaging}, rank 0 has {averaging_of_first}"
+            )
 
 
 def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Reducer(ReducerTorchNames):
         self._params = self.layout.params
         self._device = device
         self._group = group
-        self._reduction = Reduction(group)
+        self._reduction = Reduction(group, device, token)
         board = MissingGradients(group, token)
         self.failures = BackwardFailures(
             group, board, self.layout.names, raises_at_once=options.raises_at_once
@@ -300,7 +300,7 @@ class Reducer(ReducerTorchNames):
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
                 self.times.start_comm()
                 with self.failures.noted():
-                    self._reduction.launch(self.buckets[self._next])
+                    self._reduction.launch(self.buckets[self._next], self._watch())
                 self._next += 1
 
     def copy_early(self, bucket: Bucket, position: int) -> None:
@@ -419,7 +419,7 @@ class Reducer(ReducerTorchNames):
         self._count_step()
         zeros = [bucket.zeros() for bucket in self.buckets]
         for bucket in zeros:
-            self._reduction.launch(bucket)
+            self._reduction.launch(bucket, self._watch())
         is_counted = self._expected.are_counted
         used = self.usage.start_with([0] * len(self._params)) if is_counted else None
         for bucket in zeros:
@@ -436,7 +436,11 @@ class Reducer(ReducerTorchNames):
 
     def _wait(self, bucket: Bucket) -> None:
         with self.failures.noted():
-            self._reduction.wait(bucket, self.failures.board.watch(self.step, self._next))
+            self._reduction.wait(bucket, self._watch())
+
+    def _watch(self) -> Callable[[float], None]:
+        """Looks, in the waits of this step, at what other ranks miss."""
+        return self.failures.board.watch(self.step, self._next)
 
     # ------------------------------------------------------------------ errors
 
