@@ -36,7 +36,7 @@ class Task:
     score: Callable[[nn.Module], float]
     """On the test data: accuracy in per cent, or perplexity."""
     make_optimizer: Callable[[float], torch.optim.Optimizer]
-    """The optimizer of the module, given the factor of its momentum (SGD) that a hook applies instead of it."""
+    """The optimizer, given how much of SGD's momentum a hook applies instead of it."""
     learning_rate: float
     """At the beginning; it falls to zero as a cosine."""
 

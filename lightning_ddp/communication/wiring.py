@@ -12,9 +12,9 @@ from lightning_ddp.averaging import Averager, AveragerPlan, build_averager, pars
 from lightning_ddp.averaging.node import NodeGradients
 from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.hook_identity import describe_hook, hook_name
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import Hook, HookPlan, StatefulHook, build_hook, parse_hook
-from lightning_ddp.hooks.identity import describe_hook, hook_name
 
 __all__ = ["STATE_FORMAT", "Communication", "HookSpec"]
 

@@ -1,4 +1,4 @@
-"""Whether the ranks' hooks do the same: compared through the store before anything is sent, while a hook is new.
+"""Whether the ranks' hooks do the same: compared through the store before they send, while a hook is new.
 
 Collectives that do not match end in an error of the backend that names nothing, in a wrong sum, or in a wait
 without end. In the first backwards of a hook the ranks therefore meet before each collective that it starts
@@ -20,16 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.hooks.identity import describe_hook, describe_state
+from lightning_ddp.comm.hook_identity import describe_hook, describe_state
 
 __all__ = ["Disagreement", "HookAgreement"]
 
 _NUM_STEPS = 2
 """Backwards in which the ranks meet: buckets are rebuilt after the first."""
 _CHECKED = frozenset(
-    f"c10d::{name}"
-    for name in ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_")
-    + ("_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_")
+    {
+        *("c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::broadcast_", "c10d::reduce_"),
+        *("c10d::allgather_", "c10d::_allgather_base_", "c10d::reduce_scatter_"),
+        "c10d::_reduce_scatter_base_",
+    }
 )
 """Collectives in which all ranks hand over the same sizes and types."""
 _MOST_TENSORS = 8
@@ -147,7 +149,7 @@ class _Observer(TorchDispatchMode):
     """Tells of each collective that this thread is about to start over as many ranks as the group has."""
 
     def __init__(self, group: Group, tell: Callable[[str], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._size = group.size
         self._tell = tell
 

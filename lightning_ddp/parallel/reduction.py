@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lightning_ddp.comm.group import Group, without_engine_context
+from lightning_ddp.comm.hook_identity import hook_name
 from lightning_ddp.errors import CommHookError, MissingGradientError
-from lightning_ddp.hooks.identity import hook_name
 from lightning_ddp.parallel import torch_words
 from lightning_ddp.parallel.hook_agreement import Disagreement, HookAgreement
 from lightning_ddp.parallel.storage import Bucket
