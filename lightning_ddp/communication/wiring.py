@@ -69,6 +69,7 @@ class Communication:
         self._named: Hook | None = None
         self.averager: Averager | None = None
         self._model: Any = None
+        self._scaler: Callable[[], Any] = lambda: None
 
     # ------------------------------------------------------------------ wiring
 
@@ -112,6 +113,7 @@ class Communication:
         *,
         node_size: int,
         loss_scale: Callable[[], float],
+        scaler: Callable[[], Any] = lambda: None,
     ) -> None:
         """Builds the hook and registers it with a `BucketedDDP`. All ranks call it; communicates.
 
@@ -121,11 +123,13 @@ class Communication:
             device: of the gradients.
             node_size: ranks of a node.
             loss_scale: tells the present factor of the loss under mixed precision.
+            scaler: tells who decides on it; None for nobody.
 
         Raises:
             ConfigurationError: the ranks have different hooks or averagers.
         """
         self._model = model
+        self._scaler = scaler
         self.averager = None  # of an earlier run
         hook: Callable[..., Any] | None = self._function
         if self._hook_plan is not None:
@@ -148,10 +152,11 @@ class Communication:
             ConfigurationError: an optimizer cannot be used with the averager or the hook.
         """
         factor = self.momentum
-        if factor and any(g.get("momentum", 0) for o in optimizers for g in o.param_groups):
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if factor and any(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups):
             raise ConfigurationError(
-                f"momentum={factor} of the communication hook and momentum of the optimizer would both be"
-                " applied: set one of them to 0"
+                f"momentum={factor} of the communication hook and momentum of the optimizer (for Adam, the"
+                " first of betas) would both be applied: set one of them to 0"
             )
         if self.averager_plan is not None:
             self.averager = build_averager(self.averager_plan, module, optimizers, group)
@@ -193,7 +198,11 @@ class Communication:
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """What differs between the ranks: residuals, and optimizer state after local training."""
+        """What differs between the ranks: residuals, and after local training optimizers and loss scale.
+
+        In local training each rank skips the steps in which its own gradients overflow, so each has a loss
+        scale of its own; telling the others would cost a collective a step.
+        """
         state: dict[str, Any] = {}
         if isinstance(self._named, StatefulHook):
             hook = _pick(self._named, shared=False)
@@ -201,6 +210,8 @@ class Communication:
                 state["hook"] = hook
         if self.averager is not None and not self.averager.averages_gradients:
             state["optimizers"] = [track.optimizer.state_dict() for track in self.averager.tracks]
+            if self._scaler() is not None:
+                state["scaler"] = self._scaler().state_dict()
         return state
 
     def load(
@@ -230,6 +241,8 @@ class Communication:
             notes += self.averager.load_state_dict(shared["averager"])
             for track, saved in zip(self.averager.tracks, (own or {}).get("optimizers", []), strict=False):
                 track.optimizer.load_state_dict(saved)
+            if own is not None and "scaler" in own and self._scaler() is not None:
+                self._scaler().load_state_dict(own["scaler"])
             self._follow()
         elif "averager" in shared:
             name = shared["averager"]["name"]
