@@ -10,6 +10,7 @@ import torch
 from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
 from harness import run_threads, run_threads_outcomes
 
+from lightning_ddp.bench.models import build_workload
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import available_hooks, build_hook, parse_hook
@@ -285,7 +286,11 @@ def test_a_parameter_that_one_rank_used_counts_as_zero_on_the_other(spec):
 
 # ---------------------------------------------------------------- bytes
 
-WIDE = {f"layer{i}_{kind}": shape for i in range(4) for kind, shape in (("w", (256, 256)), ("b", (256,)))}
+TRANSFORMER = {
+    name.replace(".", "_"): tuple(parameter.shape)
+    for name, parameter in build_workload("transformer6", rank=0).module.layers[0].named_parameters()
+}
+"""One of the six layers of the bench's transformer; they are alike, and it has no parameter besides."""
 
 
 @pytest.mark.parametrize(
@@ -304,14 +309,14 @@ WIDE = {f"layer{i}_{kind}": shape for i in range(4) for kind, shape in (("w", (2
     ids=str,
 )
 def test_bytes_sent_in_a_step_as_part_of_uncompressed_float32(spec, limit):
-    inputs = [[random_grads(rank, step, WIDE) for step in range(2)] for rank in range(2)]
+    inputs = [[random_grads(rank, 0, TRANSFORMER)] for rank in range(2)]
 
     def count(run):
         return run.hook.channel.num_bytes_sent
 
-    full = reduce_steps("allreduce", inputs, shapes=WIDE, finish=count)[0][1]
-    assert full == 2 * 4 * sum(math.prod(shape) for shape in WIDE.values()), "2 (N-1)/N x size, two steps"
-    sent = reduce_steps(spec, inputs, shapes=WIDE, finish=count)[0][1]
+    full = reduce_steps("allreduce", inputs, shapes=TRANSFORMER, finish=count)[0][1]
+    assert full == 4 * sum(math.prod(shape) for shape in TRANSFORMER.values()), "2 (N-1)/N x size"
+    sent = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=count)[0][1]
     assert 0.2 * limit < sent / full <= limit
 
 
@@ -319,8 +324,10 @@ def test_bytes_sent_in_a_step_as_part_of_uncompressed_float32(spec, limit):
 def test_traffic_does_not_grow_with_the_world_size(spec):
     sent = {}
     for world_size in (2, 4):
-        inputs = [[random_grads(rank, 0, WIDE)] for rank in range(world_size)]
-        answers = reduce_steps(spec, inputs, shapes=WIDE, finish=lambda run: run.hook.channel.num_bytes_sent)
+        inputs = [[random_grads(rank, 0, TRANSFORMER)] for rank in range(world_size)]
+        answers = reduce_steps(
+            spec, inputs, shapes=TRANSFORMER, finish=lambda run: run.hook.channel.num_bytes_sent
+        )
         sent[world_size] = answers[0][1] / (2 * (world_size - 1) / world_size)
     assert sent[4] == pytest.approx(sent[2], rel=0.02)
 

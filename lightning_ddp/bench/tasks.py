@@ -18,7 +18,8 @@ _NUM_TEST_DIGITS = 360
 _DIGITS_LR = 0.1
 _MOMENTUM = 0.9
 _CONTEXT = 64
-_TEXT_LR = 2e-3
+_TEXT_LR = 5e-3
+_TEXT_MAX_NORM = 1.0
 _NUM_CHARACTERS = 1_500_000
 _NUM_TEST_CHARACTERS = 100_000
 
@@ -39,6 +40,8 @@ class Task:
     """The optimizer, given how much of SGD's momentum a hook applies instead of it."""
     learning_rate: float
     """At the beginning; it falls to zero as a cosine."""
+    max_norm: float = math.inf
+    """To which the norm of all gradients is clipped."""
 
 
 def make_task(name: str, *, rank: int, world_size: int, seed: int) -> Task:
@@ -126,7 +129,7 @@ def _text(generator: torch.Generator, world_size: int) -> Task:
     train, test = tokens[:-_NUM_TEST_CHARACTERS], tokens[-_NUM_TEST_CHARACTERS:]
 
     def next_batch() -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(train) - _CONTEXT - 1, (32 // world_size,), generator=generator)
+        starts = torch.randint(len(train) - _CONTEXT - 1, (16 // world_size,), generator=generator)
         rows = torch.stack([train[s : s + _CONTEXT + 1] for s in starts.tolist()])
         return rows[:, :-1], rows[:, 1:]
 
@@ -147,6 +150,7 @@ def _text(generator: torch.Generator, world_size: int) -> Task:
         score=score,
         make_optimizer=lambda taken: torch.optim.AdamW(module.parameters(), lr=_TEXT_LR),
         learning_rate=_TEXT_LR,
+        max_norm=_TEXT_MAX_NORM,
     )
 
 

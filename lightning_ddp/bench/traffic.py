@@ -143,6 +143,8 @@ def _train(
         optimizer.zero_grad()
         num_local += not communication.averages_gradients
         task.loss(model, task.next_batch()).backward()
+        if task.max_norm < math.inf:
+            torch.nn.utils.clip_grad_norm_(task.module.parameters(), task.max_norm)
         optimizer.step()
         communication.after_step(optimizer, was_skipped=False)
     communication.agree()
