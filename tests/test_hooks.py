@@ -53,7 +53,7 @@ def test_the_catalogue_describes_every_hook():
         ("powersdg", r"unknown communication hook 'powersdg'; did you mean 'powersgd'\?"),
         ("zzz", "unknown communication hook 'zzz'; there are allreduce, bf16"),
         ({"name": "topk", "ration": 0.1}, r"'topk' has no option 'ration'; did you mean 'ratio'\?"),
-        ({"name": "topk", "k": 3}, "'topk' has no option 'k'; there are ratio, momentum"),
+        ({"name": "topk", "k": 3}, "'topk' has no option 'k'; there are momentum, nesterov, ratio"),
         ({"name": "bf16", "k": 3}, "'bf16' has no option 'k'; it has none"),
         ({"name": "topk", "ratio": 0.0}, "'topk': ratio=0.0: expected above 0"),
         ({"name": "topk", "nesterov": True}, "needs a momentum above 0"),

@@ -44,8 +44,8 @@ class LinkSettings:
 class LearningSettings:
     """What ``train_tasks`` trains."""
 
-    contenders: dict[str, dict[str, Any]]
-    """Contender -> arguments of `Communication`."""
+    contenders: dict[str, dict[str, dict[str, Any]]]
+    """Task -> contender -> arguments of `Communication`."""
     num_steps: dict[str, int]
     """Task -> optimizer steps."""
     seeds: tuple[int, ...]
@@ -121,7 +121,7 @@ def train_tasks(
     return {
         task: {
             name: [_train(context, task, num_steps, arguments, seed) for seed in settings.seeds]
-            for name, arguments in settings.contenders.items()
+            for name, arguments in settings.contenders[task].items()
         }
         for task, num_steps in settings.num_steps.items()
     }

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp.hooks.base import Part, check_finite, require
+from lightning_ddp.comm.options import require
+from lightning_ddp.hooks.base import Part, check_finite
 from lightning_ddp.hooks.momentum import MomentumHook, MomentumOptions
 
 __all__ = ["RandomK", "RandomKOptions"]
