@@ -48,8 +48,8 @@ LEARNERS: Final[Mapping[str, Learner]] = {
         averaging={"name": "streaming_diloco", "period": 20, "outer_momentum": 0.5}, start=0.25
     ),
 }
-"""What is compared by what it learns, with settings for a short run of two ranks: compression begins after the
-warm-up of the learning rate, post-local SGD in the middle, and the outer momentum is small."""
+"""What is compared by what it learns, with settings for a short run of two ranks: compression begins after
+the warm-up of the learning rate, post-local SGD in the middle, and the outer momentum is small."""
 
 _TASKS: Final = {"digits": 800, "text": 300}
 """Task -> optimizer steps."""

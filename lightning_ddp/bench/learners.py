@@ -20,7 +20,7 @@ class Learner:
     averaging: Mapping[str, Any] | None = None
     """Specification of an averager."""
     start: float = 0.0
-    """Part of the steps before compression or local training begins; for `topk`, over which its ratio falls."""
+    """Part of the steps before compression or local training; with `topk`, in which its ratio falls."""
     takes_momentum: bool = False
     """Whether the hook applies the momentum where the task trains with SGD, and the optimizer none."""
 
