@@ -297,6 +297,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             self.root_device,
             node_size=self.num_processes,
             loss_scale=self._loss_scale,
+            scaler=self._scaler,
         )
 
     # ------------------------------------------------------------------ steps

@@ -180,6 +180,18 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(name, resumed):
     assert ("hook" in checkpoint["lightning_ddp"]) == ("ddp_comm_hook" in RESUMED[name])
 
 
+def test_each_rank_has_its_own_loss_scale_in_local_training_and_keeps_it(resumed):
+    scalers = [answer["scaled"] for answer in resumed[1]]
+    for answer in scalers:
+        assert answer["resumed"]["scaler"] == answer["undisturbed"]["scaler"]
+    # eight steps: rank 0 grows after the third and the sixth; rank 1 skips the second and the sixth,
+    # and grows after the fifth
+    found = [(a["resumed"]["scaler"]["scale"], a["resumed"]["scaler"]["_growth_tracker"]) for a in scalers]
+    assert found == [(2.0**12, 2), (2.0**9, 2)]
+    for tensor in scalers[0]["resumed"]["state"].values():
+        assert tensor.isfinite().all()
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's own, about loaders and folders
 def test_a_checkpoint_loads_in_plain_lightning_and_torch(resumed):
     path = resumed[0] / "post_local_sgd" / "epoch=0.ckpt"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from lightning_ddp.comm.channel import Channel
 from lightning_ddp.comm.codecs import has_fp8
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.options import name_hint
 from lightning_ddp.comm.wire import EncodedWire, PlainWire, Wire
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks.allreduce import AllReduce, NoOp
@@ -91,23 +91,17 @@ def _parse_entry(entry: Any) -> tuple[str, HookOptions]:
     name = entry["name"]
     hook = _HOOKS.get(name)
     if hook is None:
-        raise ConfigurationError(f"unknown communication hook {name!r}{_hint(name, sorted(_HOOKS))}")
+        raise ConfigurationError(f"unknown communication hook {name!r}{name_hint(name, sorted(_HOOKS))}")
     given = {str(key): value for key, value in entry.items() if key != "name"}
     known = [f.name for f in fields(hook.Options)]
     for option in given:
         if option not in known:
-            hint = _hint(option, known) if known else "; it has none"
+            hint = name_hint(option, known)
             raise ConfigurationError(f"communication hook {name!r} has no option {option!r}{hint}")
     try:
         return name, hook.Options(**given)
     except (ConfigurationError, TypeError) as error:
         raise ConfigurationError(f"communication hook {name!r}: {error}") from error
-
-
-def _hint(found: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(found, known, n=1)
-    suggestion = f"; did you mean {close[0]!r}?" if close else ";"
-    return f"{suggestion} There are {', '.join(known)}." if close else f"; there are {', '.join(known)}"
 
 
 def _check_composition(names: Sequence[str]) -> None:

@@ -90,7 +90,7 @@ class Reducer(ReducerTorchNames):
         self._params = self.layout.params
         self._device = device
         self._group = group
-        self._reduction = Reduction(group)
+        self._reduction = Reduction(group, device, token)
         board = MissingGradients(group, token)
         self.failures = BackwardFailures(
             group, board, self.layout.names, raises_at_once=options.raises_at_once
@@ -308,7 +308,7 @@ class Reducer(ReducerTorchNames):
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
                 self.times.start_comm()
                 with self.failures.noted():
-                    self._reduction.launch(self.buckets[self._next])
+                    self._reduction.launch(self.buckets[self._next], self._watch())
                 if recorder is not None:
                     recorder.launched(self._next, self.buckets[self._next].work)
                 self._next += 1
@@ -436,7 +436,7 @@ class Reducer(ReducerTorchNames):
         self._count_step()
         zeros = [bucket.zeros() for bucket in self.buckets]
         for bucket in zeros:
-            self._reduction.launch(bucket)
+            self._reduction.launch(bucket, self._watch())
         is_counted = self._expected.are_counted
         used = self.usage.start_with([0] * len(self._params)) if is_counted else None
         for bucket in zeros:
@@ -453,7 +453,11 @@ class Reducer(ReducerTorchNames):
 
     def _wait(self, bucket: Bucket) -> None:
         with self.failures.noted():
-            self._reduction.wait(bucket, self.failures.board.watch(self.step, self._next))
+            self._reduction.wait(bucket, self._watch())
+
+    def _watch(self) -> Callable[[float], None]:
+        """Looks, in the waits of this step, at what other ranks miss."""
+        return self.failures.board.watch(self.step, self._next)
 
     # ------------------------------------------------------------------ errors
 
