@@ -55,6 +55,17 @@ class HookPlan:
         """The names, outer to inner, joined by '+'."""
         return "+".join(name for name, _ in self.entries)
 
+    def __str__(self) -> str:
+        """The names with all options, the same text for the same plan.
+
+        >>> print(parse_hook(["bf16", {"name": "randomk", "ratio": 0.1}]))
+        bf16(), randomk(momentum=0.0, nesterov=False, ratio=0.1, seed=0)
+        """
+        return ", ".join(
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in vars(options).items())})"
+            for name, options in self.entries
+        )
+
 
 def parse_hook(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> HookPlan:
     """Checks a specification. Does not communicate.
