@@ -5,6 +5,7 @@ works, and its configuration groups with Hydra if the script uses that. In a chi
 process's life to the launcher's.
 """
 
+from lightning_ddp import callbacks as callbacks
 from lightning_ddp.conf.store import install as install_configuration
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.orphans import adopt_from_environment

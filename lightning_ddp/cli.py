@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.bench import BenchmarkError, failures, hooks, launch, memory, step
+from lightning_ddp.bench import BenchmarkError, channel, failures, hooks, launch, memory, step
 from lightning_ddp.bench.report import format_table
 from lightning_ddp.doctor import command as doctor
 
@@ -57,6 +57,7 @@ _BENCHES: Mapping[str, Command] = {
     "launch": launch,
     "failures": failures,
     "hooks": hooks,
+    "channel": channel,
 }
 
 

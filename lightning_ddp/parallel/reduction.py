@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from lightning_ddp.comm.group import Group, without_engine_context
-from lightning_ddp.errors import CommHookError
+from lightning_ddp.comm.hook_identity import hook_name
+from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.parallel import torch_words
+from lightning_ddp.parallel.hook_agreement import Disagreement, HookAgreement
 from lightning_ddp.parallel.storage import Bucket
 
 __all__ = ["CommHook", "Reduction"]
@@ -23,10 +25,16 @@ class Reduction:
 
     Args:
         group: the ranks.
+        device: one that the group's backend serves.
+        token: the same on all ranks, different for every reducer.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, device: torch.device, token: str) -> None:
         self._group = group
+        self._device = device
+        self._token = token
+        self._num_hooks = 0
+        self._agreement: HookAgreement | None = None
         self._hook: CommHook | None = None
         self._state: Any = None
         self.scale: float | None = 1.0 / group.size  # gradients are scaled so on their way into the bucket
@@ -42,6 +50,9 @@ class Reduction:
         """Lets `hook` reduce the buckets from the next backward on; it scales by itself."""
         self._hook = hook
         self._state = state
+        self._num_hooks += 1
+        prefix = f"{self._token}/{self._num_hooks}"
+        self._agreement = HookAgreement(self._group, prefix, self._device, state, hook)
         self.scale = None
 
     @property
@@ -54,30 +65,49 @@ class Reduction:
         if self._hook is None:
             self.scale = 1.0 / divisor
 
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Starts the reduction of a full bucket.
 
+        Args:
+            bucket: the next one, in the order that all ranks have.
+            on_slice: called with the seconds for which a new hook has waited for the other ranks, now and
+                then; may raise.
+
         Raises:
-            CommHookError: the hook raised, or returned no future.
+            CommHookError: the hook raised, returned no future, or differs between the ranks.
         """
         if bucket.is_skipped or not bucket.flat.numel():
             return
         self.num_launched += 1
         if self._hook is None:
-            bucket.work = self._group.all_reduce(bucket.flat)
+            bucket.work = self._group.all_reduce(bucket.flat, label=f"reduce of bucket {bucket.index()}")
             return
         try:
             with without_engine_context():
-                future = self._hook(self._state, bucket)
+                bucket.work = self._start(bucket, on_slice)
+        except (CommHookError, MissingGradientError):
+            raise
+        except Disagreement as error:
+            raise self._error(bucket, str(error)) from error
         except Exception as error:
             raise self._error(bucket, f"raised {type(error).__name__}: {error}") from error
+
+    def _start(self, bucket: Bucket, on_slice: Callable[[float], None]) -> Any:
+        assert self._hook is not None
+        assert self._agreement is not None
+        if self._agreement.is_over(self.step):
+            return self._checked(bucket, self._hook(self._state, bucket))
+        with self._agreement.launching(on_slice):
+            return self._checked(bucket, self._hook(self._state, bucket))
+
+    def _checked(self, bucket: Bucket, future: Any) -> Any:
         if not isinstance(future, torch._C.Future):  # what get_future() of a work returns, too
             raise self._error(
                 bucket,
                 f"returned {type(future).__name__}: {torch_words.NO_FUTURE} {type(future).__name__};"
                 " make one of the flat gradient",
             )
-        bucket.work = future
+        return future
 
     def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Waits until the flat buffer holds the result.
@@ -95,7 +125,7 @@ class Reduction:
             self._group.wait(work, bucket.spec.device, on_slice)
             return
         bucket.work = None  # its result may hold another copy of the gradients
-        self._group.wait_done(work, on_slice)
+        self._group.wait_done(work, on_slice, f"communication hook, bucket {bucket.index()}")
         try:
             value = work.wait()
         except Exception as error:  # whatever the hook put there
@@ -119,9 +149,8 @@ class Reduction:
         bucket.take(value)
 
     def _error(self, bucket: Bucket, what: str) -> CommHookError:
-        name = getattr(self._hook, "__qualname__", type(self._hook).__name__)
         return CommHookError(
-            f"rank {self._group.rank}, step {self.step}: communication hook {name!r} {what}"
+            f"rank {self._group.rank}, step {self.step}: communication hook {hook_name(self._hook)!r} {what}"
             f" (bucket {bucket.index()}, {bucket.flat.numel()} elements,"
             f" parameters {bucket.names[0]!r} to {bucket.names[-1]!r})"
         )

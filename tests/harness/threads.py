@@ -25,15 +25,23 @@ FAILURE_GRACE_S = 5.0
 """How long `run_threads` waits for the other ranks once one of them has failed."""
 
 
-def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30.0) -> list[Any]:
+def run_threads(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 30.0,
+    collective_s: float = LONGEST_COLLECTIVE_S,
+) -> list[Any]:
     """Runs `fn(rank, world_size, process_group, *args)` in one thread per rank; results in rank order.
 
-    The random number generator is one for all threads: use a `torch.Generator` per rank.
+    The random number generator is one for all threads: use a `torch.Generator` per rank. `collective_s` is
+    the time limit of the groups: what a rank that leaves a collective pending costs its test.
 
     Raises:
         RankFailed: a rank raised or hung; lists all of them.
     """
-    return values_or_raise(_run(fn, world_size, args, timeout_s, stop_on_failure=True))
+    limit_s = min(timeout_s, collective_s)
+    return values_or_raise(_run(fn, world_size, args, timeout_s, limit_s, stop_on_failure=True))
 
 
 def run_threads_outcomes(
@@ -43,11 +51,18 @@ def run_threads_outcomes(
 
     The group of a rank that failed stays connected, so a peer that waits for it hangs and is reported.
     """
-    return _run(fn, world_size, args, timeout_s, stop_on_failure=False)
+    limit_s = min(timeout_s, LONGEST_COLLECTIVE_S)
+    return _run(fn, world_size, args, timeout_s, limit_s, stop_on_failure=False)
 
 
 def _run(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float, *, stop_on_failure: bool
+    fn: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    collective_s: float,
+    *,
+    stop_on_failure: bool,
 ) -> list[RankOutcome]:
     store = dist.HashStore()
     groups: list[dist.ProcessGroup | None] = [None] * world_size
@@ -56,7 +71,7 @@ def _run(
 
     def rank_main(rank: int) -> None:
         try:
-            groups[rank] = _make_group(store, rank, world_size, timeout_s)
+            groups[rank] = _make_group(store, rank, world_size, collective_s)
             outcome = RankOutcome(
                 rank=rank, status="returned", value=fn(rank, world_size, groups[rank], *args)
             )
@@ -93,12 +108,12 @@ def _run(
     return [found[rank] for rank in range(world_size)]
 
 
-def _make_group(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
+def _make_group(store: dist.Store, rank: int, world_size: int, collective_s: float) -> dist.ProcessGroup:
     """A `ProcessGroup` with a gloo backend, as `init_process_group` builds it, but not the default one."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface=loopback)]
-    options._timeout = timedelta(seconds=min(timeout_s, LONGEST_COLLECTIVE_S))
+    options._timeout = timedelta(seconds=collective_s)
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
     backend._set_sequence_number_for_group()
     group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, world_size)
