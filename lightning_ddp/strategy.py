@@ -185,7 +185,11 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         if self._start_method == "popen":
             assert self.cluster_environment is not None  # set by the Trainer just before
             self._launcher = ScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes, self._reconcile_settings
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+                self._reconcile_settings,
+                self._timeout,
             )
         else:
             self._launcher = MultiprocessLauncher(self, self._start_method, self._reconcile_settings)
