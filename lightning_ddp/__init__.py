@@ -8,7 +8,10 @@ process's life to the launcher's.
 from lightning_ddp import callbacks as callbacks
 from lightning_ddp.conf.store import install as install_configuration
 from lightning_ddp.errors import PeerFailure
+from lightning_ddp.launch.brood import end_job
+from lightning_ddp.launch.hydra_parent import install as watch_hydra
 from lightning_ddp.launch.orphans import adopt_from_environment
+from lightning_ddp.launch.shared_job import agree_before_job, give_files_back
 from lightning_ddp.parallel.module import BucketedDDP
 from lightning_ddp.parallel.parallel_apply import parallel_apply
 from lightning_ddp.parallel.replicas import DataParallel, data_parallel, replicate
@@ -35,5 +38,6 @@ __all__ = [
 ]
 
 adopt_from_environment()
+watch_hydra(on_composed=agree_before_job, on_job_start=give_files_back, on_job_end=end_job)
 register_builtin_variants()
 install_configuration()

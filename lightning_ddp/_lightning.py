@@ -13,12 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout as default_pg_timeout
-    from lightning_fabric.strategies.launchers.subprocess_script import (
-        _basic_subprocess_cmd as basic_subprocess_cmd,
-    )
-    from lightning_fabric.strategies.launchers.subprocess_script import (
-        _hydra_subprocess_cmd as hydra_subprocess_cmd,
-    )
     from lightning_fabric.utilities.distributed import (
         _set_num_threads_if_needed as set_num_threads_if_needed,
     )
@@ -33,6 +27,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.plugins import Precision as Precision
     from pytorch_lightning.plugins.environments import ClusterEnvironment as ClusterEnvironment
     from pytorch_lightning.plugins.environments import LightningEnvironment as LightningEnvironment
+    from pytorch_lightning.plugins.environments import SLURMEnvironment as SLURMEnvironment
     from pytorch_lightning.strategies import DDPStrategy as DDPStrategy
     from pytorch_lightning.strategies import StrategyRegistry as StrategyRegistry
     from pytorch_lightning.strategies.launchers import (
@@ -64,15 +59,14 @@ else:
         "MultiProcessingLauncher": ("strategies.launchers", "_MultiProcessingLauncher"),
         "Precision": ("plugins", "Precision"),
         "ResultCollection": ("trainer.connectors.logger_connector.result", "_ResultCollection"),
+        "SLURMEnvironment": ("plugins.environments", "SLURMEnvironment"),
         "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
         "StrategyRegistry": ("strategies", "StrategyRegistry"),
         "SubprocessScriptLauncher": ("strategies.launchers", "_SubprocessScriptLauncher"),
         "Trainer": ("", "Trainer"),
         "TrainerFn": ("trainer.states", "TrainerFn"),
         "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
-        "basic_subprocess_cmd": ("fabric:strategies.launchers.subprocess_script", "_basic_subprocess_cmd"),
         "default_pg_timeout": ("fabric:plugins.collectives.torch_collective", "default_pg_timeout"),
-        "hydra_subprocess_cmd": ("fabric:strategies.launchers.subprocess_script", "_hydra_subprocess_cmd"),
         "interrupt_trainer": ("trainer.call", "_interrupt"),
         "optimizers_to_device": ("fabric:utilities.optimizer", "_optimizers_to_device"),
         "reset_seed": ("fabric:utilities.seed", "reset_seed"),
@@ -106,14 +100,13 @@ __all__ = [
     "Precision",
     "ResultCollection",
     "SIGTERMException",
+    "SLURMEnvironment",
     "StrategyRegistry",
     "SubprocessScriptLauncher",
     "Trainer",
     "TrainerFn",
     "TunerExitException",
-    "basic_subprocess_cmd",
     "default_pg_timeout",
-    "hydra_subprocess_cmd",
     "interrupt_trainer",
     "optimizers_to_device",
     "reset_seed",

@@ -213,6 +213,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
                 self.num_nodes,
                 self._reconcile_settings,
                 self._init_method,
+                self._timeout,
             )
         else:
             self._launcher = MultiprocessLauncher(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,11 +17,9 @@ from typing import Any
 import psutil
 import pytest
 from harness.leftovers import find_processes, kill_processes, with_environment
+from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, ip, two_namespaces
 from harness.scripts import MARK, ROOT, _environment
 
-NAMESPACES = tuple(f"lddp_n{node}_{os.getpid()}" for node in range(2))  # nobody else's
-INTERFACES = tuple(f"lddp{node}_{os.getpid()}" for node in range(2))
-ADDRESSES = ("10.197.31.1", "10.197.31.2")
 HEARTBEAT_S = 4.0
 END_S = HEARTBEAT_S + 30  # 5 s is what is promised; a busy machine takes longer to end an interpreter
 DEADLINE_S = 180.0
@@ -61,51 +58,6 @@ if __name__ == "__main__":
     )
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=2))
 """
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-def make_network() -> None:
-    remove_network()
-    for name in NAMESPACES:
-        ip("netns", "add", name)
-        ip("-n", name, "link", "set", "lo", "up")
-    ip(
-        "link",
-        "add",
-        INTERFACES[0],
-        "netns",
-        NAMESPACES[0],
-        "type",
-        "veth",
-        "peer",
-        INTERFACES[1],
-        "netns",
-        NAMESPACES[1],
-    )
-    for index, name in enumerate(NAMESPACES):
-        ip("-n", name, "addr", "add", f"{ADDRESSES[index]}/24", "dev", INTERFACES[index])
-        ip("-n", name, "link", "set", INTERFACES[index], "up")
-
-
-def remove_network() -> None:
-    for name in NAMESPACES:
-        with contextlib.suppress(subprocess.CalledProcessError):
-            ip("netns", "del", name)
-
-
-@pytest.fixture
-def network() -> Iterator[None]:
-    try:
-        make_network()
-    except (OSError, subprocess.CalledProcessError) as error:
-        if isinstance(error, subprocess.CalledProcessError):
-            remove_network()
-        pytest.skip(f"no network namespaces here: {error}")
-    yield
-    remove_network()
 
 
 class Nodes:
@@ -179,6 +131,12 @@ class Nodes:
             kill_processes(self.processes(node))
         for launcher in self.launchers:
             launcher.wait(10)
+
+
+@pytest.fixture
+def network() -> Iterator[None]:
+    with two_namespaces():
+        yield
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
 
 __all__ = ["ChildExit", "Children", "describe_exit"]
 
@@ -55,10 +58,32 @@ class Children:
         self._first: ChildExit | None = None
 
     def start(
-        self, local_rank: int, command: Sequence[str], env: Mapping[str, str], cwd: str | None = None
+        self,
+        local_rank: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | None = None,
+        *,
+        log: Path | None = None,
+        inherited: IO[bytes] | None = None,
     ) -> None:
-        """Starts one child, and a thread that waits for its end."""
-        proc = subprocess.Popen(command, env=env, cwd=cwd)
+        """Starts one child, and a thread that waits for its end.
+
+        Args:
+            local_rank: its rank on this node.
+            command: its command line.
+            env: all of its environment.
+            cwd: its working directory; None for this process's.
+            log: a file to which its output is appended; None for this process's terminal.
+            inherited: a file that it inherits under its descriptor.
+        """
+        options: dict[str, Any] = {}
+        if inherited is not None:
+            options["pass_fds"] = (inherited.fileno(),)
+        with contextlib.ExitStack() as stack:
+            if log is not None:
+                options["stdout"] = options["stderr"] = stack.enter_context(log.open("ab"))
+            proc = subprocess.Popen(command, env=env, cwd=cwd, **options)
         self.procs.append(proc)
         thread = threading.Thread(
             target=self._wait_for, args=(local_rank, proc), daemon=True, name=f"child-{local_rank}-watch"

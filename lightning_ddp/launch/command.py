@@ -1,29 +1,97 @@
-"""Which command a child process runs."""
+"""Which command a child process runs, with what, where, and where its output goes."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
-from lightning_ddp._lightning import basic_subprocess_cmd, hydra_subprocess_cmd
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.launch import hydra_parent
 
-__all__ = ["child_command"]
+__all__ = ["ChildCommand", "child_command"]
+
+_LOGS = "ranks"
 
 
-def child_command(local_rank: int) -> tuple[Sequence[str], str | None]:
-    """The command line that re-runs this program as `local_rank`, and its working directory.
+@dataclass(frozen=True, kw_only=True)
+class ChildCommand:
+    """How the children of a run are started. Made before anything is, so that an error leaves nothing."""
 
-    A script is run by its path, a module by `-m`, with the arguments of this process. Inside a Hydra job the
-    child runs in the original directory with the job's output directory.
+    arguments: Sequence[str]
+    """The command line."""
+    cwd: str | None
+    """The working directory; None for this process's."""
+    handed: IO[bytes] | None
+    """The file with what Hydra has composed, which the children inherit; None without Hydra."""
+    logs: Path | None
+    """The folder for what the children print; None for this process's terminal."""
 
-    Returns:
-        The arguments, and the working directory or None for this process's.
+    def log_of(self, rank: int) -> Path | None:
+        """The file for what a rank prints, or None."""
+        return None if self.logs is None else self.logs / f"{rank}.log"
+
+
+def child_command() -> ChildCommand:
+    """The command that runs this program again in a child.
+
+    A script is run by its path, a module by `-m`, with the arguments of this process. Where Hydra has
+    composed something the child gets that, and runs in the folder in which the user started the program.
+
+    Raises:
+        ConfigurationError: there is no file or module to run again; a configuration does not pickle; or the
+            output directory cannot be written.
     """
-    if _is_hydra_job():
-        return hydra_subprocess_cmd(local_rank)
-    return basic_subprocess_cmd(), None
+    program = _program()
+    handover = hydra_parent.handover()
+    if handover is None:
+        plain = ["-m", program[1]] if program[0] == "module" else [program[1]]
+        arguments = [sys.executable, *plain, *sys.argv[1:]]
+        return ChildCommand(arguments=arguments, cwd=None, handed=None, logs=None)
+    logs = _folder_for_logs()
+    file = handover.to_file()
+    starter = str(Path(__file__).with_name("child.py"))
+    return ChildCommand(
+        arguments=[sys.executable, starter, str(file.fileno()), *program, *sys.argv[1:]],
+        cwd=hydra_parent.original_folder(),
+        handed=file,
+        logs=logs,
+    )
 
 
-def _is_hydra_job() -> bool:
-    module = sys.modules.get("hydra.core.hydra_config")  # not imported: then the script does not use Hydra
-    return module is not None and bool(module.HydraConfig.initialized())
+def _program() -> tuple[str, str]:
+    """What this process runs: `("script", path)` or `("module", name)`."""
+    import __main__  # at this moment: it is another module while a program is run by runpy
+
+    spec = getattr(__main__, "__spec__", None)
+    if spec is not None and spec.name != "__main__":
+        return "module", spec.name
+    # Python has made the path absolute when it started, while the working directory may have changed since
+    path = getattr(__main__, "__file__", None) or sys.argv[0]
+    if spec is not None:  # a folder with a __main__.py, which was run by its path
+        path = os.path.dirname(path)
+    if not os.path.exists(path):
+        raise ConfigurationError(
+            f"this program is neither a file nor a module (sys.argv[0] is {sys.argv[0]!r}), so that the"
+            " child processes cannot run it again. Use strategy='custom_ddp_spawn', 'custom_ddp_fork' or"
+            " 'custom_ddp_notebook', or put it into a file."
+        )
+    return "script", os.path.abspath(path)
+
+
+def _folder_for_logs() -> Path | None:
+    folder = hydra_parent.job_folder()
+    if folder is None:
+        return None
+    logs = Path(folder, _LOGS)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the output of the ranks cannot be written to {logs}: {error}. Check hydra.run.dir (or"
+            " hydra.sweep.dir), which has to be writable."
+        ) from error
+    return logs

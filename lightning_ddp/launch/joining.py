@@ -11,16 +11,21 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.launch.brood import set_for_run
 from lightning_ddp.launch.init_method import meet, tcp_address
+from lightning_ddp.launch.interface import choose_interface
 from lightning_ddp.launch.orphans import is_child
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
 from lightning_ddp.launch.rendezvous import STORE_VARIABLE, existing_group, find_store, join_default_group
+from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.reconcile.record import Identity
 from lightning_ddp.reconcile.settings import ReconcileSettings
 
 __all__ = ["join_run"]
 
 _LONGEST_WAIT_S = 1800.0
+
+_external_store: Any = None
 
 
 def join_run(
@@ -53,9 +58,12 @@ def join_run(
         RendezvousError: the others cannot be reached.
         PeerFailure: one of them failed meanwhile.
     """
+    global _external_store
     rank, world_size = environment.global_rank(), environment.world_size()
     group = existing_group(world_size)
     if group is not None:
+        if _external_store is not None:
+            share_job(_external_store, rank=rank)
         return group
     has_launcher = STORE_VARIABLE in os.environ
     is_elsewhere = given_store is not None or _is_elsewhere(init_method, has_launcher)
@@ -86,6 +94,13 @@ def join_run(
         ours.connect(store, identity, settings, is_child=is_child(), timeout_s=timeout_s)
     if has_launcher and is_elsewhere:
         store = meet_elsewhere()
+    if not has_launcher and world_size > 1:
+        _external_store = store
+        share_job(store, rank=rank)
+    if world_size > 1:
+        address = tcp_address(init_method)
+        main_address = environment.main_address if address is None else address[0]
+        set_for_run(choose_interface(main_address, backend))
     return join_default_group(
         backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.multiprocessing as mp
@@ -21,15 +20,25 @@ from lightning_ddp._lightning import (
     interrupt_trainer,
     set_num_threads_if_needed,
 )
-from lightning_ddp.errors import PeerFailure
-from lightning_ddp.launch.children import ChildExit, Children, describe_exit
-from lightning_ddp.launch.command import child_command
+from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.launch.brood import Brood, the_brood
+from lightning_ddp.launch.children import describe_exit
+from lightning_ddp.launch.command import ChildCommand, child_command
+from lightning_ddp.launch.hydra_parent import job_config, publish_to
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.orphans import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
-from lightning_ddp.launch.rendezvous import host_store, hosted_store, named_port
+from lightning_ddp.launch.rendezvous import (
+    STORE_VARIABLE,
+    close_store,
+    host_store,
+    hosted_store,
+    named_port,
+    run_store,
+)
+from lightning_ddp.launch.shared_job import share_job
+from lightning_ddp.launch.slurm import check_tasks
 from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
-from lightning_ddp.reconcile.report import render
 from lightning_ddp.reconcile.server import ControlServer
 from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.reconcile.verdict import ECHO_WAIT_S, EXIT_WAIT_S
@@ -39,64 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MultiprocessLauncher", "ScriptLauncher"]
 
-_STOP_GRACE_S = 5.0
-_EXIT_GRACE_S = 60.0
 _INTERRUPTED_S = 1.5
-
-
-class _Brood:
-    """The children of this process, which live as long as it does, over several Trainers of a script."""
-
-    def __init__(self, first_rank: int, node_rank: int, settings: ReconcileSettings) -> None:
-        self.children = Children(self._on_failure)
-        self._first_rank, self._node_rank = first_rank, node_rank
-        self._settings = settings
-        self._pid = os.getpid()
-        atexit.register(self._at_exit)
-
-    def _on_failure(self, child: ChildExit) -> None:
-        identity = Identity(
-            rank=self._first_rank + child.local_rank, node_rank=self._node_rank, pid=child.pid
-        )
-        message = f"the process {describe_exit(child.code)}; what it printed stands above"
-        current().child_ended(FailureRecord.of_identity(identity, message, exit_code=child.code))
-
-    def wake(self) -> None:
-        """Continues children that are stopped, so that they hear of the failure."""
-        self.children.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Ends the children at once."""
-        self.children.send_signal(signal.SIGKILL)
-
-    def end(self, grace_s: float) -> None:
-        """Waits until the children have ended, and after `grace_s` seconds ends them."""
-        if not self.children.join(grace_s):
-            self.children.stop(_STOP_GRACE_S)
-
-    def _at_exit(self) -> None:
-        if os.getpid() != self._pid:
-            return  # a process forked from this one inherits the handler, but has no children of ours
-        ours = current()
-        failed = ours.first_failure() is not None or ours.is_over or ours.interrupt.error is not None
-        if not failed and getattr(sys, "last_value", None) is None:
-            self.end(_EXIT_GRACE_S)
-        else:  # without a control channel nobody has told the children
-            self.end(self._settings.failure_grace_s if ours.watch is not None else 0.0)
-        if self.children.first_failure() is not None:  # told a moment ago, perhaps
-            ours.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
-        failure = ours.first_failure()
-        ours.close()
-        if failure is None:
-            return
-        print(render(failure), file=sys.stderr, end="")
-        if getattr(sys, "last_value", None) is None:  # else Python itself exits with 1
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)  # an exit handler has no other way to change the exit code
-
-
-_brood: _Brood | None = None
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -111,6 +63,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         num_nodes: nodes of the run.
         settings: times of reconciliation.
         init_method: where the ranks meet; the store listens at the address of a `tcp://` one.
+        timeout: how long another node waits for the first one; None for torch's own.
     """
 
     def __init__(
@@ -120,10 +73,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
         num_nodes: int,
         settings: ReconcileSettings | None = None,
         init_method: str | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._init_method = init_method
         self._settings = settings or ReconcileSettings()
+        self._timeout = timeout
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
@@ -136,6 +91,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             RendezvousError: the port that the user named is taken.
         """
         environment = self.cluster_environment
+        check_tasks(environment, num_devices=self.num_processes, num_nodes=self.num_nodes)
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             self._start_children()
@@ -144,40 +100,79 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def kill(self, signum: int) -> None:
         """Sends a signal to the children, once they had time to end by themselves after Ctrl-C."""
-        if _brood is not None:
-            _brood.children.join(_INTERRUPTED_S)
-            _brood.children.send_signal(signum)
+        brood = the_brood()
+        if brood is not None:
+            brood.children.join(_INTERRUPTED_S)
+            brood.children.send_signal(signum)
 
     def _start_children(self) -> None:
-        global _brood
         self._check_can_spawn_children()
         environment = self.cluster_environment
-        node_rank = environment.node_rank()
+        node_rank = _node_rank_of(environment, self.num_nodes)
+        address, first_rank = environment.main_address, node_rank * self.num_processes
         variables = {
             **_host_store(environment, self._init_method, num_nodes=self.num_nodes, node_rank=node_rank),
             "NODE_RANK": str(node_rank),
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
         }
-        os.environ.update(variables)
+        try:
+            command = self._command_of(variables[STORE_VARIABLE], first_rank)
+        except BaseException:
+            close_store()
+            raise
         ours = current()
-        _brood = _Brood(node_rank * self.num_processes, node_rank, self._settings)
-        ours.on_failure = _brood.wake
-        ours.kill_children = _brood.kill
+        brood = Brood(first_rank, node_rank, self._settings)
+        brood.set_variables(variables)
+        ours.on_failure = brood.wake
+        ours.kill_children = brood.kill
         if node_rank == 0 and is_enabled():
             ours.server = open_server(
-                environment.main_address,
+                address,
                 hosted_store(),
                 identity=Identity(rank=0, node_rank=0),
                 world_size=self.num_processes * self.num_nodes,
                 num_nodes=self.num_nodes,
                 settings=self._settings,
             )
+        self._run_children(brood, command, first_rank)
+        self.procs = brood.children.procs
+
+    def _command_of(self, where: str, first_rank: int) -> ChildCommand:
+        """The command for the children, once the nodes agree on the job that each has composed by itself."""
+        if self.num_nodes > 1 and job_config() is not None:
+            share_job(run_store(where, self._timeout), rank=first_rank)
+        return child_command()
+
+    def _run_children(self, brood: Brood, command: ChildCommand, first_rank: int) -> None:
         for local_rank in range(1, self.num_processes):
-            command, cwd = child_command(local_rank)
             env = {**os.environ, "LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
-            _brood.children.start(local_rank, command, env, cwd)
-        self.procs = _brood.children.procs
+            log = command.log_of(first_rank + local_rank)
+            if log is not None:
+                brood.logs[local_rank] = log
+            brood.children.start(
+                local_rank, command.arguments, env, command.cwd, log=log, inherited=command.handed
+            )
+        if command.handed is not None:
+            command.handed.close()
+            if first_rank == 0:
+                publish_to(hosted_store().set)
+
+
+def _node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
+    """This node.
+
+    Raises:
+        ConfigurationError: there are several, and nothing says which one this is.
+    """
+    is_told = "NODE_RANK" in os.environ or "GROUP_RANK" in os.environ
+    if num_nodes > 1 and isinstance(environment, LightningEnvironment) and not is_told:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes}, but NODE_RANK is not set: start the program on every node, with"
+            f" NODE_RANK=0 on the one that has the address MASTER_ADDR, and 1 to {num_nodes - 1} on the"
+            " others"
+        )
+    return int(environment.node_rank())
 
 
 def _host_store(
@@ -231,7 +226,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         strategy = cast(DDPStrategy, self._strategy)
         environment = strategy.cluster_environment
         assert environment is not None  # the Trainer has set it before it launches
-        node_rank = environment.node_rank()
+        node_rank = _node_rank_of(environment, strategy.num_nodes)
         variables = _host_store(
             environment, self._init_method, num_nodes=strategy.num_nodes, node_rank=node_rank
         )

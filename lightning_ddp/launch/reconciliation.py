@@ -36,7 +36,7 @@ from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.reconcile.verdict import ECHO_WAIT_S
 from lightning_ddp.reconcile.watch import ServerAddress, Watch
 
-__all__ = ["Reconciliation", "current", "is_enabled", "open_server"]
+__all__ = ["Reconciliation", "current", "forget_run", "is_enabled", "open_server"]
 
 SWITCH_VARIABLE = "PL_RECONCILE_PROCESS"
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -305,6 +305,13 @@ class Reconciliation:
         if self.server is not None:
             self.server.close()
 
+    def restore_handlers(self) -> None:
+        """Gives the signals and the last-resort timer back that this process has taken for the run."""
+        faulthandler.cancel_dump_traceback_later()
+        self.alarm.release()
+        if self._stop_signals is not None:
+            self._stop_signals.restore()
+
     # ------------------------------------------------------------------ being interrupted
 
     def _learned(self, record: FailureRecord) -> None:
@@ -365,3 +372,11 @@ def current() -> Reconciliation:
     if _current is None or _current.pid != os.getpid():
         _current = Reconciliation()
     return _current
+
+
+def forget_run() -> None:
+    """The run has ended and been closed, while this process goes on: the next one begins anew."""
+    global _current
+    if _current is not None:
+        _current.restore_handlers()
+    _current = None

@@ -18,21 +18,28 @@ import torch.distributed as dist
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
+from lightning_ddp.launch.attempt import store_of_attempt
+from lightning_ddp.launch.interface import describe_route, is_own_address
 
 __all__ = [
     "STORE_VARIABLE",
     "HostedStore",
+    "close_store",
     "existing_group",
     "find_store",
     "host_store",
     "hosted_store",
     "join_default_group",
+    "run_store",
 ]
 
 STORE_VARIABLE = "LIGHTNING_DDP_STORE"
-"""Environment variable by which a launcher tells its processes where its store listens: `host:port`."""
+"""Environment variable by which a launcher tells its processes where its store listens: `host:port/run`.
+
+`run` counts the runs of the launching process: with a port that the user named they share one store."""
 
 _hosted: HostedStore | None = None
+_num_runs = 0
 
 
 class HostedStore:
@@ -44,10 +51,17 @@ class HostedStore:
         named_by: where the user has named the port, for the error.
 
     Raises:
-        RendezvousError: the port is taken.
+        RendezvousError: the port is taken, or the address is none of this host.
     """
 
     def __init__(self, address: str, port: int | None, named_by: str = "MASTER_PORT") -> None:
+        if not is_own_address(address):
+            name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
+            raise RendezvousError(
+                f"{name}={address} (port {port}) is no address of this host, which is node 0:"
+                f" {describe_route(address)}. Set {name} on all nodes to the address of the one with"
+                " NODE_RANK=0, and NODE_RANK to another number on the others."
+            )
         try:
             self.store = dist.TCPStore(address, port or 0, is_master=True, wait_for_workers=False)
         except RuntimeError as error:
@@ -58,11 +72,8 @@ class HostedStore:
                 f" port, or unset {named_by} on a single node to have a free one taken."
             ) from error
         self.pid = os.getpid()
-        self.variables = {
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(self.store.port),
-            STORE_VARIABLE: f"{address}:{self.store.port}",
-        }
+        self.address = address
+        self.is_named = port is not None
 
 
 def host_store(
@@ -81,16 +92,41 @@ def host_store(
         ConfigurationError: several nodes, and no port that all of them know.
         RendezvousError: the named port is taken.
     """
-    global _hosted
+    global _hosted, _num_runs
     if num_nodes > 1 and port is None:
         raise ConfigurationError(
             f"num_nodes={num_nodes}, but no port is named: set MASTER_ADDR and MASTER_PORT to the same"
             " values on every node, and NODE_RANK to 0, 1, ... in turn"
         )
+    _num_runs += 1
     if node_rank == 0:
-        _hosted = HostedStore(address, port, named_by)
-        return _hosted.variables
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), STORE_VARIABLE: f"{address}:{port}"}
+        if not _is_ours(address, port):
+            _hosted = HostedStore(address, port, named_by)
+        assert _hosted is not None
+        port = int(_hosted.store.port)
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        STORE_VARIABLE: f"{address}:{port}/{_num_runs}",
+    }
+
+
+def _is_ours(address: str, port: int | None) -> bool:
+    """Whether this process has a store there already; a forked rank must not share its parent's."""
+    if _hosted is None or _hosted.pid != os.getpid() or _hosted.address != address:
+        return False
+    return port is not None and port == _hosted.store.port
+
+
+def close_store() -> None:
+    """Closes this process's store, at the end of a run.
+
+    One on a port that the user named stays open for the next run of this process: its other nodes may be
+    there before this one.
+    """
+    global _hosted
+    if _hosted is not None and not _hosted.is_named:
+        _hosted = None
 
 
 def named_port() -> int | None:
@@ -108,9 +144,9 @@ def named_port() -> int | None:
 
 
 def hosted_store() -> Any:
-    """The store that `host_store` has opened in this process."""
+    """The store that `host_store` has opened in this process, for the present run."""
     assert _hosted is not None  # only launchers ask, after they have opened it
-    return _hosted.store
+    return dist.PrefixStore(f"run{_num_runs}", _hosted.store)
 
 
 def find_store(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
@@ -125,7 +161,7 @@ def find_store(environment: ClusterEnvironment, timeout: timedelta | None) -> An
     """
     where = os.environ.get(STORE_VARIABLE)
     with remember_connections():  # a store on a node that is unreachable blocks as collectives do
-        return _connect(where, timeout) if where is not None else _rendezvous(environment, timeout)
+        return run_store(where, timeout) if where is not None else _rendezvous(environment, timeout)
 
 
 def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
@@ -133,7 +169,17 @@ def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> A
     os.environ["MASTER_PORT"] = str(environment.main_port)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     rank, world_size = environment.global_rank(), environment.world_size()
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, **options))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, **options))
+    except RuntimeError as error:
+        address = environment.main_address
+        raise RendezvousError(
+            f"rank {rank}: no rendezvous at MASTER_ADDR={address}, port {environment.main_port}: {error}."
+            f" Here {describe_route(address)}. Check that all {world_size} ranks have been started, that"
+            " MASTER_ADDR is the address of rank 0's node, and that the port is free there."
+        ) from error
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return store_of_attempt(store, rank=rank, world_size=world_size)
     return store
 
 
@@ -192,20 +238,29 @@ def existing_group(world_size: int) -> Any | None:
     return dist.group.WORLD
 
 
-def _connect(where: str, timeout: timedelta | None) -> Any:
-    is_mine = (
-        _hosted is not None and _hosted.pid == os.getpid()
-    )  # a forked rank must not share its connection
-    if is_mine and _hosted is not None and _hosted.variables[STORE_VARIABLE] == where:
-        return _hosted.store
-    address, _, port = where.rpartition(":")
+def run_store(where: str, timeout: timedelta | None) -> Any:
+    """The store of a run that a launcher of ours has opened.
+
+    Args:
+        where: the value of STORE_VARIABLE.
+        timeout: how long to wait for it; None for torch's own.
+
+    Raises:
+        RendezvousError: it cannot be reached.
+    """
+    listener, _, run = where.rpartition("/")
+    address, _, port = listener.rpartition(":")
+    prefix = f"run{run}"
+    if _is_ours(address, int(port)) and _hosted is not None:
+        return dist.PrefixStore(prefix, _hosted.store)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        return dist.TCPStore(address, int(port), is_master=False, **options)
+        return dist.PrefixStore(prefix, dist.TCPStore(address, int(port), is_master=False, **options))
     except RuntimeError as error:
         raise RendezvousError(
-            f"cannot reach the launcher's store at {address}, port {port}: {error}. Check that the first"
-            " node is up, and that MASTER_ADDR and MASTER_PORT are the same on all nodes."
+            f"cannot reach the launcher's store at {address}, port {port}: {error}. Here"
+            f" {describe_route(address)}. Check that the first node is up, and that MASTER_ADDR and"
+            " MASTER_PORT are the same on all nodes."
         ) from error
 
 

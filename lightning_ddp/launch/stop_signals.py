@@ -40,6 +40,11 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
 
+    def restore(self) -> None:
+        """Sets the handler back to the one that was there before, unless somebody has replaced ours."""
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         if self._pid != os.getpid():  # a forked process, such as a worker of a data loader
             signal.signal(number, signal.SIG_DFL)

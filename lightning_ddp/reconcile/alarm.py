@@ -36,6 +36,7 @@ class Alarm:
         self._is_silent = True
         self._call: Callable[[], object] | None = None
         self._main = threading.main_thread().ident
+        self._sending = threading.Lock()
         self._signal = self._claim_signal()
 
     def _claim_signal(self) -> signal.Signals | int | None:
@@ -65,18 +66,30 @@ class Alarm:
         self._error = error
         if self._is_silent or self._main is None:
             return
-        if self._signal is not None:
-            with suppress(ProcessLookupError):  # the main thread has ended meanwhile
-                signal.pthread_kill(self._main, self._signal)
-        else:
+        if not self._send() and not self._is_silent:
             _raise_asynchronously(self._main, error)
 
     def call(self, function: Callable[[], object]) -> None:
         """Has the main thread call `function` as soon as it runs Python; it must not raise. Any thread."""
         self._call = function
-        if self._signal is not None and self._main is not None:
-            with suppress(ProcessLookupError):
+        self._send()
+
+    def _send(self) -> bool:
+        with self._sending:
+            if self._signal is None or self._main is None:
+                return False
+            with suppress(ProcessLookupError):  # the main thread has ended meanwhile
                 signal.pthread_kill(self._main, self._signal)
+            return True
+
+    def release(self) -> None:
+        """Gives the signal back; from now on a ring does nothing. Called in the main thread."""
+        self.silence()
+        with self._sending:
+            number, self._signal = self._signal, None
+        if number is not None and signal.getsignal(number) == self._on_signal:
+            signal.signal(number, signal.SIG_IGN)  # one that is on its way is dropped, and ends nothing
+            signal.signal(number, signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         function, self._call = self._call, None

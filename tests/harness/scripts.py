@@ -57,7 +57,9 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
     *,
+    python: Sequence[str] = (sys.executable,),
     launcher: Sequence[str] = (),
+    is_module: bool = False,
     cwd: Path | None = None,
     leftover_grace_s: float = LEFTOVER_GRACE_S,
 ) -> ScriptResult:
@@ -68,7 +70,9 @@ def run_script(
         args: arguments after the script.
         env: variables on top of this process's environment, less those that describe a rank.
         timeout_s: after this the processes are made to print their stacks and are killed.
+        python: the interpreter; `ip netns exec NAME python` for one on another node.
         launcher: what stands between `python` and the script, such as `-m torch.distributed.run`.
+        is_module: whether `source_or_path` is the name of a module, to be run with `-m`.
         cwd: where it runs; by default a folder that is removed afterwards.
         leftover_grace_s: how long after its end other processes of it may still live.
 
@@ -77,8 +81,10 @@ def run_script(
         ProcessLeftBehind: it ended, but not all processes that it started, in its session or another one.
     """
     with tempfile.TemporaryDirectory(prefix="script-") as scratch:
-        script = _script_path(source_or_path, Path(scratch))
-        command = [sys.executable, *launcher, str(script), *args]
+        program = (
+            ["-m", str(source_or_path)] if is_module else [str(_script_path(source_or_path, Path(scratch)))]
+        )
+        command = [*python, *launcher, *program, *args]
         mark = uuid.uuid4().hex
         out, err = Path(scratch, "stdout"), Path(scratch, "stderr")
         # files, not pipes: a process that is left behind would keep a pipe open and hide itself

@@ -1,0 +1,200 @@
+"""A Hydra job as it is handed from the process that composed it to the others of its run.
+
+This module and those that it imports are also loaded by a child before the user's script runs: they import
+neither torch nor Lightning, so that the script still decides when that happens, and from which package.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import pickle
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any
+
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.launch.resolved import JobCache, answer_all, attach
+
+__all__ = [
+    "Composition",
+    "HandedConfig",
+    "HandedJob",
+    "Handover",
+    "composition_key",
+    "read_handover",
+    "task_name",
+    "without_files",
+]
+
+_OF_ANY_HANDLER = ("level", "formatter", "filters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedConfig:
+    """A configuration, with what its resolvers have answered."""
+
+    config: bytes
+    """The pickled DictConfig; its own classes may be defined in the user's script."""
+    answers: bytes
+    """What `JobCache.to_portable` returned, pickled."""
+
+    @classmethod
+    def of(cls, config: Any, what: str) -> HandedConfig:
+        """Asks all resolvers, and packs a DictConfig.
+
+        Args:
+            config: without parent; its `JobCache` is shared with the copies that the user holds.
+            what: what it is called in an error.
+
+        Raises:
+            ConfigurationError: a value does not pickle; names its key.
+        """
+        cache = attach(config)
+        answer_all(config)
+        bare = copy.deepcopy(config)
+        bare._metadata.resolver_cache = defaultdict(dict)
+        try:
+            packed = pickle.dumps(bare)
+        except Exception as error:
+            raise ConfigurationError(_describe_unpicklable(bare, what, error)) from error
+        return cls(config=packed, answers=pickle.dumps(cache.to_portable()))
+
+    def to_bytes(self) -> bytes:
+        """For the run's store; `from_bytes` reads it."""
+        return pickle.dumps((self.config, self.answers))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> HandedConfig:
+        """What `to_bytes` has packed."""
+        config, answers = pickle.loads(data)
+        return cls(config=config, answers=answers)
+
+    def unpack(self) -> Any:
+        """The DictConfig, with a `JobCache` that knows the answers."""
+        config = pickle.loads(self.config)
+        attach(config, JobCache(*pickle.loads(self.answers)))
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedJob:
+    """One job of Hydra: one call of the user's function."""
+
+    task: str
+    """The function, as `task_name` calls it."""
+    name: str
+    """Hydra's name of the application."""
+    config: HandedConfig
+    """What was composed, with the node `hydra`."""
+    search_path: Any
+    """Hydra's ConfigSearchPath, or None; the Compose API needs it inside of a job."""
+    working_dir: str | None
+    """Where the job runs, if `hydra.job.chdir` is set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """What one call of `hydra.compose` returned."""
+
+    config_name: str | None
+    """Its argument."""
+    overrides: Sequence[str]
+    """Its argument."""
+    config: HandedConfig
+    """The configuration."""
+
+
+def composition_key(config_name: str | None, overrides: Sequence[str], number: int) -> str:
+    """Under which name of the run's store a composition is found that was made after the launch.
+
+    Args:
+        config_name: argument of `hydra.compose`.
+        overrides: argument of `hydra.compose`.
+        number: how many calls with the same arguments came before, since the launch.
+    """
+    text = repr((config_name, list(overrides), number))
+    return "lightning_ddp/composition/" + hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handover:
+    """All that a child process gets from the process that starts it."""
+
+    job: HandedJob | None
+    """The job that the run belongs to; None outside of `hydra.main`."""
+    compositions: Sequence[Composition] = field(default=())
+    """In the order in which the launching process has made them."""
+
+    def to_file(self) -> IO[bytes]:
+        """A file without a name, for the children to inherit; it is gone when the last one closes it."""
+        file = tempfile.TemporaryFile(prefix="lightning_ddp-job-")  # noqa: SIM115 (the launcher closes it)
+        # not as objects of these classes: pickle would import the package to find them
+        file.write(pickle.dumps(asdict(self)))
+        file.flush()
+        return file
+
+
+def read_handover(descriptor: int) -> Handover:
+    """What `to_file` wrote. The descriptor is shared with other processes, and so is its position."""
+    size = os.fstat(descriptor).st_size
+    parts, position = [], 0
+    while position < size:
+        parts.append(os.pread(descriptor, size - position, position))
+        position += len(parts[-1])
+    os.close(descriptor)
+    content = pickle.loads(b"".join(parts))
+    job, compositions = content["job"], content["compositions"]
+    return Handover(
+        job=None if job is None else HandedJob(**{**job, "config": HandedConfig(**job["config"])}),
+        compositions=[
+            Composition(**{**one, "config": HandedConfig(**one["config"])}) for one in compositions
+        ],
+    )
+
+
+def task_name(function: Any) -> str:
+    """What a function is called on all ranks, such as `__main__.train`."""
+    inner = getattr(function, "func", function)  # of a functools.partial
+    return f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+
+
+def without_files(settings: Any) -> Any:
+    """The settings of `logging.config.dictConfig`, with what goes to files on the console, or nowhere."""
+    handlers = settings.get("handlers") or {}
+    files = {name for name, handler in handlers.items() if "filename" in handler}
+    kind = "logging.NullHandler" if len(files) < len(handlers) else "logging.StreamHandler"
+    for name in files:
+        kept = {key: value for key, value in handlers[name].items() if key in _OF_ANY_HANDLER}
+        handlers[name] = {**kept, "class": kind}
+    return settings
+
+
+def _describe_unpicklable(config: Any, what: str, error: Exception) -> str:
+    for key, value in _leaves(config):
+        try:
+            pickle.dumps(value)
+        except Exception as reason:  # noqa: BLE001 (classes raise what they like)
+            return (
+                f"{what} cannot be handed to the child processes: the value of `{key}`, a"
+                f" {type(value).__qualname__}, does not pickle: {reason}. Put what describes it into the"
+                " configuration, such as a name, and make the object in your function."
+            )
+    return f"{what} cannot be handed to the child processes: it does not pickle: {error}"
+
+
+def _leaves(container: Any) -> Iterator[tuple[str, Any]]:
+    kind = container._metadata.object_type
+    if isinstance(kind, type) and kind not in (dict, list):
+        yield container._get_full_key(None), kind
+    content = container._content
+    if not isinstance(content, dict | list):  # None, '???' or an interpolation
+        return
+    for key, node in content.items() if isinstance(content, dict) else enumerate(content):
+        if hasattr(node, "_content"):
+            yield from _leaves(node)
+        else:
+            yield container._get_full_key(key), node._value()

@@ -1,0 +1,351 @@
+"""Hydra: every rank runs the job that the launching process has composed, in one output directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import venv
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import ScriptResult, run_script
+from harness.scripts import ROOT
+
+TESTS = ROOT / "tests"
+DEADLINE_S = 300
+
+Note = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """How the program is started on one node."""
+
+    python: Sequence[str] = (sys.executable,)
+    launcher: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = "."
+
+
+class Run:
+    """A program that has been run in `folder`, on one node or more, and what its processes have noted."""
+
+    def __init__(
+        self,
+        folder: Path,
+        program: str | Path,
+        args: Sequence[str] = (),
+        *,
+        is_module: bool = False,
+        nodes: Sequence[Node] = (Node(),),
+    ) -> None:
+        self.folder = folder
+        notes = folder / "notes"
+        notes.mkdir()
+
+        def run_on(node: Node) -> ScriptResult:
+            path = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), node.env.get("PYTHONPATH")]))
+            variables = {"NOTES": str(notes), "HYDRA_FULL_ERROR": "1", **node.env, "PYTHONPATH": path}
+            cwd = folder / node.cwd
+            cwd.mkdir(exist_ok=True)
+            how: dict[str, Any] = {"python": node.python, "launcher": node.launcher, "is_module": is_module}
+            return run_script(program, args, variables, timeout_s=DEADLINE_S, cwd=cwd, **how)
+
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            self.results = list(pool.map(run_on, nodes))
+        self.result = self.results[0]
+        self.notes: dict[str, dict[int, Note]] = defaultdict(dict)
+        for path in sorted(notes.iterdir()):
+            name, rank, _ = path.stem.rsplit("-", 2)
+            assert rank == "x" or int(rank) not in self.notes[name], (
+                f"two processes are rank {rank} of {name}"
+            )
+            self.notes[name][-1 if rank == "x" else int(rank)] = json.loads(path.read_text())
+
+    def check(self) -> Run:
+        for result in self.results:
+            result.check()
+        return self
+
+    def jobs(self) -> dict[str, dict[int, Note]]:
+        return {name: notes for name, notes in self.notes.items() if name.startswith("job-")}
+
+    def folders(self, name: str) -> list[Path]:
+        return sorted(path.parent for path in self.folder.rglob(name))
+
+
+def require_one_job(notes: dict[int, Note], *, num_ranks: int = 2, has_subfolder: bool = True) -> Path:
+    """Checks what holds for each job, and returns its output directory."""
+    assert sorted(notes) == list(range(num_ranks))
+    assert len({note["pid"] for note in notes.values()}) == num_ranks
+    for key in (
+        "values",
+        "raw",
+        "hydra",
+        "flags",
+        "name",
+        "output_dir",
+        "port",
+        "weights",
+        "cwd",
+        "first_draw",
+    ):
+        assert all(note[key] == notes[0][key] for note in notes.values()), key
+    values = notes[0]["values"]
+    assert values["drawn"] == notes[0]["first_draw"]
+    assert values["drawn"] != values["drawn_again"]
+    assert values["read_twice"] == 2
+    assert values["follows"] == values["text"]
+    assert values["late"] == "late"
+    assert (values["missing"], values["broken"]) == ("MissingMandatoryValue", "InterpolationKeyError")
+    assert notes[0]["flags"] == [True, True]
+    folder = Path(notes[0]["output_dir"])
+    assert (folder / ".hydra" / "config.yaml").exists() is has_subfolder
+    for rank in range(1, num_ranks):
+        log = (folder / "ranks" / f"{rank}.log").read_text()
+        assert f"printed by rank {rank}" in log
+        assert f"[hydra_app][INFO] - a line of rank {rank}" in log
+    assert sorted(path.name for path in (folder / "ranks").iterdir()) == [
+        f"{r}.log" for r in range(1, num_ranks)
+    ]
+    return folder
+
+
+def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(tmp_path) -> None:
+    run = Run(
+        tmp_path,
+        TESTS / "hydra_app" / "train.py",
+        ["--multirun", "lr=0.1,0.2", "num_fits=2", "hydra.job.chdir=true"],
+        nodes=[Node(env={"WHO": "someone"})],
+    )
+    run.check()
+    jobs = run.jobs()
+    assert sorted(jobs) == ["job-0", "job-1"]
+    folders = [require_one_job(notes) for notes in jobs.values()]
+    assert len(set(folders)) == 2
+    assert len(run.folders(".hydra")) == len(run.folders("ranks")) == 2
+    assert len(run.folders("multirun.yaml")) == 1
+    assert [notes[0]["values"]["lr"] for notes in jobs.values()] == [0.1, 0.2]
+    assert [notes[0]["cwd"] for notes in jobs.values()] == list(map(str, folders))
+    assert all(notes[0]["values"]["user"] == "someone" for notes in jobs.values())
+    assert all(notes[0]["values"]["rank_variable"] == "none" for notes in jobs.values())
+    for key in ("drawn", "drawn_once"):
+        assert len({notes[0]["values"][key] for notes in jobs.values()}) == 2
+    # rank 0 is one process, each job has its own child and its own port
+    assert len({notes[0]["pid"] for notes in jobs.values()}) == 1
+    assert len({notes[1]["pid"] for notes in jobs.values()}) == 2
+    assert len({notes[0]["port"] for notes in jobs.values()}) == 2
+    assert all(notes[1]["parent"] == notes[0]["pid"] for notes in jobs.values())
+    first = jobs["job-0"][0]["before"]
+    assert first["variables"] == {}
+    assert (first["sockets"], first["is_initialized"]) == (0, False)
+    for notes in jobs.values():
+        assert notes[0]["before"] == first
+    (end,) = run.notes["end"].values()
+    assert {key: end[key] for key in first} == first
+    assert run.result.stdout.count("printed by rank 0") == 2
+    assert "printed by rank 1" not in run.result.stdout + run.result.stderr
+
+
+def test_a_job_s_overrides_folders_and_name_reach_all_ranks(tmp_path) -> None:
+    more = tmp_path / "more conf"
+    (more / "experiment").mkdir(parents=True)
+    (more / "experiment" / "y.yaml").write_text("# @package _global_\nlr: 0.25\n")
+    (more / "other.yaml").write_text("defaults: [config, _self_]\nitems: []\n")
+    folder = tmp_path / "runs" / "lr=0.5,text=x y"
+    run = Run(
+        tmp_path,
+        TESTS / "hydra_app" / "train.py",
+        [
+            "--config-dir",
+            str(more),
+            "--config-path",
+            str(TESTS / "hydra_app" / "conf"),
+            "--config-name=other",
+            "+experiment=y",
+            'text="it\'s a=b, \\"c\\" {d} ü→"',
+            "items=[1,'two words',{k: 'v=w'}]",
+            "+tree.b={c: [d, 'e=f']}",
+            "hydra.output_subdir=null",
+            f"hydra.run.dir='{folder}'",
+            "hydra.job.chdir=false",
+            "hydra.job.name='naïve'",
+        ],
+    )
+    run.check()
+    (notes,) = run.jobs().values()
+    assert require_one_job(notes, has_subfolder=False) == folder
+    assert notes[1]["values"]["text"] == 'it\'s a=b, "c" {d} ü→!'
+    assert notes[1]["values"]["items"] == [1, "two words", {"k": "v=w"}]
+    assert notes[1]["values"]["tree"] == {"a": 1, "b": {"c": ["d", "e=f"]}}
+    assert notes[1]["values"]["lr"] == 0.25
+    assert (notes[1]["name"], notes[1]["cwd"]) == ("naïve", str(tmp_path))
+    assert not run.folders(".hydra")
+    assert not (tmp_path / "outputs").exists()
+    assert sorted(path.name for path in folder.iterdir()) == ["naïve.log", "ranks"]
+    assert "a line of rank 1" not in (folder / "naïve.log").read_text()
+
+
+SWEEPER = """
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+class Doubling(Sweeper):
+    \"\"\"Asks for one job at a time, and chooses the next one by what the last one returned.\"\"\"
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def sweep(self, arguments):
+        lr, trouble = 0.125, ["bad=none", "bad=object", "bad=folder", "bad=none", "fault=last"]
+        for number, override in enumerate(trouble):
+            (done,) = self.launcher.launch([[*arguments, f"lr={lr}", override]], initial_job_idx=number)
+            lr = 2 * done.return_value
+
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="doubling", node={"_target_": "hydra_plugins.doubling.Doubling"})
+"""
+
+
+def test_an_adaptive_sweeper_goes_on_after_jobs_that_could_not_be_launched_and_ends_with_one_that_failed(
+    tmp_path,
+) -> None:
+    plugins = tmp_path / "plugins" / "hydra_plugins"
+    plugins.mkdir(parents=True)
+    (plugins / "doubling.py").write_text(SWEEPER)
+    run = Run(
+        tmp_path,
+        "hydra_app.train",
+        ["-m", "hydra/sweeper=doubling", "+experiment=x"],
+        is_module=True,
+        nodes=[Node(env={"PYTHONPATH": str(plugins.parent)})],
+    )
+    assert sorted(run.notes.pop("job-4")) == [0]  # the other rank has failed
+    assert sorted(run.jobs()) == ["job-0", "job-3"]
+    for notes in run.jobs().values():
+        require_one_job(notes)
+    assert [notes[1]["values"]["lr"] for notes in run.jobs().values()] == [0.125, 1.0]
+    assert len(run.folders(".hydra")) == 5
+
+    (unpicklable,), (unwritable,) = run.notes["error1"].values(), run.notes["error2"].values()
+    assert unpicklable["lr"] == 0.25
+    assert "the value of `bad`, a type, does not pickle" in unpicklable["message"]
+    assert f"cannot be written to {tmp_path}/multirun/" in unwritable["message"]
+    assert "hydra.sweep.dir" in unwritable["message"]
+    for error in (unpicklable, unwritable):
+        assert error["left"] == error["begun"]
+    assert run.jobs()["job-3"][0]["before"]["variables"] == {}
+
+    assert run.result.returncode == 1
+    report = run.result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith("rank 1 (node 0, host ")
+    assert report.rstrip().endswith("RuntimeError: raised when the training was over")
+
+
+BROKEN = """
+import os
+import hydra
+import lightning_ddp
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+
+if os.environ.get("LOCAL_RANK", "0") != "0":
+    import there_is_no_such_module
+
+@hydra.main(config_path=None, version_base="1.3")
+def main(cfg):
+    trainer = pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, barebones=True)
+    trainer.fit(BoringModel())
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_child_that_cannot_import_the_script_is_named_with_its_output(tmp_path) -> None:
+    run = Run(tmp_path, BROKEN)
+    assert run.result.returncode == 1
+    report = run.result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith("rank 1 (node 0, host ")
+    assert f"the process exited with code 1; what it printed is in {tmp_path}/outputs/" in report
+    assert report.rstrip().endswith("ModuleNotFoundError: No module named 'there_is_no_such_module'")
+    assert "PeerFailure: rank 1" in run.result.stderr
+
+
+COMPOSE = """
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra_app.training import fit, note, register_resolvers, values_of
+from pathlib import Path
+import hydra_app, os
+
+register_resolvers()
+
+def train(number, **options):
+    # with the node `hydra`, as tests and notebooks use it
+    cfg = compose("config", overrides=[f"lr={number / 4}"], return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    seen = fit(cfg.lr)
+    values = values_of(cfg)
+    del values["hydra"]
+    note(f"fit-{number}", {**seen, "values": values})
+
+if __name__ == "__main__":
+    with initialize_config_dir(str(Path(hydra_app.__file__).parent / "conf"), version_base="1.3"):
+        train(1)
+        train(2)
+"""
+
+
+def test_a_script_with_the_compose_api_composes_the_same_on_all_ranks(tmp_path) -> None:
+    run = Run(tmp_path, COMPOSE)
+    run.check()
+    for number in (1, 2):
+        notes = run.notes[f"fit-{number}"]
+        assert sorted(notes) == [0, 1]
+        assert notes[0]["values"] == notes[1]["values"]
+        assert notes[1]["values"]["lr"] == number / 4
+    assert run.notes["fit-1"][0]["values"]["drawn"] != run.notes["fit-2"][0]["values"]["drawn"]
+    assert run.notes["fit-1"][1]["pid"] == run.notes["fit-2"][1]["pid"]
+    assert not run.folders("ranks")
+
+
+WITHOUT_HYDRA = """
+import os, sys
+import lightning_ddp
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, barebones=True)
+    trainer.fit(BoringModel())
+    imported = {"hydra", "omegaconf"} & set(sys.modules)
+    os.write(1, f"TRAINED {trainer.global_rank} {len(imported)}\\n".encode())  # one write: two ranks
+"""
+
+
+def environment_without(folder: Path, *packages: str) -> str:
+    """An environment with all that is installed here, less some packages; returns its interpreter."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    (target,) = folder.glob("lib/python*/site-packages")
+    for name in (path for path in map(Path, sys.path) if path.name == "site-packages"):
+        for entry in name.iterdir():
+            if not entry.name.lower().startswith(packages):
+                (target / entry.name).symlink_to(entry)
+    return str(folder / "bin" / "python")
+
+
+def test_hydra_is_not_imported_by_a_script_that_does_not_use_it_and_need_not_be_installed(tmp_path) -> None:
+    python = environment_without(tmp_path / "venv", "hydra", "omegaconf", "antlr4")
+    installed = "from importlib.util import find_spec\nassert find_spec('hydra') is None\n"
+    run = Run(tmp_path, installed + WITHOUT_HYDRA, nodes=[Node(python=[python])]).check()
+    lines = run.result.stdout.splitlines()
+    assert sorted(line for line in lines if "TRAINED" in line) == [f"TRAINED {rank} 0" for rank in range(2)]

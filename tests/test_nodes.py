@@ -1,0 +1,264 @@
+"""Where processes are: several nodes, clusters, many jobs at once, and places that are described wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, two_namespaces
+from harness.preloaded import Preloaded, PreloadedResult, preloaded
+from test_hydra import TESTS, Node, Note, Run
+
+TRAIN = TESTS / "hydra_app" / "train.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+PORT = 29511
+NUM_JOBS = 20
+TIMEOUT_S = 150.0
+NOBODY = "192.0.2.1"  # an address that RFC 5737 keeps for examples
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Preloaded]:
+    with preloaded("launch_script") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[None]:
+    with two_namespaces():
+        yield
+
+
+def order(folder: Path, name: str, environment: dict[str, str] | None = None, **more: Any) -> list[str]:
+    everything = {"NOTES": str(folder), **(environment or {})}
+    return [json.dumps({"name": name, "environment": everything, **more})]
+
+
+def notes_in(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem.rpartition("-")[0]: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def require_success(result: PreloadedResult) -> None:
+    assert result.exit_code == 0, result.stderr[-4000:]
+    assert not result.left
+
+
+@pytest.fixture(scope="module")
+def single_node(process: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The weights that four ranks on one node train."""
+    folder = tmp_path_factory.mktemp("single")
+    require_success(process.run(order(folder, "it", fit={"lr": 0.25, "devices": 4}), timeout_s=TIMEOUT_S))
+    notes = notes_in(folder)
+    weights: list[float] = notes["it-0"]["weights"]
+    assert all(notes[f"it-{rank}"]["weights"] == weights for rank in range(4))
+    return weights
+
+
+def python_on(node: int) -> tuple[str, ...]:
+    return ("ip", "netns", "exec", NAMESPACES[node], sys.executable)
+
+
+def require_two_nodes(notes: dict[int, Note], weights: list[float]) -> None:
+    assert sorted(notes) == list(range(4))
+    for rank, note in notes.items():
+        assert (note["world_size"], note["interface"]) == (4, INTERFACES[rank // 2])
+        assert note["weights"] == weights
+        for key in ("values", "raw"):
+            assert note[key] == notes[0][key], key
+
+
+def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node, tmp_path) -> None:
+    nodes = [
+        Node(
+            python=python_on(node),
+            env={"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "NODE_RANK": str(node)},
+            cwd=f"disk {node}",
+        )
+        for node in range(2)
+    ]
+    run = Run(tmp_path, TRAIN, ["lr=0.25", "num_nodes=2"], nodes=nodes).check()
+    (notes,) = run.jobs().values()
+    require_two_nodes(notes, single_node)
+    assert notes[3]["parent"] == notes[2]["pid"]
+    folders = [Path(notes[rank]["output_dir"]) for rank in (0, 2)]
+    for folder, rank in zip(folders, (1, 3), strict=True):
+        assert [path.name for path in (folder / "ranks").iterdir()] == [f"{rank}.log"]
+    assert run.folders(".hydra") == run.folders("train.log") == [folders[0]]
+
+
+def test_torchrun_with_a_c10d_rendezvous_trains_what_one_node_does(network, single_node, tmp_path) -> None:
+    nodes = [
+        Node(
+            python=python_on(node),
+            launcher=(
+                *TORCHRUN,
+                "--nnodes=2",
+                "--rdzv-backend=c10d",
+                f"--rdzv-conf=is_host={node == 0}",
+                f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}",
+                f"--local-addr={ADDRESSES[node]}",
+            ),
+        )
+        for node in range(2)
+    ]
+    run = Run(tmp_path, TRAIN, ["-m", "lr=0.25,0.5", "num_nodes=2"], nodes=nodes).check()
+    assert sorted(run.jobs()) == ["job-0", "job-1"]
+    jobs = [run.jobs()[f"job-{number}"] for number in range(2)]
+    for number, notes in enumerate(jobs):
+        require_two_nodes(notes, single_node if number == 0 else notes[0]["weights"])
+        for key in ("hydra", "output_dir", "first_draw", "port"):
+            assert all(note[key] == notes[0][key] for note in notes.values()), key
+        log = Path(notes[0]["output_dir"], "train.log").read_text()
+        assert "a line of rank 0" in log
+        assert log.count("a line of rank") == 1
+    assert [notes[3]["values"]["lr"] for notes in jobs] == [0.25, 0.5]
+    assert jobs[0][0]["values"]["drawn"] != jobs[1][0]["values"]["drawn"]
+    assert len(run.folders(".hydra")) == 2
+    assert len(run.folders("multirun.yaml")) == 1
+
+
+def test_torchrun_starts_all_again_after_a_failure(network, tmp_path) -> None:
+    static = (f"--master-port={PORT}", "--master-addr=127.0.0.1", "--nnodes=1", "--max-restarts=1")
+    node = Node(python=python_on(0), launcher=(*TORCHRUN, *static))
+    run = Run(tmp_path, TRAIN, ["fault=first attempt", "num_fits=2"], nodes=[node]).check()
+    assert run.result.stderr.count("FAULT FIRED") == 1
+    (notes,) = run.jobs().values()
+    for key in ("values", "raw", "hydra", "output_dir", "weights"):
+        assert notes[0][key] == notes[1][key], key
+
+
+SLURM = """
+import ctypes, os
+
+rank = os.environ.get("SUBMITIT_LOCAL_GLOBALID")
+if rank is not None:  # in a task that submitit has started: what srun sets, and the node that it runs on
+    node, local_rank = divmod(int(rank), 2)
+    os.environ.update(
+        SLURM_NTASKS="4", SLURM_NTASKS_PER_NODE="2", SLURM_NNODES="2", SLURM_PROCID=rank, SLURM_STEP_ID="0",
+        SLURM_LOCALID=str(local_rank), SLURM_NODEID=str(node), SLURM_NODELIST="10.197.31.[1-2]",
+        SLURM_JOB_ID="117", SLURM_JOB_NAME="train",
+    )
+    with open("/run/netns/" + os.environ["NAMESPACES"].split()[node]) as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), "setns")
+"""
+
+
+def test_tasks_of_slurm_that_submitit_has_submitted_train_what_one_node_does(
+    network, single_node, tmp_path
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SLURM)
+    node = Node(env={"NAMESPACES": " ".join(NAMESPACES), "PYTHONPATH": str(tmp_path / "site")})
+    submitit = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=4"]
+    run = Run(
+        tmp_path, "hydra_app.train", ["-m", *submitit, "lr=0.25", "num_nodes=2"], is_module=True, nodes=[node]
+    )
+    run.check()
+    (notes,) = run.jobs().values()
+    require_two_nodes(notes, single_node)
+    for key in ("hydra", "output_dir", "port"):
+        assert all(note[key] == notes[0][key] for note in notes.values()), key
+    (folder,) = run.folders(".hydra")
+    assert str(folder) == notes[0]["output_dir"]
+    assert (folder / "train.log").read_text().count("a line of rank") == 1
+
+
+def test_twenty_jobs_that_start_at_the_same_moment_all_finish_without_a_port(process, tmp_path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    runs = [
+        process.start(order(tmp_path, f"job{number}", gate=str(gate), fit={"lr": (number + 1) / 100}))
+        for number in range(NUM_JOBS)
+    ]
+    opened = os.open(gate, os.O_RDWR)  # stays open: one that comes late passes as well
+    try:
+        for run in runs:
+            require_success(run.wait(TIMEOUT_S))
+    finally:
+        os.close(opened)
+    notes = notes_in(tmp_path)
+    assert sorted(notes) == sorted(f"job{number}-{rank}" for number in range(NUM_JOBS) for rank in range(2))
+    weights = []
+    for number in range(NUM_JOBS):
+        first, second = notes[f"job{number}-0"], notes[f"job{number}-1"]
+        assert (first["port"], first["weights"]) == (second["port"], second["weights"])
+        weights.append(first["weights"][0])
+    assert len(set(weights)) == NUM_JOBS
+    assert weights in (sorted(weights), sorted(weights, reverse=True))  # a job's own learning rate
+
+
+def test_pods_of_kubeflow_are_joined(process, network, tmp_path) -> None:
+    runs = []
+    for rank in range(2):
+        environment = {
+            "KUBERNETES_PORT": "tcp://127.0.0.1:443",
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": str(PORT),
+            "WORLD_SIZE": "2",
+            "RANK": str(rank),
+        }
+        place = {"namespace": NAMESPACES[rank], "fit": {"devices": 1, "num_nodes": 2}}
+        runs.append(process.start(order(tmp_path, "pod", environment, **place)))
+    for run in runs:
+        require_success(run.wait(TIMEOUT_S))
+    notes = notes_in(tmp_path)
+    assert [notes[f"pod-{rank}"]["interface"] for rank in range(2)] == list(INTERFACES)
+    assert notes["pod-0"]["weights"] == notes["pod-1"]["weights"]
+
+
+MASTER = {"MASTER_ADDR": NOBODY, "MASTER_PORT": str(PORT)}
+THREE_TASKS = {
+    "SLURM_NTASKS": "3",
+    "SLURM_NNODES": "1",
+    "SLURM_NTASKS_PER_NODE": "3",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "localhost",
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NAME": "train",
+}
+WRONG = {
+    "no node rank": (MASTER, 2, ["num_nodes=2, but NODE_RANK is not set", "NODE_RANK=0 on the one"]),
+    "address of another node": (
+        {**MASTER, "NODE_RANK": "0"},
+        2,
+        [f"MASTER_ADDR={NOBODY} (port {PORT}) is no address of this host, which is node 0", "interface"],
+    ),
+    "address where nobody listens": (
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODE_RANK": "1"},
+        2,
+        ["cannot reach the launcher's store at 127.0.0.1, port 1", "interface lo with address 127.0.0.1"],
+    ),
+    "tasks of slurm": (
+        THREE_TASKS,
+        1,
+        [
+            "SLURM has started 3 tasks (SLURM_NTASKS) on 1 node (SLURM_NNODES)",
+            "Trainer(devices=2, num_nodes=1) needs 2",
+            "#SBATCH --ntasks-per-node=2",
+            "devices=3, num_nodes=1",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_place_that_is_described_wrongly_is_an_error_and_no_hang(process, tmp_path, what) -> None:
+    environment, num_nodes, messages = WRONG[what]
+    result = process.run(
+        order(tmp_path, "wrong", environment, timeout_s=2.0, fit={"num_nodes": num_nodes}),
+        timeout_s=TIMEOUT_S,
+    )
+    assert result.exit_code == 1
+    assert not result.left
+    assert not notes_in(tmp_path)
+    for message in messages:
+        assert message in result.stderr, result.stderr[-4000:]
