@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_ddp.conf.importing import after_import
+from lightning_ddp.launch.import_hook import after_import
 
 __all__ = ["install"]
 
