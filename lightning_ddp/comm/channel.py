@@ -11,84 +11,17 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.errors import ConfigurationError, LightningDDPError
+from lightning_ddp.comm.subgroups import part_group, sibling_group
+from lightning_ddp.errors import LightningDDPError
 
 __all__ = ["Channel", "part_group", "sibling_group"]
-
-_num_siblings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-
-def sibling_group(group: Group, device: torch.device) -> Group:
-    """A second group of the same ranks, whose collectives cannot mix with those of the first.
-
-    All ranks call it, in one order among calls on the same group. Communicates. Where torch offers no way
-    to make one, the group itself is returned.
-
-    Args:
-        group: the ranks.
-        device: where the tensors of its collectives will be.
-    """
-    return _make(group, device, group.size) or group
-
-
-def part_group(group: Group, size: int, device: torch.device) -> Group:
-    """The group of `size` neighbouring ranks that this rank is in; rank 0 to size - 1 are the first one.
-
-    All ranks call it, in one order among calls on the same group. Communicates.
-
-    Args:
-        group: the ranks.
-        size: divides their number.
-        device: where the tensors of its collectives will be.
-
-    Raises:
-        ConfigurationError: torch offers no way to make it of this group.
-    """
-    made = _make(group, device, size)
-    if made is None:
-        raise ConfigurationError(
-            f"no groups of {size} ranks can be made: this process group is not known to torch.distributed."
-            " Create it with init_process_group or new_group."
-        )
-    return made
-
-
-def _make(group: Group, device: torch.device, size: int) -> Group | None:
-    """New groups of `size` neighbouring ranks each; the one of this rank."""
-    process_group = group.process_group
-    first_rank = group.rank - group.rank % size
-    if group.backend(device) != "gloo":
-        if not (dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map):
-            return None
-        ranks = dist.get_process_group_ranks(process_group)
-        mine = None
-        for start in range(0, group.size, size):
-            made = dist.new_group(ranks[start : start + size])  # all ranks make all groups
-            mine = made if start == first_rank else mine
-        return Group(mine, group.interrupt)
-    store = group.store
-    if store is None:
-        return None
-    number = _num_siblings.get(process_group, 0)
-    _num_siblings[process_group] = number + 1
-    first: Any = process_group
-    if isinstance(process_group, dist.ProcessGroup):
-        first = process_group._get_backend(device)
-    gloo: Any = dist.ProcessGroupGloo  # torch's annotations leave its options out
-    options = gloo._Options()
-    options._devices = first.options._devices
-    options._timeout = first.options._timeout
-    prefixed = dist.PrefixStore(f"lightning_ddp/sibling/{number}/{first_rank}", store)
-    return Group(gloo(prefixed, group.rank - first_rank, size, options), group.interrupt)
 
 
 class Channel:

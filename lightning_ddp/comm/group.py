@@ -114,11 +114,15 @@ class Group:
     Args:
         process_group: a `torch.distributed.ProcessGroup`, or a single backend such as `ProcessGroupGloo`.
         interrupt: looked at in every slice of a wait; None for none.
+        transport: how CPU ranks of one host send gradients and parameters; see `comm.hosts`.
     """
 
-    def __init__(self, process_group: Any, interrupt: Interrupt | None = None) -> None:
+    def __init__(
+        self, process_group: Any, interrupt: Interrupt | None = None, transport: str = "auto"
+    ) -> None:
         self.process_group: Any = process_group
         self.interrupt = interrupt
+        self.transport = transport
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._sum = dist.AllreduceOptions()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.parallel.buckets import BucketSpec, ParameterSpec, plan_buckets
 from lightning_ddp.parallel.options import ReducerOptions
 from lightning_ddp.parallel.sparse import SparseBucket
@@ -22,6 +23,7 @@ class BucketLayout:
         names: their qualified names.
         options: caps of the buckets, and how gradients get in and out of them.
         sparse: positions of the parameters whose gradients are sparse tensors.
+        memory: where the buckets on the CPU go, if the ranks are to share it.
     """
 
     def __init__(
@@ -30,7 +32,9 @@ class BucketLayout:
         names: Sequence[str],
         options: ReducerOptions,
         sparse: frozenset[int] = frozenset(),
+        memory: SharedMemory | None = None,
     ) -> None:
+        self._memory = memory
         self.params = tuple(parameters)
         self.names = tuple(names)
         self._options = options
@@ -103,11 +107,16 @@ class BucketLayout:
             if kind not in self._storage:
                 same = [o for o in plan if (o.dtype, o.device) == kind and not o.is_sparse]
                 numel = sum(other.numel for other in same)
-                self._storage[kind] = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
+                self._storage[kind] = self._zeros(numel, *kind)
             start = offsets.get(kind, 0)
             offsets[kind] = start + spec.numel
             flats.append(self._storage[kind][start : start + spec.numel])
         return flats
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._memory is not None and device.type == "cpu":
+            return self._memory.zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def _release(self) -> dict[int, torch.Tensor]:
         """Lets go of the present buckets; copies of the gradients that live in them are kept."""

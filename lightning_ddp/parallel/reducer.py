@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.hosts import Hosts
+from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.errors import BackwardOrderError, CommHookError, MissingGradientError
 from lightning_ddp.parallel.expected import ExpectedGradients
 from lightning_ddp.parallel.failures import BackwardFailures
@@ -70,6 +72,7 @@ class Reducer(ReducerTorchNames):
         token: the same on all ranks, different for every reducer.
         options: how gradients are bucketed and what is expected of a backward.
         sparse: positions of the parameters whose gradients are sparse tensors.
+        hosts: where the ranks are, if those of a host are to share memory. Construction communicates then.
     """
 
     def __init__(
@@ -82,14 +85,18 @@ class Reducer(ReducerTorchNames):
         token: str,
         options: ReducerOptions,
         sparse: frozenset[int] = frozenset(),
+        hosts: Hosts | None = None,
     ) -> None:
         self.options = options
-        self.layout = BucketLayout(parameters, names, options=options, sparse=sparse)
+        memory = SharedMemory(group, hosts) if hosts is not None else None
+        self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, memory=memory)
+        if memory is not None and not memory.connect():
+            memory = None
         self.times = RunTimes(device)
         self._params = self.layout.params
         self._device = device
         self._group = group
-        self._reduction = Reduction(group)
+        self._reduction = Reduction(group, memory)
         board = MissingGradients(group, token)
         self.failures = BackwardFailures(
             group, board, self.layout.names, raises_at_once=options.raises_at_once

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from lightning_ddp.comm.group import Group, without_engine_context
+from lightning_ddp.comm.shared_memory import SharedMemory
+from lightning_ddp.comm.works import Worker
 from lightning_ddp.errors import CommHookError
 from lightning_ddp.parallel import torch_words
 from lightning_ddp.parallel.storage import Bucket
@@ -23,10 +25,13 @@ class Reduction:
 
     Args:
         group: the ranks.
+        memory: what the flat buffers lie in, if the ranks share it; None to send them through the group.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, memory: SharedMemory | None = None) -> None:
         self._group = group
+        self._memory = memory
+        self._worker = Worker()
         self._hook: CommHook | None = None
         self._state: Any = None
         self.scale: float | None = 1.0 / group.size  # gradients are scaled so on their way into the bucket
@@ -64,7 +69,7 @@ class Reduction:
             return
         self.num_launched += 1
         if self._hook is None:
-            bucket.work = self._group.all_reduce(bucket.flat)
+            bucket.work = self._start(bucket)
             return
         try:
             with without_engine_context():
@@ -78,6 +83,14 @@ class Reduction:
                 " make one of the flat gradient",
             )
         bucket.work = future
+
+    def _start(self, bucket: Bucket) -> Any:
+        memory, flat = self._memory, bucket.flat
+        if memory is None or bucket.spec.is_sparse:
+            return self._group.all_reduce(flat)
+        if not bucket.contributes:
+            return self._worker.submit(lambda: memory.all_reduce_nothing(flat.numel(), flat.dtype))
+        return self._worker.submit(lambda: memory.all_reduce(flat))
 
     def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Waits until the flat buffer holds the result.
