@@ -8,6 +8,7 @@ import torch
 
 from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.parallel.buckets import BucketSpec, ParameterSpec, plan_buckets
+from lightning_ddp.parallel.heap import keep_freed_memory
 from lightning_ddp.parallel.options import ReducerOptions
 from lightning_ddp.parallel.sparse import SparseBucket
 from lightning_ddp.parallel.storage import Bucket
@@ -45,6 +46,7 @@ class BucketLayout:
         self._storage: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self.buckets: tuple[Bucket, ...] = ()
         self.where: dict[int, tuple[Bucket, int]] = {}
+        keep_freed_memory()
         self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
 
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
