@@ -26,6 +26,7 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.hosts import Transport, check_transport
 from lightning_ddp.communicating_fit import CommunicatingFit
 from lightning_ddp.communication.wiring import Communication, HookSpec
 from lightning_ddp.errors import ConfigurationError
@@ -96,6 +97,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             stopped, or its data loader hangs); longer than the longest step. None for never.
         model_averaging: local training with averaged parameters: a name of `averaging.available_averagers`,
             or a mapping with `name` and options.
+        transport: how gradients and averaged parameters on the CPU travel. 'auto': through memory that the
+            ranks of a host share, and between hosts by gloo, one rank a host; by gloo where that cannot be.
+            'shared_memory': the same, or an error. 'gloo': by gloo.
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -133,7 +137,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         failure_grace_s: float = 30.0,
         stall_timeout: timedelta | None = None,
         model_averaging: str | Mapping[str, Any] | None = None,
+        transport: Transport = "auto",
     ) -> None:
+        check_transport(transport)
         if start_method not in _START_METHODS:
             raise ConfigurationError(
                 f"start_method={start_method!r}; there are {', '.join(map(repr, _START_METHODS))}"
@@ -178,6 +184,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         self._stopping = StepStop()
         self._forward_redirection = _ManualOptimizationRedirection(self._communication)
         self._group: Group | None = None
+        self._transport = transport
 
     # ------------------------------------------------------------------ set-up
 
@@ -206,7 +213,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             device=self.root_device,
             settings=self._reconcile_settings,
         )
-        self._group = Group(group, ours.interrupt)
+        self._group = Group(group, ours.interrupt, self._transport)
 
     def _where(self) -> Where:
         """What this rank is doing, for the report of a failure."""
@@ -253,6 +260,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
                 process_group=group.process_group,
                 raises_at_once=True,
                 interrupt=group.interrupt,
+                transport=self._transport,
                 **self._ddp_kwargs,
             )
 
