@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.bench import BenchmarkError, failures, hooks, launch, memory, step
+from lightning_ddp.bench import BenchmarkError, allreduce, failures, hooks, launch, memory, step
 from lightning_ddp.bench.report import format_table
 
 
@@ -45,6 +45,7 @@ _COMMANDS: Mapping[str, Command] = {"variants": Variants()}
 _BENCHES: Mapping[str, Command] = {
     "step": step,
     "memory": memory,
+    "allreduce": allreduce,
     "launch": launch,
     "failures": failures,
     "hooks": hooks,

@@ -213,7 +213,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             device=self.root_device,
             settings=self._reconcile_settings,
         )
-        self._group = Group(group, ours.interrupt, self._transport)
+        self._group = Group(group, ours.interrupt, transport=self._transport)
 
     def _where(self) -> Where:
         """What this rank is doing, for the report of a failure."""
@@ -349,7 +349,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         joined = self._joined_group()
         if group is None or group is dist.group.WORLD:
             return joined
-        return Group(group, joined.interrupt)
+        return Group(group, joined.interrupt, transport=joined.transport)
 
     def _is_alone(self) -> bool:
         """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""

@@ -114,15 +114,22 @@ class Group:
     Args:
         process_group: a `torch.distributed.ProcessGroup`, or a single backend such as `ProcessGroupGloo`.
         interrupt: looked at in every slice of a wait; None for none.
+        store: a key-value store that these ranks alone use; None for the one that torch knows of.
         transport: how CPU ranks of one host send gradients and parameters; see `comm.hosts`.
     """
 
     def __init__(
-        self, process_group: Any, interrupt: Interrupt | None = None, transport: str = "auto"
+        self,
+        process_group: Any,
+        interrupt: Interrupt | None = None,
+        store: Any | None = None,
+        *,
+        transport: str = "auto",
     ) -> None:
         self.process_group: Any = process_group
         self.interrupt = interrupt
         self.transport = transport
+        self._store = store
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._sum = dist.AllreduceOptions()
@@ -134,6 +141,8 @@ class Group:
     @property
     def store(self) -> Any | None:
         """The key-value store that the group was made with, or None where torch does not tell."""
+        if self._store is not None:
+            return self._store
         get = getattr(self.process_group, "get_group_store", None)
         if get is not None and type(self.process_group) is dist.ProcessGroup:
             return get()

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from lightning_ddp.comm import semaphores
 from lightning_ddp.comm.arenas import Arena, Lifeline, OwnArena, open_arena
 from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import SLICE_S, Group
 from lightning_ddp.comm.hosts import Hosts, give_up
-from lightning_ddp.comm.subgroups import gloo_timeout_s, group_of
+from lightning_ddp.comm.subgroups import sub_group
 
 __all__ = ["SharedMemory"]
 
@@ -46,6 +47,7 @@ _NOTHING = -1
 # where things lie in a rank's control arena; a cache line each
 _CALL, _IS_CLOSED, _SEMAPHORES = 0, 64, 128
 
+_Ticket = tuple[int, int, bytes]
 _Chunks = list[tuple[torch.Tensor, ...]]
 """Elements that one rank adds up, chunk by chunk: the same ones of each contributing rank."""
 
@@ -71,7 +73,7 @@ class SharedMemory:
         self._obstacle: str | None = None
         self._has_more_hosts = len(hosts.by_host) > 1
         self._leaders: Group | None = None
-        self._timeout_s = gloo_timeout_s(group)
+        self._timeout_s = _timeout_s(group)
         self._plans: dict[Any, _Chunks] = {}
         self._number = 0
         self._failure: BaseException | None = None
@@ -97,26 +99,33 @@ class SharedMemory:
         Raises:
             ConfigurationError: they could not, and shared memory was asked for.
         """
+        if self._has_more_hosts and self._group.store is None:
+            self._obstacle = "the group has no store for a group of one rank a host"
         try:
             self._own.insert(0, self._make_control())
         except OSError as error:
             self._obstacle = f"no shared memory: {error}"
-        tickets = all_gather_objects(self._group, [arena.ticket for arena in self._own], _CPU)
-        if self._obstacle is None:
+        offers = self._tell([arena.ticket for arena in self._own])
+        if offers is not None:
             try:
-                self._open(tickets)
+                self._open(offers)
             except OSError as error:
                 self._obstacle = f"memory of another process cannot be mapped: {error}"
-        obstacles = all_gather_objects(self._group, self._obstacle, _CPU)
+            offers = self._tell([])
         for arena in self._own:
             arena.close_descriptor()
-        for rank, obstacle in enumerate(obstacles):
+        if offers is not None and self._has_more_hosts:
+            self._leaders = sub_group(self._group, self._hosts.leaders, _CPU)
+        return offers is not None
+
+    def _tell(self, tickets: list[_Ticket]) -> list[list[_Ticket]] | None:
+        """The tickets of all ranks; None, after a line in the log, if one of them cannot go on."""
+        answers = all_gather_objects(self._group, (self._obstacle, tickets), _CPU)
+        for rank, (obstacle, _) in enumerate(answers):
             if obstacle is not None:
                 give_up(self._group, f"rank {rank}: {obstacle}", is_fault=True)
-                return False
-        if self._has_more_hosts:
-            self._leaders = group_of(self._group, self._hosts.leaders)
-        return True
+                return None
+        return [offered for _, offered in answers]
 
     def _make_control(self) -> OwnArena:
         control = OwnArena(_SEMAPHORES + len(self._ranks) * semaphores.SEMAPHORE_BYTES)
@@ -125,7 +134,7 @@ class SharedMemory:
         weakref.finalize(self, _close, control.integers(_IS_CLOSED, 1), os.getpid())
         return control
 
-    def _open(self, tickets: Sequence[Sequence[tuple[int, int, bytes]]]) -> None:
+    def _open(self, tickets: Sequence[Sequence[_Ticket]]) -> None:
         pids = [self._hosts.pids[rank] for rank in self._ranks]
         for index, rank in enumerate(self._ranks):
             if index == self._me:
@@ -303,6 +312,14 @@ def _add_in_float32(plan: _Chunks, *, gives_all: bool) -> None:
             part.add_(other)
         for out in (first, *others) if gives_all else (first,):
             out.copy_(part)
+
+
+def _timeout_s(group: Group) -> float:
+    """After how many seconds a collective of a gloo group fails."""
+    backend: Any = group.process_group
+    if isinstance(backend, dist.ProcessGroup):
+        backend = backend._get_backend(_CPU)
+    return float(backend.options._timeout.total_seconds())
 
 
 def _semaphore(index: int) -> int:

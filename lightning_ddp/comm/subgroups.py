@@ -12,9 +12,8 @@ import torch.distributed as dist
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["gloo_timeout_s", "group_of", "part_group", "sibling_group"]
+__all__ = ["part_group", "sibling_group", "sub_group"]
 
-_CPU = torch.device("cpu")
 _num_siblings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -53,24 +52,21 @@ def part_group(group: Group, size: int, device: torch.device) -> Group:
     return made
 
 
-def group_of(group: Group, ranks: Sequence[int]) -> Group | None:
-    """A gloo group of some ranks of a gloo group; None on the others, and where there is no store.
+def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group | None:
+    """A gloo group of the listed ranks; None on the ranks that are not listed, and where there is no store.
 
-    All ranks call it, in one order among calls on the same group. Communicates.
+    All ranks of `group` call it with the same list, in one order among calls on the same group.
+    Communicates among the listed ones.
 
     Args:
-        group: the ranks to choose from.
-        ranks: those of the new group, in its order.
+        group: the ranks to choose from; of a gloo group.
+        ranks: group ranks, in the order in which they are numbered in the new group.
+        device: where the tensors of its collectives will be.
     """
     number, store = _count(group), group.store
     if group.rank not in ranks or store is None:
         return None
-    return _make_gloo(group, store, _CPU, f"{number}/chosen", ranks.index(group.rank), len(ranks))
-
-
-def gloo_timeout_s(group: Group) -> float:
-    """After how many seconds a collective of a gloo group on the CPU fails."""
-    return float(_gloo_backend(group, _CPU).options._timeout.total_seconds())
+    return _make_gloo(group, store, device, f"{number}/listed", ranks.index(group.rank), len(ranks))
 
 
 def _make(group: Group, device: torch.device, size: int) -> Group | None:
@@ -85,7 +81,7 @@ def _make(group: Group, device: torch.device, size: int) -> Group | None:
         for start in range(0, group.size, size):
             made = dist.new_group(ranks[start : start + size])  # all ranks make all groups
             mine = made if start == first_rank else mine
-        return Group(mine, group.interrupt, group.transport)
+        return Group(mine, group.interrupt, transport=group.transport)
     store = group.store
     if store is None:
         return None
@@ -100,18 +96,14 @@ def _count(group: Group) -> int:
     return number
 
 
-def _gloo_backend(group: Group, device: torch.device) -> Any:
-    process_group = group.process_group
-    if isinstance(process_group, dist.ProcessGroup):
-        return process_group._get_backend(device)
-    return process_group
-
-
 def _make_gloo(group: Group, store: Any, device: torch.device, name: str, rank: int, size: int) -> Group:
-    first = _gloo_backend(group, device)
+    first: Any = group.process_group
+    if isinstance(first, dist.ProcessGroup):
+        first = first._get_backend(device)
     gloo: Any = dist.ProcessGroupGloo  # torch's annotations leave its options out
     options = gloo._Options()
     options._devices = first.options._devices
     options._timeout = first.options._timeout
     prefixed = dist.PrefixStore(f"lightning_ddp/sibling/{name}", store)
-    return Group(gloo(prefixed, rank, size, options), group.interrupt, group.transport)
+    made = gloo(dist.PrefixStore("gloo", prefixed), rank, size, options)
+    return Group(made, group.interrupt, prefixed, transport=group.transport)

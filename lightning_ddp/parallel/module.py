@@ -184,7 +184,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         self.require_forward_param_sync = True
         self.bucket_bytes_cap_list = [int(mb * 1024 * 1024) for mb in bucket_cap_mb_list or ()]
         self.bucket_bytes_cap = max(caps_bytes)
-        self._group = Group(group, interrupt, transport)
+        self._group = Group(group, interrupt, transport=transport)
         token = "unverified"
         if init_sync:
             settings = {
@@ -264,7 +264,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             ConfigurationError: there is no default process group.
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self._group = Group(check_process_group(None, None), None, self.transport)
+        self._group = Group(check_process_group(None, None), transport=self.transport)
         self._delayed = None
         self._connect("restored", None)
         self._log = LoggingData(self)
@@ -295,7 +295,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         state, hook = self.reducer.state_and_hook
         step = self.reducer.step
         self.reducer.remove_hooks()
-        self._group = Group(process_group, self._group.interrupt, self._group.transport)
+        self._group = Group(process_group, self._group.interrupt, transport=self.transport)
         self._connect(f"updated/{step}/{process_group.size()}", find_hosts(self._group, self.device))
         if hook is not None:
             self.reducer.set_hook(state, hook)

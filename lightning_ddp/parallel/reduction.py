@@ -69,7 +69,7 @@ class Reduction:
             return
         self.num_launched += 1
         if self._hook is None:
-            bucket.work = self._start(bucket)
+            bucket.work = self._start_mean(bucket)
             return
         try:
             with without_engine_context():
@@ -84,7 +84,7 @@ class Reduction:
             )
         bucket.work = future
 
-    def _start(self, bucket: Bucket) -> Any:
+    def _start_mean(self, bucket: Bucket) -> Any:
         memory, flat = self._memory, bucket.flat
         if memory is None or bucket.spec.is_sparse:
             return self._group.all_reduce(flat)
