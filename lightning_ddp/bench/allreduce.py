@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from lightning_ddp.bench.arguments import add_common_arguments, output_path, positive_int
+from lightning_ddp.bench.arguments import GLOO, SHARED, add_common_arguments, output_path, positive_int
 from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar, write_report
 
-SHARED: Final = "shared_memory"
-GLOO: Final = "gloo"
 CONTENDERS: Final = (SHARED, GLOO)
 SIZES_KIB: Final = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
 

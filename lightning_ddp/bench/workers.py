@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.bench.allreduce import GLOO, SHARED
-from lightning_ddp.bench.arguments import TORCH_DEFAULT
+from lightning_ddp.bench.arguments import GLOO, SHARED, TORCH_DEFAULT
 from lightning_ddp.bench.contenders import TrainingRun
 from lightning_ddp.bench.models import build_workload
 from lightning_ddp.bench.processes import RankContext
