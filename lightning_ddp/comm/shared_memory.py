@@ -9,7 +9,6 @@ each one all-reduces the host's sum with the others by gloo, and its neighbours 
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import SLICE_S, Group
 from lightning_ddp.comm.hosts import Hosts, give_up
 from lightning_ddp.comm.subgroups import sub_group
+from lightning_ddp.comm.works import check_not_ending
 
 __all__ = ["SharedMemory"]
 
@@ -218,7 +218,7 @@ class SharedMemory:
         if self._leaders is not None:
             _, _, _, numel, code = calls[self._me]
             host_sum = contributions[0] if contributions else torch.zeros(numel, dtype=_DTYPES[code])
-            self._leaders.wait(self._leaders.all_reduce(host_sum), _CPU)
+            self._leaders.wait(self._leaders.all_reduce(host_sum), _CPU, lambda _: check_not_ending())
         self._meet()
         own = views[self._me]
         if own is not None and own is not contributions[0]:
@@ -281,8 +281,7 @@ class SharedMemory:
             interrupt = self._group.interrupt
             if interrupt is not None and interrupt.error is not None:
                 raise interrupt.error
-            if not threading.main_thread().is_alive():
-                raise RuntimeError("the interpreter ends")
+            check_not_ending()
             is_gone = not self._lifeline.is_alive(index) or self._are_closed[index][0]
             if is_gone and not semaphores.try_wait(address):  # it may have come before it went
                 self._raise_gone(index)

@@ -9,10 +9,22 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
-__all__ = ["Work", "Worker"]
+__all__ = ["Work", "Worker", "check_not_ending"]
 
 _IDLE_S = 5.0
 _END_S = 1.0
+
+_is_ending = threading.Event()
+
+
+def check_not_ending() -> None:
+    """For the waits of jobs, between two slices.
+
+    Raises:
+        RuntimeError: the interpreter ends, so that nobody needs the result.
+    """
+    if _is_ending.is_set():
+        raise RuntimeError("the interpreter ends")
 
 
 class Work:
@@ -86,12 +98,15 @@ class Worker:
                         continue
                     self._thread = None
                     return
-            if work is None:
+            if work is not None:
+                work.run()
+                continue
+            with self._lock:
+                self._thread = None
                 return
-            work.run()
 
     def end(self) -> None:
-        """Lets the thread end after its present job, and waits for that a moment."""
+        """Lets the thread end after the jobs that it has, and waits for that a moment."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -105,5 +120,6 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     """A thread that is inside of a torch operation when the interpreter is finalised ends the process."""
+    _is_ending.set()
     for worker in list(_workers):
         worker.end()
