@@ -31,7 +31,7 @@ from lightning_ddp.comm.channel import Channel
 from lightning_ddp.comm.group import Group, Interrupt
 from lightning_ddp.comm.hosts import find_hosts
 from lightning_ddp.comm.shared_memory import SharedMemory
-from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.errors import ConfigurationError, PeerFailure, RankMismatchError
 from lightning_ddp.hooks import build_hook
 
 CPU = torch.device("cpu")
@@ -410,7 +410,7 @@ def test_an_unknown_transport_is_refused_by_wrapper_and_strategy() -> None:
 
 def test_ranks_that_ask_for_different_transports_are_told_so() -> None:
     def rank_main(rank, _, group):
-        with pytest.raises(ConfigurationError, match="transport"):
+        with pytest.raises(RankMismatchError, match="transport is 'shared_memory' on rank 0"):
             BucketedDDP(nn.Linear(2, 2), process_group=group, transport=(SHARED, GLOO)[rank])
 
     run_threads(rank_main, 2)

@@ -6,13 +6,16 @@ with the last process that maps it, however that one dies. Peers open it through
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
 import select
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +24,7 @@ __all__ = ["Arena", "Lifeline", "OwnArena", "open_arena"]
 _NAME = "lightning_ddp"
 _TOKEN_BYTES = 16
 _ALIGNMENT = 64
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Arena:
@@ -33,8 +37,8 @@ class Arena:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(descriptor, nbytes)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._buffer = _map(descriptor, nbytes)
+        self.bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
         """All of it, 1-D."""
         self.address = self.bytes.data_ptr()
 
@@ -44,7 +48,7 @@ class Arena:
 
     def integers(self, offset: int, count: int) -> memoryview:
         """`count` integers of 64 bits from byte `offset` on, which is a multiple of 8."""
-        return memoryview(self._map)[offset : offset + 8 * count].cast("q")
+        return memoryview(self._buffer).cast("B")[offset : offset + 8 * count].cast("q")
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a tensor begins, in bytes; None if it lies elsewhere."""
@@ -110,6 +114,22 @@ def open_arena(pid: int, ticket: tuple[int, int, bytes]) -> Arena:
         return Arena(descriptor, nbytes)
     finally:
         os.close(descriptor)
+
+
+def _map(descriptor: int, nbytes: int) -> Any:
+    """An array of bytes that keeps its memory mapped. Python's own `mmap` would keep a descriptor, too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc.mmap(None, nbytes, rights, mmap.MAP_SHARED, descriptor, 0)
+    if address in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(buffer, libc.munmap, address, nbytes).atexit = False
+    return buffer
 
 
 class Lifeline:

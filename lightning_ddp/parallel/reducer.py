@@ -107,6 +107,7 @@ class Reducer(ReducerTorchNames):
         self._lock = threading.Lock()
         self._ready: list[int] = []
         self._hooks = GradientHooks(self, self._ready)
+        weakref.finalize(self, self._hooks.remove).atexit = False  # else its hooks keep the buckets
         self._next = 0
         self._is_armed = False
         self._is_running = False
