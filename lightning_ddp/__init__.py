@@ -4,6 +4,7 @@ Importing the package registers its named variants with Lightning, so that `Trai
 works, and in a child of its launcher ties the process's life to the launcher's.
 """
 
+from lightning_ddp import callbacks as callbacks
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.orphans import adopt_from_environment
 from lightning_ddp.parallel.module import BucketedDDP

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer as Trainer
     from pytorch_lightning.accelerators import Accelerator as Accelerator
     from pytorch_lightning.accelerators import CUDAAccelerator as CUDAAccelerator
+    from pytorch_lightning.callbacks import Callback as Callback
     from pytorch_lightning.plugins import CheckpointIO as CheckpointIO
     from pytorch_lightning.plugins import Precision as Precision
     from pytorch_lightning.plugins.environments import ClusterEnvironment as ClusterEnvironment
@@ -52,6 +53,7 @@ else:
     # our name -> (module below the root, name there); "fabric:" is the other package of the same family
     _NAMES = {
         "Accelerator": ("accelerators", "Accelerator"),
+        "Callback": ("callbacks", "Callback"),
         "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
         "CheckpointIO": ("plugins", "CheckpointIO"),
         "ClusterEnvironment": ("plugins.environments", "ClusterEnvironment"),
@@ -93,6 +95,7 @@ else:
 __all__ = [
     "Accelerator",
     "CUDAAccelerator",
+    "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
     "DDPStrategy",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.bench import BenchmarkError, allreduce, failures, hooks, launch, memory, step
+from lightning_ddp.bench import BenchmarkError, allreduce, channel, failures, hooks, launch, memory, step
 from lightning_ddp.bench.report import format_table
 
 
@@ -49,6 +49,7 @@ _BENCHES: Mapping[str, Command] = {
     "launch": launch,
     "failures": failures,
     "hooks": hooks,
+    "channel": channel,
 }
 
 

@@ -30,9 +30,13 @@ class CommunicatingFit(DDPStrategy):
         def _joined_group(self) -> Group: ...
         def _is_alone(self) -> bool: ...
 
+    def _scaler(self) -> Any:
+        """Who decides on the factor of the loss under mixed precision; None for nobody."""
+        return getattr(self.precision_plugin, "scaler", None)
+
     def _loss_scale(self) -> float:
         """The present factor of the loss under mixed precision."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
+        scaler = self._scaler()
         return float(scaler.get_scale()) if scaler is not None else 1.0
 
     def _agree(self) -> None:

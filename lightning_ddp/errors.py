@@ -12,6 +12,9 @@ from typing import Any
 
 __all__ = [
     "BackwardOrderError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "CommHookError",
     "ConfigurationError",
     "LightningDDPError",
@@ -51,8 +54,55 @@ class RendezvousError(LightningDDPError, RuntimeError):
     """The processes of a run could not find each other."""
 
 
+class CollectiveError(LightningDDPError, RuntimeError):
+    """A collective failed: its backend says how, such as that a peer has closed its connection.
+
+    Attributes:
+        label: what the collective is called.
+        rank: rank in the group that raises it.
+        waited_s: seconds from its start to its failure.
+    """
+
+    def __init__(self, message: str, *, label: str, rank: int, waited_s: float) -> None:
+        super().__init__(message)
+        self.label = label
+        self.rank = rank
+        self.waited_s = waited_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_with_message, (type(self), str(self), dict(self.__dict__))
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A collective did not end within its deadline.
+
+    Attributes:
+        missing: group ranks that never came, where that is known (`monitored_barrier` knows).
+    """
+
+    def __init__(
+        self, message: str, *, label: str, rank: int, waited_s: float, missing: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message, label=label, rank=rank, waited_s=waited_s)
+        self.missing = tuple(missing)
+
+
 class ReplicaError(LightningDDPError, RuntimeError):
     """A replica raised an error of a kind that cannot be built anew; the original is its `__cause__`."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The ranks are about to start different collectives of a group; none of them has been started.
+
+    Attributes:
+        missing: ranks that will not come.
+    """
+
+    def __init__(
+        self, message: str, *, label: str, rank: int, waited_s: float, missing: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message, label=label, rank=rank, waited_s=waited_s)
+        self.missing = tuple(missing)
 
 
 class UnevenInputsError(LightningDDPError, RuntimeError):
@@ -158,6 +208,13 @@ class MissingGradientWarning(MissingGradientError, UserWarning):
 def _rebuild(kind: type[LightningDDPError], arguments: dict[str, Any]) -> LightningDDPError:
     """Unpickles an error that has keyword-only arguments."""
     return kind(**arguments)
+
+
+def _rebuild_with_message(
+    kind: type[LightningDDPError], message: str, keywords: dict[str, Any]
+) -> LightningDDPError:
+    """Unpickles an error whose message was composed where it was raised."""
+    return kind(message, **keywords)
 
 
 class PeerFailure(LightningDDPError, RuntimeError):

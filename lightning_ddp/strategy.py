@@ -30,6 +30,7 @@ from lightning_ddp.comm.hosts import Transport, check_transport
 from lightning_ddp.communicating_fit import CommunicatingFit
 from lightning_ddp.communication.wiring import Communication, HookSpec
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.launch.init_method import check_meeting_place
 from lightning_ddp.launch.joining import join_run
 from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
 from lightning_ddp.launch.reconciliation import current
@@ -45,6 +46,7 @@ __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_DEBUG_LEVELS = (None, "detail")
 
 
 class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
@@ -67,6 +69,8 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         ddp_comm_wrapper: wraps the hook, for example torch's `fp16_compress_wrapper`.
         model_averaging_period: optimizer steps between two averagings, in Lightning's spelling.
         process_group_backend: 'gloo', 'nccl' ...; None for nccl on CUDA and gloo elsewhere.
+            One of a third party's has to be registered (`torch.distributed.Backend.register_backend`) in
+            every process.
         timeout: of collectives.
         start_method: 'popen' re-runs the script in child processes; 'spawn', 'fork' and 'forkserver' run the
             Trainer's function in new processes.
@@ -100,6 +104,17 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         transport: how gradients and averaged parameters on the CPU travel. 'auto': through memory that the
             ranks of a host share, and between hosts by gloo, one rank a host; by gloo where that cannot be.
             'shared_memory': the same, or an error. 'gloo': by gloo.
+        init_method: where the processes meet. None for the launcher's own store, or `env://` under torchrun
+            and SLURM. `tcp://host:port` names the first node and a port there that the launcher listens on,
+            instead of MASTER_ADDR and MASTER_PORT. `file:///path` is a file that all reach, of its own for
+            each run: one that a crashed run has left is an error that names it. (Several nodes need
+            MASTER_ADDR and MASTER_PORT beside it, for the control channel.)
+        store: a `torch.distributed.Store` that all processes reach, made by the script in each of them,
+            instead of `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
+        debug: 'detail' has the ranks compare every collective over the control channel before it is started:
+            what it is for, shapes, dtypes, order. A difference is an error on all ranks before any data
+            moves. It costs a round trip a collective. None, the default, compares when a collective passes
+            its deadline (`timeout`).
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -138,12 +153,20 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         stall_timeout: timedelta | None = None,
         model_averaging: str | Mapping[str, Any] | None = None,
         transport: Transport = "auto",
+        init_method: str | None = None,
+        store: dist.Store | None = None,
+        debug: Literal["detail"] | None = None,
     ) -> None:
         check_transport(transport)
         if start_method not in _START_METHODS:
             raise ConfigurationError(
                 f"start_method={start_method!r}; there are {', '.join(map(repr, _START_METHODS))}"
             )
+        check_meeting_place(init_method, store, start_method)
+        self._init_method, self._given_store = init_method, store
+        if debug not in _DEBUG_LEVELS:
+            raise ConfigurationError(f"debug={debug!r}; there are {', '.join(map(repr, _DEBUG_LEVELS))}")
+        self._debug = debug
         self._choose_uneven_inputs(uneven_inputs, divide_by_initial_world_size)
         self._communication = Communication(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
@@ -192,10 +215,16 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         if self._start_method == "popen":
             assert self.cluster_environment is not None  # set by the Trainer just before
             self._launcher = ScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes, self._reconcile_settings
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+                self._reconcile_settings,
+                self._init_method,
             )
         else:
-            self._launcher = MultiprocessLauncher(self, self._start_method, self._reconcile_settings)
+            self._launcher = MultiprocessLauncher(
+                self, self._start_method, self._reconcile_settings, self._init_method
+            )
 
     def setup_distributed(self) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
@@ -212,7 +241,11 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             timeout=self._timeout,
             device=self.root_device,
             settings=self._reconcile_settings,
+            init_method=self._init_method,
+            given_store=self._given_store,
         )
+        ours.inspector.set_deadline(self._timeout)
+        ours.inspector.compare_before_each(self._debug == "detail")
         self._group = Group(group, ours.interrupt, transport=self._transport)
 
     def _where(self) -> Where:
@@ -272,6 +305,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             self.root_device,
             node_size=self.num_processes,
             loss_scale=self._loss_scale,
+            scaler=self._scaler,
         )
 
     # ------------------------------------------------------------------ steps
@@ -349,6 +383,10 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         joined = self._joined_group()
         if group is None or group is dist.group.WORLD:
             return joined
+        if isinstance(group, Group):
+            return group
+        if not isinstance(group, dist.ProcessGroup):  # what new_group returns to the ranks outside
+            raise ConfigurationError("this rank is not in the group that was passed")
         return Group(group, joined.interrupt, transport=joined.transport)
 
     def _is_alone(self) -> bool:
@@ -361,10 +399,13 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             collectives.barrier(self._group, self.root_device, name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`."""
+        """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`.
+
+        Tensors in it travel as tensors, not pickled, and arrive on the CPU or on this rank's own device.
+        """
         if self._group is None or self._is_alone():
             return obj
-        received: T = collectives.broadcast_object(self._group, obj, src, self.root_device)
+        received: T = collectives.broadcast_nested(self._group, obj, src, self.root_device, label="broadcast")
         return received
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -377,7 +418,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
         Args:
             tensor: a tensor or a nested container, of the same form on all ranks.
-            group: a process group; None for all ranks.
+            group: a process group, or a `comm.Group` such as `comm.node_group` makes; None for all ranks.
             reduce_op: 'sum', 'mean' (or 'avg'), 'min', 'max', 'product', or a `ReduceOp`.
 
         Raises:
@@ -391,6 +432,10 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         else:
             collectives.all_reduce_coalesced(self._group_of(group), leaves, reduce_op)
         return tensor
+
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """The same as `reduce`, under Fabric's name."""
+        return self.reduce(tensor, group, reduce_op)
 
     def all_gather(
         self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False

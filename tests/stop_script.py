@@ -64,6 +64,7 @@ class Model(pl.LightningModule):
         self.losses[self.trainer.global_step] = float(loss)
         if self.trainer.global_step == 4:
             self.pause("fit")
+            self.pause("grace")
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -82,7 +83,7 @@ class Model(pl.LightningModule):
 
 
 class SlowShutdown(pl.Callback):
-    """A callback that hangs while the run shuts down after Ctrl-C."""
+    """A callback that hangs while the run shuts down."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,14 +95,15 @@ class SlowShutdown(pl.Callback):
 
 
 def main(arguments: list[str]) -> None:
-    wait_at, folder, checkpoint = arguments
+    wait_at, folder, checkpoint, devices, *environment = arguments
+    os.environ.update(json.loads(environment[0]) if environment else {})
     path = Path(folder)
     torch.manual_seed(0)
     model = Model(path, wait_at)
     trainer = pl.Trainer(
-        strategy=lightning_ddp.CustomDDPStrategy(failure_grace_s=20.0),
+        strategy=lightning_ddp.CustomDDPStrategy(failure_grace_s=3.0 if wait_at == "grace" else 20.0),
         accelerator="cpu",
-        devices=2,
+        devices=int(devices),
         max_epochs=1,
         val_check_interval=4,
         logger=False,
@@ -112,7 +114,7 @@ def main(arguments: list[str]) -> None:
         default_root_dir=path,
         callbacks=[Witness(path), SlowShutdown(path), OnExceptionCheckpoint(path, "stopped")],
     )
-    rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", 0)))
     # a handler of the user's own is still called
     signal.signal(signal.SIGTERM, lambda number, frame: Notes(path, rank).write("sigterm"))
     try:

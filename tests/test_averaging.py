@@ -15,8 +15,11 @@ from given_gradients import Given, Grads, mean, random_grads
 from harness import run_threads
 from torch import Tensor, nn
 
+from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import Averager, available_averagers, build_averager, parse_averager
 from lightning_ddp.averaging.base import refuse_sharded
+from lightning_ddp.comm.group import Group
+from lightning_ddp.communication.wiring import Communication
 from lightning_ddp.errors import ConfigurationError
 
 SHAPES = {"first": (6, 5), "bias": (4,), "second": (3, 2, 4)}
@@ -131,6 +134,43 @@ def test_hierarchical_sgd_runs_the_largest_level_that_is_due():
         after(step, x)
 
     check(spec, 4, from_start)
+
+
+@pytest.mark.parametrize("hook", [None, "allreduce"])
+def test_in_local_training_gradients_may_be_averaged_in_each_of_two_nodes(hook):
+    """Four ranks, two a node: gradients of all at first, then of the node; parameters of all every third."""
+    start, period, num_steps = 2, 3, 9
+
+    def rank_main(rank, world_size, group):
+        averaging = {"name": "post_local_sgd", "start_step": start, "period": period, "gradients": "node"}
+        communication = Communication(hook, averaging=averaging)
+        module = Given(SHAPES)
+        model = BucketedDDP(module, process_group=group, bucket_cap_mb=1e-5)
+        communication.register(model, Group(group), torch.device("cpu"), node_size=2, loss_scale=lambda: 1.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+        communication.start(module, [optimizer], Group(group))
+        trace = []
+        for step in range(num_steps):
+            module.zero_grad()
+            model(local_grads(rank, step)).backward()
+            optimizer.step()
+            communication.after_step(optimizer, was_skipped=False)
+            trace.append({n: p.detach().clone() for n, p in module.named_parameters()})
+        return trace
+
+    traces = run_threads(rank_main, 4)
+    x = zeros(4)
+    for step in range(num_steps):
+        for rank in range(4):
+            first = rank - rank % 2
+            ranks = range(4) if step < start else range(first, first + 2)
+            for name in SHAPES:
+                x[rank][name] -= LR * mean([local_grads(r, step)[name] for r in ranks])
+        if step >= start and (step + 1 - start) % period == 0:
+            average(x)
+        for rank in range(4):
+            assert_close(traces[rank][step], x[rank])
+    assert not traces[0][3]["first"].equal(traces[2][3]["first"]), "the nodes are apart between rounds"
 
 
 # ---------------------------------------------------------------- outer optimizers

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks_outcomes, run_threads, run_threads_outcomes
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.errors import CommHookError, RankMismatchError
+from lightning_ddp.hooks import build_hook, parse_hook
 
 ONE_BUCKET_EACH_MB = 1e-6
 TIMEOUT = timedelta(seconds=1)
@@ -212,27 +214,116 @@ def test_a_hook_that_recovers_reduces_the_next_step() -> None:
     assert run_threads(rank_main, 2) == [MEAN] * 2
 
 
-def test_a_hook_that_fails_on_one_rank_holds_the_others_no_longer_than_the_groups_timeout() -> None:
+def one_rank_raises(rank, group, bucket):
+    if rank == 1:
+        raise ZeroDivisionError("here only")
+    return group.allreduce([bucket.buffer()]).get_future()
+
+
+def one_rank_sends_more(rank, group, bucket):
+    flat = bucket.buffer()
+    return group.allreduce([flat if rank != 1 else torch.cat([flat, flat])]).get_future()
+
+
+def one_rank_sends_another_type(rank, group, bucket):
+    flat = bucket.buffer()
+    return group.allreduce([flat if rank != 1 else flat.half()]).get_future()
+
+
+def one_rank_sends_twice(rank, group, bucket):
+    for _ in range(rank == 1):
+        group.allreduce([bucket.buffer()]).wait()
+    return group.allreduce([bucket.buffer()]).get_future()
+
+
+def one_rank_broadcasts(rank, group, bucket):
+    if rank == 1:
+        return group.broadcast([bucket.buffer()], dist.BroadcastOptions()).get_future()
+    return group.allreduce([bucket.buffer()]).get_future()
+
+
+DIFFERING = [
+    (one_rank_raises, "cannot go on: on rank 1 it raised ZeroDivisionError: here only"),
+    (one_rank_sends_more, "starts allreduce of 8 elements of torch.float32"),
+    (one_rank_sends_another_type, "starts allreduce of 4 elements of torch.float16"),
+    (one_rank_sends_twice, "ends its part of the bucket"),
+    (one_rank_broadcasts, "starts broadcast of 4 elements of torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("what", "message"), DIFFERING, ids=[what.__name__ for what, _ in DIFFERING])
+@pytest.mark.parametrize("first_step", [0, 1])
+def test_a_hook_that_differs_between_ranks_is_named_with_bucket_and_rank(what, message, first_step) -> None:
+    """Before anything is sent that does not match, so the group is as good as before."""
+
     def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group)
+        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
 
         def hook(state: Any, bucket: Any) -> Any:
-            if rank == 1:
-                raise ZeroDivisionError("here only")
-            return group.allreduce([bucket.buffer()]).get_future()
+            if model.reducer.step < first_step or bucket.index() == 0:
+                return group.allreduce([bucket.buffer()]).get_future()
+            return what(rank, group, bucket)
 
         model.register_comm_hook(None, hook)
-        loss = model(x_of(rank))
+        for _ in range(first_step):
+            model(x_of(rank)).backward()
+        with pytest.raises(CommHookError) as caught:
+            model(x_of(rank)).backward()
+        total = torch.ones(1)
+        group.allreduce([total]).wait()
+        assert total.item() == world_size
+        return str(caught.value)
+
+    for rank, text in enumerate(run_threads(rank_main, 3)):
+        assert text.startswith(f"rank {rank}, step {first_step}: communication hook ")
+        assert "rank_main.<locals>.hook' " in text
+        assert "(bucket 1, " in text
+        if what is one_rank_raises and rank == 1:
+            assert "raised ZeroDivisionError: here only" in text
+            continue
+        assert message in text
+        assert "rank 1 " in text
+
+
+@pytest.mark.parametrize(
+    ("hooks", "messages"),
+    [
+        (("fp16", "bf16"), ("has the hook fp16", "has the hook bf16")),
+        (({"name": "topk", "ratio": 0.1}, {"name": "topk", "ratio": 0.2}), ("ratio=0.1", "ratio=0.2")),
+    ],
+    ids=["names", "options"],
+)
+def test_named_hooks_that_differ_are_named_in_the_first_bucket(hooks, messages) -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(), process_group=group)
+        model.register_comm_hook(None, build_hook(hooks[rank], group))
+        with pytest.raises(CommHookError) as caught:
+            model(x_of(rank)).backward()
+        return str(caught.value)
+
+    for rank, text in enumerate(run_threads(rank_main, 2)):
+        assert text.startswith(f"rank {rank}, step 0: communication hook {parse_hook(hooks[rank]).name!r} ")
+        assert "(bucket 0, " in text
+        assert "rank 0 " in text
+        assert "rank 1 " in text
+        for message in messages:
+            assert message in text
+
+
+def test_a_rank_that_does_not_come_to_a_bucket_is_waited_for_no_longer_than_the_groups_timeout() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(), process_group=group)
+        if rank == 0:
+            model.register_comm_hook(None, build_hook("noop", group))
+        else:
+            build_hook("noop", group)
         group._get_backend(torch.device("cpu"))._set_default_timeout(TIMEOUT)
-        loss.backward()
+        model(x_of(rank)).backward()
 
     first, second = run_threads_outcomes(rank_main, 2, timeout_s=15)
-    assert (second.status, second.exception_type) == ("raised", "CommHookError"), second.describe()
-    assert "here only" in second.message
-    assert first.status == "raised", first.describe()
-    assert first.exception_type == "CommHookError"
-    assert "rank 0, step 0" in first.message
-    assert "Timed out" in first.message
+    assert (first.status, first.exception_type) == ("raised", "CommHookError"), first.describe()
+    assert "Timed out after 1 s: not all ranks came to this bucket" in first.message
+    assert second.status == "raised", second.describe()
 
 
 # ---------------------------------------------------------------- arguments that differ

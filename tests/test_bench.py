@@ -154,7 +154,7 @@ def test_usage_error_exits_with_2_and_prints_usage(
     assert message in error
 
 
-@pytest.mark.parametrize("name", ["step", "memory", "launch", "failures"])
+@pytest.mark.parametrize("name", ["step", "memory", "launch", "failures", "channel"])
 def test_every_benchmark_has_the_common_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["bench", name, "--help"])
@@ -331,3 +331,26 @@ def test_bench_step_prints_and_writes_every_model_and_contender(tmp_path: Path) 
         ratio = document["summary"]["comparisons"][model][contender]["ratio"]
         assert ratio == pytest.approx(paired_ratio(document["samples"][model][OURS], samples))
     assert set(document["summary"]["geometric_mean"]) == {TORCH_DEFAULT, TORCH_FLAGS, step.FASTEST_TORCH}
+
+
+def test_bench_channel_prints_and_writes_every_way_to_run(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "channel.json"
+    arguments = [
+        "--rounds",
+        "2",
+        "--steps",
+        "1",
+        "--models",
+        "convbn40",
+        "--timeout-s",
+        "120",
+        "--json",
+        str(path),
+    ]
+    ways = ("off", "on", "record", "detail")
+    assert main(["bench", "channel", *arguments]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * len(ways)
+    report = json.loads(path.read_text())
+    assert set(report["samples"]) == {"convbn40", "convbn40, CPU"}
+    for contenders in report["samples"].values():
+        assert {name: len(values) for name, values in contenders.items()} == dict.fromkeys(ways, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -18,7 +19,8 @@ from lightning_ddp.hooks import parse_hook
 
 
 def test_every_contender_is_one_that_the_package_has():
-    for arguments in LEARNERS.values():
+    for task, learner in itertools.product(("digits", "text"), LEARNERS.values()):
+        arguments = learner.arguments(task, 100)
         assert len(arguments) == 1
         if "hook" in arguments:
             parse_hook(arguments["hook"])
@@ -42,8 +44,10 @@ def test_the_tables_hold_medians_and_spreads(tmp_path):
     ]
     entries = [{"score": score, "part": 0.5, "bytes": 2000.0} for score in (90.0, 92.0)]
     scores = {"allreduce": entries, "bf16": [e | {"score": e["score"] + 1} for e in entries]}
-    last = format_learned(scores).splitlines()[-1].split()
+    last = format_learned(scores, is_perplexity=False).splitlines()[-1].split()
     assert last == ["bf16", "92.000", "1.414", "1.000", "0.500", "2.000"]
+    last = format_learned(scores, is_perplexity=True).splitlines()[-1].split()
+    assert last == ["bf16", "92.000", "1.414", "1.099", "0.500", "2.000"]
     draw({"digits": scores}, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 5000
 
@@ -69,8 +73,8 @@ def test_learning_is_compared_and_written(tmp_path, capsys, monkeypatch):
     learned = document["learned"]["digits"]
     assert learned["allreduce"][0]["part"] == pytest.approx(1.0)
     assert learned["bf16"][0]["part"] == pytest.approx(0.5, abs=0.01)
-    # 50 of 60 steps before the local phase, no round in ten steps, and one agreement at the end
-    assert learned["diloco_h20"][0]["part"] == pytest.approx(51 / 60, abs=0.01)
+    # 15 of 60 steps before the local phase, two rounds in 45 steps, and one agreement at the end
+    assert learned["diloco_h20"][0]["part"] == pytest.approx(18 / 60, abs=0.01)
     assert all(rows[0]["score"] > 50 for rows in learned.values())
     assert "digits: test accuracy" in capsys.readouterr().out
 

@@ -69,9 +69,9 @@ def test_coalesced_reduction_spends_one_collective_a_dtype() -> None:
     class CountingGroup(Group):
         num_collectives = 0
 
-        def all_reduce(self, tensor, op=None):
+        def all_reduce(self, tensor, op=None, **options):
             self.num_collectives += 1
-            return super().all_reduce(tensor, op)
+            return super().all_reduce(tensor, op, **options)
 
     def rank_main(rank, world_size, process_group):
         group = CountingGroup(process_group)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pickle
 
-from lightning_ddp.errors import MissingGradientError, PeerFailure
+import pytest
+
+from lightning_ddp.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    MissingGradientError,
+    PeerFailure,
+)
 
 
 def test_peer_failure_keeps_its_fields_over_pickling() -> None:
@@ -35,3 +42,17 @@ def test_missing_gradients_say_who_misses_what_over_pickling() -> None:
     lines = str(error).splitlines()
     assert lines[1:4] == ["  rank 0: a.weight", "  rank 1: no report", "  rank 2: none missing"]
     assert error.copy() is not error
+
+
+@pytest.mark.parametrize("kind", [CollectiveTimeoutError, CollectiveMismatchError])
+def test_errors_of_collectives_keep_their_fields_over_pickling(kind) -> None:
+    error = kind("rank 0: barrier", label="barrier", rank=0, waited_s=3.5, missing=[2])
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert (str(again), again.label, again.rank, again.waited_s, again.missing) == (
+        "rank 0: barrier",
+        "barrier",
+        0,
+        3.5,
+        (2,),
+    )

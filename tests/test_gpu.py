@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.observe.record import StepRecord
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,10 +121,32 @@ def test_training_on_a_side_stream_changes_nothing():
     assert run_ranks(train_on_side_stream, 1) == [[]]
 
 
+def recorded_steps(rank: int, world_size: int) -> list[StepRecord]:
+    torch.cuda.set_device(CUDA)
+    with nccl_group(rank, world_size) as group:
+        model = BucketedDDP(Net().to(CUDA), process_group=group, bucket_cap_mb=0.1)
+        recorder = model.record_steps()
+        for step in range(4):
+            model(batch(rank, step)).square().mean().backward()
+            torch.cuda.synchronize()
+        return list(recorder.records)
+
+
+def test_steps_are_recorded_on_the_device() -> None:
+    (records,) = run_ranks(recorded_steps, 1)
+    assert len(records) >= 3, "a record is there once the device has finished the step"
+    for record in records:
+        assert record.forward_start <= record.forward_end <= record.backward_end <= record.comm_end
+        for bucket in record.buckets:
+            assert bucket.ready <= bucket.launched <= bucket.done
+        assert 0 <= record.slack_ns < 60 * 10**9
+
+
 def backward_without_waiting(rank: int, world_size: int) -> float:
     torch.cuda.set_device(CUDA)
     with nccl_group(rank, world_size) as group:
         model = BucketedDDP(Net().to(CUDA), process_group=group, bucket_cap_mb=0.1)
+        model.record_steps()  # must not wait either
         for step in range(3):  # buckets are planned anew before the second one
             model(batch(rank, step)).square().mean().backward()
         loss = model(batch(rank, 3)).square().mean()

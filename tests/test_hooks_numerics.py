@@ -285,23 +285,36 @@ def test_topk_warms_up(world_size):
 # ---------------------------------------------------------------- sign, random-k
 
 
-def test_sign_follows_the_paper(world_size):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"block": 50}, {"block": 64, "momentum": 0.9}, {"momentum": 0.5, "nesterov": True, "start_step": 2}],
+    ids=str,
+)
+def test_sign_follows_the_papers(world_size, options):
     inputs = inputs_of(world_size)
     inputs[0][0]["first"][0] = 0.0  # the sign of zero is +1 on every rank
-    errors = [{n: torch.zeros(s).double() for n, s in SHAPES.items()} for _ in range(world_size)]
-    answers = reduce_steps("sign", inputs, finish=lambda run: run.state())
+    block, momentum = options.get("block", 10**6), options.get("momentum", 0.0)
+    errors = [{n: torch.zeros(math.prod(s)).double() for n, s in SHAPES.items()} for _ in range(world_size)]
+    velocities = [{n: e.clone() for n, e in rank.items()} for rank in errors]
+    answers = reduce_steps({"name": "sign", **options}, inputs, finish=lambda run: run.state())
     for step, output in enumerate(answers[0][0]):
-        for name in SHAPES:
-            total = torch.zeros(SHAPES[name]).double()
+        for name, shape in SHAPES.items():
+            total = torch.zeros(math.prod(shape)).double()
             for r in range(world_size):
-                p = inputs[r][step][name].double() + errors[r][name]
-                sent = p.abs().mean() * torch.where(p >= 0, 1.0, -1.0)
-                errors[r][name] = p - sent
+                g = inputs[r][step][name].double().view(-1)
+                u = velocities[r][name] = momentum * velocities[r][name] + g
+                p = g + momentum * u if "nesterov" in options else u
+                sent = p
+                if step >= options.get("start_step", 0):
+                    p = p + errors[r][name]
+                    pieces = p.split(block)
+                    sent = torch.cat([b.abs().mean() * torch.where(b >= 0, 1.0, -1.0) for b in pieces])
+                    errors[r][name] = p - sent
                 total += sent / world_size
-            assert_close(output[name], total)
+            assert_close(output[name].view(-1), total)
     for r, (_, residuals) in enumerate(answers):
         for name in SHAPES:
-            assert_close(residuals[name].view(SHAPES[name]), errors[r][name])
+            assert_close(residuals[name], errors[r][name])
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])
@@ -312,10 +325,12 @@ def test_packed_signs_are_an_eighth_of_a_byte_each(world_size, numel):
     assert unpack_signs(packed, numel).tolist() == [1 if x >= 0 else -1 for x in flat.tolist()]
 
 
-@pytest.mark.parametrize("ratio", [0.02, 0.5])
-def test_randomk_sends_the_mean_at_the_same_random_positions(world_size, ratio):
+@pytest.mark.parametrize(("ratio", "momentum"), [(0.02, 0.0), (0.5, 0.0), (0.1, 0.9)])
+def test_randomk_sends_the_mean_at_the_same_random_positions(world_size, ratio, momentum):
     inputs = inputs_of(world_size, 12)
-    answers = reduce_steps({"name": "randomk", "ratio": ratio}, inputs, finish=lambda run: run.state())
+    spec = {"name": "randomk", "ratio": ratio, "momentum": momentum}
+    answers = reduce_steps(spec, inputs, finish=lambda run: run.state())
+    velocities = [{n: torch.zeros(s).double() for n, s in SHAPES.items()} for _ in range(world_size)]
     waiting = [{n: torch.zeros(s).double() for n, s in SHAPES.items()} for _ in range(world_size)]
     chosen = {n: torch.zeros(s) for n, s in SHAPES.items()}
     for step, output in enumerate(answers[0][0]):
@@ -324,10 +339,12 @@ def test_randomk_sends_the_mean_at_the_same_random_positions(world_size, ratio):
             assert int(sent.sum()) == math.ceil(ratio * math.prod(shape))
             chosen[name] += sent
             for r in range(world_size):
-                waiting[r][name] += inputs[r][step][name]
+                velocities[r][name] = momentum * velocities[r][name] + inputs[r][step][name]
+                waiting[r][name] += velocities[r][name]
             assert_close(output[name][sent], mean([waiting[r][name] for r in range(world_size)])[sent])
             for r in range(world_size):
                 waiting[r][name][sent] = 0
+                velocities[r][name][sent] = 0
     for r, (_, residuals) in enumerate(answers):
         for name in SHAPES:
             assert_close(residuals[name].view(SHAPES[name]), waiting[r][name])

@@ -18,6 +18,7 @@ FLOORS = {
     "bench": 7,
     "trainer": 7,
     "variants": 6,
+    "callbacks": 6,
     "strategy": 5,
     "communicating_fit": 4.5,
     "uneven_fit": 4.5,
@@ -27,12 +28,14 @@ FLOORS = {
     "hooks": 3,
     "launch": 3,
     "comm": 2,
+    "observe": 2,
     "reconcile": 2,
     "errors": 1,
     "_lightning": 1,
 }
 KNOWS_LIGHTNING = {
     "_lightning",
+    "callbacks",
     "communicating_fit",
     "uneven_fit",
     "strategy",

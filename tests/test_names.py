@@ -77,6 +77,7 @@ def test_an_unknown_argument_names_the_closest() -> None:
         ),
         ({"ddp_comm_wrapper": lambda hook: hook}, "ddp_comm_wrapper wraps a hook"),
         ({"model_averaging_period": 4}, "post-local SGD needs both"),
+        ({"debug": "info"}, "debug='info'; there are None, 'detail'"),
         ({"uneven_inputs": "joined"}, "uneven_inputs='joined'; there are None, 'error', 'join'"),
         ({"divide_by_initial_world_size": False}, "divide_by_initial_world_size=False needs uneven_inputs="),
         (

@@ -12,6 +12,7 @@ from lightning_ddp.averaging.buffers import average_buffers, average_optimizer_s
 from lightning_ddp.comm.channel import Channel
 from lightning_ddp.comm.chunks import average_
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.options import require
 from lightning_ddp.comm.wire import PlainWire
 from lightning_ddp.errors import ConfigurationError
 
@@ -34,14 +35,12 @@ class AveragerOptions:
     keeps its own, it is averaged too (which doubles the traffic or more), or it begins anew."""
 
     def __post_init__(self) -> None:
-        if self.start_step < 0:
-            raise ConfigurationError(f"start_step={self.start_step}: expected 0 or more")
-        if self.period < 1:
-            raise ConfigurationError(f"period={self.period}: expected at least 1")
-        if self.optimizer_state not in ("keep", "average", "reset"):
-            raise ConfigurationError(
-                f"optimizer_state={self.optimizer_state!r}: expected 'keep', 'average' or 'reset'"
-            )
+        require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
+        require(self.period >= 1, f"period={self.period}: expected at least 1")
+        require(
+            self.optimizer_state in ("keep", "average", "reset"),
+            f"optimizer_state={self.optimizer_state!r}: expected 'keep', 'average' or 'reset'",
+        )
 
 
 @dataclass(kw_only=True)
@@ -103,7 +102,15 @@ class Averager:
         ]
         self._is_local = False
         self._has_diverged = False
+        self.prepare()
         self._settle_phase()
+
+    def prepare(self) -> None:
+        """What a kind of averager needs besides. All ranks call it, at the end of construction.
+
+        Raises:
+            ConfigurationError: the options do not fit the ranks.
+        """
 
     # ------------------------------------------------------------------ steps
 

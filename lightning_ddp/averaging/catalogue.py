@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,6 +13,7 @@ from lightning_ddp.averaging.local_sgd import HierarchicalSGD, PostLocalSGD
 from lightning_ddp.averaging.outer import DiLoCo, SlowMo
 from lightning_ddp.averaging.streaming import StreamingDiLoCo
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.options import name_hint
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["AveragerPlan", "available_averagers", "build_averager", "parse_averager"]
@@ -60,22 +60,16 @@ def parse_averager(spec: str | Mapping[str, Any]) -> AveragerPlan:
     name = entry["name"]
     averager = _AVERAGERS.get(name)
     if averager is None:
-        raise ConfigurationError(f"unknown averager {name!r}{_hint(name, sorted(_AVERAGERS))}")
+        raise ConfigurationError(f"unknown averager {name!r}{name_hint(name, sorted(_AVERAGERS))}")
     known = [f.name for f in fields(averager.Options) if f.init]
     given = {str(key): value for key, value in entry.items() if key != "name"}
     for option in given:
         if option not in known:
-            raise ConfigurationError(f"averager {name!r} has no option {option!r}{_hint(option, known)}")
+            raise ConfigurationError(f"averager {name!r} has no option {option!r}{name_hint(option, known)}")
     try:
         return AveragerPlan(name=name, options=averager.Options(**given))
     except (ConfigurationError, TypeError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"averager {name!r}: {error}") from error
-
-
-def _hint(found: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(found, known, n=1)
-    listed = f"there are {', '.join(known)}"
-    return f"; did you mean {close[0]!r}? {listed.capitalize()}." if close else f"; {listed}"
 
 
 def build_averager(

@@ -6,7 +6,7 @@ Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -16,9 +16,8 @@ import torch
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
 from lightning_ddp.comm.channel import Channel, part_group
 from lightning_ddp.comm.chunks import average_
-from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.options import require
 from lightning_ddp.comm.wire import PlainWire
-from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["HierarchicalSGD", "HierarchicalSGDOptions", "PostLocalSGD", "PostLocalSGDOptions"]
 
@@ -34,8 +33,9 @@ class PostLocalSGDOptions(AveragerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gradients not in ("none", "node"):
-            raise ConfigurationError(f"gradients={self.gradients!r}: expected 'none' or 'node'")
+        require(
+            self.gradients in ("none", "node"), f"gradients={self.gradients!r}: expected 'none' or 'node'"
+        )
 
 
 class PostLocalSGD(Averager):
@@ -66,19 +66,19 @@ class HierarchicalSGDOptions(AveragerOptions):
         # keys are text where the options come from YAML or JSON
         object.__setattr__(self, "periods", {int(p): int(n) for p, n in self.periods.items()})
         periods, sizes = list(self.periods), [n or 2**31 for n in self.periods.values()]
-        if not periods or periods[0] < 1 or min(sizes) < 2:
-            raise ConfigurationError(
-                f"periods={dict(self.periods)}: expected {{period: group size}} with periods from 1 and sizes"
-                " from 2"
-            )
-        if any(b <= a for seq in (periods, sizes) for a, b in pairwise(seq)):
-            raise ConfigurationError(
-                f"periods={dict(self.periods)}: periods and group sizes have to rise together"
-            )
-        if any(b % a for a, b in pairwise(periods)):
-            raise ConfigurationError(
-                f"periods={dict(self.periods)}: each period has to be a multiple of the one before"
-            )
+        given = f"periods={dict(self.periods)}"
+        require(
+            bool(periods) and periods[0] >= 1 and min(sizes) >= 2,
+            f"{given}: expected {{period: group size}} with periods from 1 and sizes from 2",
+        )
+        require(
+            all(b > a for seq in (periods, sizes) for a, b in pairwise(seq)),
+            f"{given}: periods and group sizes have to rise together",
+        )
+        require(
+            all(b % a == 0 for a, b in pairwise(periods)),
+            f"{given}: each period has to be a multiple of the one before",
+        )
 
 
 class HierarchicalSGD(Averager):
@@ -91,21 +91,16 @@ class HierarchicalSGD(Averager):
     Options = HierarchicalSGDOptions
     options: HierarchicalSGDOptions
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        group: Group,
-        options: HierarchicalSGDOptions,
-    ) -> None:
-        super().__init__(module, optimizers, group, options)
+    def prepare(self) -> None:
+        """Makes the groups of each level. Communicates."""
+        group = self.group
         self._levels: dict[int, Channel] = {}
-        sizes = {period: size or group.size for period, size in options.periods.items()}
-        if list(sizes.values())[-1] != group.size or any(group.size % size for size in sizes.values()):
-            raise ConfigurationError(
-                f"hierarchical_sgd: periods={sizes} with {group.size} ranks; the last group has to be all of"
-                " them, and each size has to divide their number"
-            )
+        sizes = {period: size or group.size for period, size in self.options.periods.items()}
+        require(
+            list(sizes.values())[-1] == group.size and not any(group.size % n for n in sizes.values()),
+            f"hierarchical_sgd: periods={sizes} with {group.size} ranks; the last group has to be all of"
+            " them, and each size has to divide their number",
+        )
         for period, size in sizes.items():
             if size == group.size:
                 self._levels[period] = self.channel

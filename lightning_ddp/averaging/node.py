@@ -9,6 +9,7 @@ import torch
 
 from lightning_ddp.comm.channel import Channel, part_group
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.hook_identity import hook_name
 from lightning_ddp.comm.wire import PlainWire
 from lightning_ddp.errors import ConfigurationError
 
@@ -44,6 +45,8 @@ class NodeGradients:
                 f"gradients='node': {group.size} ranks do not divide into nodes of {node_size}"
             )
         self._hook = hook
+        self.name = f"{hook_name(hook)} in nodes" if hook is not None else "allreduce in nodes"
+        """Of the hook, for errors."""
         self._is_global = is_global
         self._world = Channel(group, device) if hook is None else None
         self._node = Channel(part_group(group, node_size, device), device)

@@ -6,7 +6,6 @@ algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from lightning_ddp.averaging.base import Track
 from lightning_ddp.averaging.outer import DiLoCo, DiLoCoOptions
 from lightning_ddp.comm.chunks import CHUNK_NUMEL, memory_view
-from lightning_ddp.comm.group import Group
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.comm.options import require
 
 __all__ = ["StreamingDiLoCo", "StreamingDiLoCoOptions"]
 
@@ -35,17 +33,17 @@ class StreamingDiLoCoOptions(DiLoCoOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_fragments < 1 or self.period % self.num_fragments:
-            raise ConfigurationError(
-                f"num_fragments={self.num_fragments}: expected a divisor of period={self.period}"
-            )
-        if not 0 <= self.delay < self.period // self.num_fragments:
-            raise ConfigurationError(
-                f"delay={self.delay}: expected from 0 and below {self.period // self.num_fragments} (period /"
-                " num_fragments), so that one exchange ends before the next begins"
-            )
-        if not 0 <= self.local_weight < 1:
-            raise ConfigurationError(f"local_weight={self.local_weight}: expected from 0 and below 1")
+        require(
+            self.num_fragments >= 1 and self.period % self.num_fragments == 0,
+            f"num_fragments={self.num_fragments}: expected a divisor of period={self.period}",
+        )
+        every = self.period // self.num_fragments
+        require(
+            0 <= self.delay < every,
+            f"delay={self.delay}: expected from 0 and below {every} (period / num_fragments), so that one"
+            " exchange ends before the next begins",
+        )
+        require(0 <= self.local_weight < 1, f"local_weight={self.local_weight}: expected from 0 and below 1")
 
 
 @dataclass(kw_only=True)
@@ -70,15 +68,10 @@ class StreamingDiLoCo(DiLoCo):
     Options = StreamingDiLoCoOptions
     options: StreamingDiLoCoOptions
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        group: Group,
-        options: StreamingDiLoCoOptions,
-    ) -> None:
+    def prepare(self) -> None:
+        """Nothing is under way yet. Does not communicate."""
+        super().prepare()
         self._under_way: dict[int, _Exchange] = {}
-        super().__init__(module, optimizers, group, options)
 
     def after_local_step(self, track: Track) -> None:
         """Applies what is due, starts what is due."""

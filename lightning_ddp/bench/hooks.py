@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_ddp.bench.arguments import OURS, TORCH_DEFAULT, output_path, positive_float, positive_int
+from lightning_ddp.bench.learners import Learner
 from lightning_ddp.bench.report import format_table, paired_ratio, progress_bar
 
 LINK_HOOKS: Final[Mapping[str, Any]] = {
@@ -28,26 +29,29 @@ LINK_HOOKS: Final[Mapping[str, Any]] = {
 }
 """What is timed on links."""
 
-LEARNERS: Final[Mapping[str, dict[str, Any]]] = {
-    "allreduce": {"hook": "allreduce"},
-    "fp16": {"hook": "fp16"},
-    "bf16": {"hook": "bf16"},
-    "int8": {"hook": "int8"},
-    "fp8": {"hook": "fp8"},
-    "powersgd_r2": {"hook": {"name": "powersgd", "rank": 2, "start_step": 20}},
-    "powersgd_r4": {"hook": {"name": "powersgd", "rank": 4, "start_step": 20}},
-    "topk_1pc": {"hook": {"name": "topk", "ratio": 0.01, "warmup_steps": 50}},
-    "randomk_10pc": {"hook": {"name": "randomk", "ratio": 0.1}},
-    "sign": {"hook": "sign"},
-    "post_local_sgd": {"averaging": {"name": "post_local_sgd", "start_step": 50, "period": 8}},
-    "hierarchical_sgd": {"averaging": {"name": "hierarchical_sgd", "start_step": 50, "periods": {8: 0}}},
-    "slowmo": {"averaging": {"name": "slowmo", "start_step": 50, "period": 8, "slow_momentum": 0.2}},
-    "diloco_h20": {"averaging": {"name": "diloco", "start_step": 50, "period": 20}},
-    "streaming_h20": {"averaging": {"name": "streaming_diloco", "start_step": 50, "period": 20}},
+LEARNERS: Final[Mapping[str, Learner]] = {
+    "allreduce": Learner(hook={"name": "allreduce"}),
+    "fp16": Learner(hook={"name": "fp16"}),
+    "bf16": Learner(hook={"name": "bf16"}),
+    "int8": Learner(hook={"name": "int8"}),
+    "fp8": Learner(hook={"name": "fp8"}),
+    "powersgd_r2": Learner(hook={"name": "powersgd", "rank": 2}, start=0.1),
+    "powersgd_r4": Learner(hook={"name": "powersgd", "rank": 4}, start=0.1),
+    "topk_1pc": Learner(hook={"name": "topk", "ratio": 0.01}, start=0.1, takes_momentum=True),
+    "randomk_25pc": Learner(hook={"name": "randomk", "ratio": 0.25}, takes_momentum=True),
+    "sign": Learner(hook={"name": "sign"}, start=0.1, takes_momentum=True),
+    "post_local_sgd": Learner(averaging={"name": "post_local_sgd", "period": 8}, start=0.5),
+    "hierarchical_sgd": Learner(averaging={"name": "hierarchical_sgd", "periods": {8: 0}}, start=0.5),
+    "slowmo": Learner(averaging={"name": "slowmo", "period": 8, "slow_momentum": 0.2}, start=0.25),
+    "diloco_h20": Learner(averaging={"name": "diloco", "period": 20, "outer_momentum": 0.5}, start=0.25),
+    "streaming_h20": Learner(
+        averaging={"name": "streaming_diloco", "period": 20, "outer_momentum": 0.5}, start=0.25
+    ),
 }
-"""What is compared by what it learns."""
+"""What is compared by what it learns, with settings for a short run of two ranks: compression begins after
+the warm-up of the learning rate, post-local SGD in the middle, and the outer momentum is small."""
 
-_TASKS: Final = {"digits": 400, "text": 600}
+_TASKS: Final = {"digits": 800, "text": 300}
 """Task -> optimizer steps."""
 
 
@@ -78,7 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=output_path, metavar="PATH", help="write all figures to this file")
     parser.add_argument(
-        "--picture", type=output_path, metavar="PATH", help="draw what was learned against bytes"
+        "--picture",
+        "--plot",
+        type=output_path,
+        metavar="PATH",
+        help="draw what was learned against bytes (PNG, SVG or PDF)",
     )
 
 
@@ -98,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     learned = _learn(args) if args.tasks else {}
     for task, scores in learned.items():
         print(f"\n{task}: {'test accuracy in %' if task == 'digits' else 'perplexity'}, {args.seeds} seeds")
-        print(format_learned(scores))
+        print(format_learned(scores, is_perplexity=task != "digits"))
     if args.json is not None:
         _write_json(args, links, learned)
     if args.picture is not None and learned:
@@ -149,8 +157,11 @@ def format_link(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     return format_table(headers, table)
 
 
-def format_learned(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """Lay out the table of one task: mean and standard deviation over the seeds."""
+def format_learned(scores: Mapping[str, Sequence[Mapping[str, float]]], *, is_perplexity: bool) -> str:
+    """Lay out the table of one task: mean and standard deviation over the seeds, and the difference.
+
+    Accuracies differ by points, perplexities by per cent of the uncompressed one.
+    """
     reference = (
         statistics.mean(row["score"] for row in scores["allreduce"]) if "allreduce" in scores else None
     )
@@ -160,11 +171,14 @@ def format_learned(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
         mean = statistics.mean(values)
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         change = mean - reference if reference is not None else 0.0
+        if is_perplexity and reference is not None:
+            change *= 100 / reference
         part = statistics.mean(row["part"] for row in entries)
         table.append(
             (name, mean, spread, change, part, statistics.mean(row["bytes"] for row in entries) / 1e3)
         )
-    headers = ("contender", "mean", "st. dev.", "against allreduce", "bytes, part", "kB a step")
+    unit = "%" if is_perplexity else "points"
+    headers = ("contender", "mean", "st. dev.", f"against allreduce, {unit}", "bytes, part", "kB a step")
     return format_table(headers, table)
 
 
@@ -172,11 +186,14 @@ def _learn(args: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float
     from lightning_ddp.bench.processes import run_ranks
     from lightning_ddp.bench.traffic import LearningSettings, train_tasks
 
-    names = args.hooks or list(LEARNERS)
-    contenders = {name: LEARNERS[name] for name in LEARNERS if name in names}
+    names = [name for name in LEARNERS if not args.hooks or name in args.hooks]
     tasks = {task: _TASKS[task] for task in args.tasks}
+    contenders = {
+        task: {name: LEARNERS[name].arguments(task, num_steps) for name in names}
+        for task, num_steps in tasks.items()
+    }
     settings = LearningSettings(contenders=contenders, num_steps=tasks, seeds=tuple(range(args.seeds)))
-    with progress_bar(len(contenders) * len(tasks) * args.seeds, "bench hooks") as bar:
+    with progress_bar(len(names) * len(tasks) * args.seeds, "bench hooks") as bar:
         learned: dict[str, dict[str, list[dict[str, float]]]] = run_ranks(
             train_tasks,
             settings,

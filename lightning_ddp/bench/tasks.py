@@ -15,7 +15,11 @@ from torch.nn.functional import cross_entropy
 __all__ = ["Task", "make_task"]
 
 _NUM_TEST_DIGITS = 360
+_DIGITS_LR = 0.1
+_MOMENTUM = 0.9
 _CONTEXT = 64
+_TEXT_LR = 5e-3
+_TEXT_MAX_NORM = 1.0
 _NUM_CHARACTERS = 1_500_000
 _NUM_TEST_CHARACTERS = 100_000
 
@@ -32,8 +36,12 @@ class Task:
     """Of a batch."""
     score: Callable[[nn.Module], float]
     """On the test data: accuracy in per cent, or perplexity."""
+    make_optimizer: Callable[[float], torch.optim.Optimizer]
+    """The optimizer, given how much of SGD's momentum a hook applies instead of it."""
     learning_rate: float
-    """For AdamW, at the beginning; it falls to zero as a cosine."""
+    """At the beginning; it falls to zero as a cosine."""
+    max_norm: float = math.inf
+    """To which the norm of all gradients is clipped."""
 
 
 def make_task(name: str, *, rank: int, world_size: int, seed: int) -> Task:
@@ -59,13 +67,14 @@ def _digits(generator: torch.Generator, world_size: int) -> Task:
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
     test, train = order[:_NUM_TEST_DIGITS], order[_NUM_TEST_DIGITS:]
     module = nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
-        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 16, 64), nn.ReLU(), nn.Linear(64, 10)),
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(64 * 16, 64), nn.ReLU(), nn.Linear(64, 10)),
     )
 
     def next_batch() -> tuple[Tensor, Tensor]:
         chosen = train[torch.randint(len(train), (64 // world_size,), generator=generator)]
-        return inputs[chosen], targets[chosen]
+        return _shift(inputs[chosen], generator), targets[chosen]
 
     def score(model: nn.Module) -> float:
         with torch.no_grad():
@@ -77,8 +86,23 @@ def _digits(generator: torch.Generator, world_size: int) -> Task:
         next_batch=next_batch,
         loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
         score=score,
-        learning_rate=3e-3,
+        make_optimizer=lambda taken: torch.optim.SGD(
+            module.parameters(),
+            lr=_DIGITS_LR,
+            momentum=_MOMENTUM - taken,
+            nesterov=not taken,
+            weight_decay=1e-4,
+        ),
+        learning_rate=_DIGITS_LR,
     )
+
+
+def _shift(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Moves each 8 x 8 image by up to one pixel in each direction."""
+    rows, columns = torch.randint(3, (2, len(images), 1), generator=generator) + torch.arange(8)
+    padded = nn.functional.pad(images, (1, 1, 1, 1)).squeeze(1)
+    which = torch.arange(len(images)).view(-1, 1, 1)
+    return padded[which, rows.unsqueeze(2), columns.unsqueeze(1)].unsqueeze(1)
 
 
 class _CharacterModel(nn.Module):
@@ -105,7 +129,7 @@ def _text(generator: torch.Generator, world_size: int) -> Task:
     train, test = tokens[:-_NUM_TEST_CHARACTERS], tokens[-_NUM_TEST_CHARACTERS:]
 
     def next_batch() -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(train) - _CONTEXT - 1, (32 // world_size,), generator=generator)
+        starts = torch.randint(len(train) - _CONTEXT - 1, (16 // world_size,), generator=generator)
         rows = torch.stack([train[s : s + _CONTEXT + 1] for s in starts.tolist()])
         return rows[:, :-1], rows[:, 1:]
 
@@ -119,7 +143,15 @@ def _text(generator: torch.Generator, world_size: int) -> Task:
         return math.exp(sum(losses) / len(losses))
 
     module = _CharacterModel(num_characters)
-    return Task(module=module, next_batch=next_batch, loss=loss, score=score, learning_rate=2e-3)
+    return Task(
+        module=module,
+        next_batch=next_batch,
+        loss=loss,
+        score=score,
+        make_optimizer=lambda taken: torch.optim.AdamW(module.parameters(), lr=_TEXT_LR),
+        learning_rate=_TEXT_LR,
+        max_norm=_TEXT_MAX_NORM,
+    )
 
 
 def _read_text() -> tuple[Tensor, int]:

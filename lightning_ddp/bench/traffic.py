@@ -44,8 +44,8 @@ class LinkSettings:
 class LearningSettings:
     """What ``train_tasks`` trains."""
 
-    contenders: dict[str, dict[str, Any]]
-    """Contender -> arguments of `Communication`."""
+    contenders: dict[str, dict[str, dict[str, Any]]]
+    """Task -> contender -> arguments of `Communication`."""
     num_steps: dict[str, int]
     """Task -> optimizer steps."""
     seeds: tuple[int, ...]
@@ -121,7 +121,7 @@ def train_tasks(
     return {
         task: {
             name: [_train(context, task, num_steps, arguments, seed) for seed in settings.seeds]
-            for name, arguments in settings.contenders.items()
+            for name, arguments in settings.contenders[task].items()
         }
         for task, num_steps in settings.num_steps.items()
     }
@@ -133,9 +133,9 @@ def _train(
     group = Group(dist.group.WORLD)
     task = make_task(name, rank=context.rank, world_size=group.size, seed=seed)
     model = BucketedDDP(task.module)
-    optimizer = torch.optim.AdamW(task.module.parameters(), lr=task.learning_rate)
     communication = Communication(**arguments)
     communication.register(model, group, _CPU, node_size=1, loss_scale=lambda: 1.0)
+    optimizer = task.make_optimizer(communication.momentum)
     communication.start(task.module, [optimizer], group)
     num_local = 0
     for step in range(num_steps):
@@ -143,6 +143,8 @@ def _train(
         optimizer.zero_grad()
         num_local += not communication.averages_gradients
         task.loss(model, task.next_batch()).backward()
+        if task.max_norm < math.inf:
+            torch.nn.utils.clip_grad_norm_(task.module.parameters(), task.max_norm)
         optimizer.step()
         communication.after_step(optimizer, was_skipped=False)
     communication.agree()

@@ -13,13 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.group import JOB_MARK, Group
 from lightning_ddp.comm.staging import Staging, open_staging
 from lightning_ddp.comm.subgroups import part_group, sibling_group
+from lightning_ddp.comm.works import Deferred
 from lightning_ddp.errors import LightningDDPError
 
 __all__ = ["Channel", "part_group", "sibling_group"]
@@ -71,6 +73,7 @@ class Channel:
         """
         devices: list[int | str | torch.device] | None = [self.device] if self._stream is not None else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        setattr(future, JOB_MARK, True)
         event = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         with self._lock:
             self._jobs.append((job, future, event))
@@ -80,10 +83,13 @@ class Channel:
         return future
 
     def _work(self) -> None:
+        busy = self.group.interrupt.activity.busy if self.group.interrupt is not None else set()
+        busy.add(threading.get_ident())
         while True:
             with self._lock:
                 if not self._jobs:
                     self._is_running = False
+                    busy.discard(threading.get_ident())
                     return
                 job, future, event = self._jobs.popleft()
             self._run(job, future, event)
@@ -133,13 +139,11 @@ class Channel:
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Callable[[], torch.Tensor]:
         """Starts to reduce a contiguous tensor in place (by default, the sum); returns its wait."""
         staging = self._find_staging() if op is None else None
-        if staging is not None:
-            start = time.perf_counter()
-            staging.all_reduce(tensor)
-            self.wait_s += time.perf_counter() - start
-            self._count(2 * (self.size - 1) / self.size, tensor)
-            return lambda: tensor
-        work = self.group.all_reduce(tensor, op)
+        if staging is None:
+            work = self.group.all_reduce(tensor, op)
+        else:
+            begin = partial(Deferred, partial(staging.all_reduce, tensor))
+            work = self.group.start("all_reduce", (tensor,), begin)
         self._count(2 * (self.size - 1) / self.size, tensor)
         return lambda: self._finish(work, tensor)
 
@@ -154,7 +158,10 @@ class Channel:
             What waits, and returns (size, k) whose row r is what rank r had for this one.
         """
         received = torch.empty_like(rows)
-        work = self.group.process_group.alltoall_base(received, rows, [], [])
+        process_group = self.group.process_group
+        work = self.group.start(
+            "all_to_all", (rows,), lambda: process_group.alltoall_base(received, rows, [], [])
+        )
         self._count((self.size - 1) / self.size, rows)
         return lambda: self._finish(work, received)
 
@@ -170,7 +177,9 @@ class Channel:
     def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to gather; returns what waits, and returns what `all_gather` does."""
         gathered = tensor.new_empty(self.size * tensor.numel())
-        work = self.group.process_group._allgather_base(gathered, tensor.view(-1))
+        flat = tensor.view(-1)
+        process_group = self.group.process_group
+        work = self.group.start("all_gather", (flat,), lambda: process_group._allgather_base(gathered, flat))
         self._count(self.size - 1, tensor)
         return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from lightning_ddp.comm import semaphores
 from lightning_ddp.comm.arenas import Arena, Lifeline, OwnArena, open_arena
-from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import SLICE_S, Group
 from lightning_ddp.comm.hosts import Hosts, give_up
+from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.comm.subgroups import sub_group
 from lightning_ddp.comm.works import check_not_ending
 
@@ -276,11 +276,22 @@ class SharedMemory:
                 self._wait(address, index)
 
     def _wait(self, address: int, index: int) -> None:
+        activity = self._group.interrupt.activity if self._group.interrupt is not None else None
+        if activity is None or activity.of_this_thread() is not None:  # it waits for a work of the group
+            self._wait_in_slices(address, index)
+            return
+        activity.begin(f"rank {self._ranks[index]} in shared memory")
+        try:
+            self._wait_in_slices(address, index)
+        finally:
+            activity.advance()
+
+    def _wait_in_slices(self, address: int, index: int) -> None:
         start = time.monotonic()
         while not semaphores.wait(address, SLICE_S):
-            interrupt = self._group.interrupt
-            if interrupt is not None and interrupt.error is not None:
-                raise interrupt.error
+            self._group.check()
+            if self._group.interrupt is not None:
+                self._group.interrupt.check_deadline()
             check_not_ending()
             is_gone = not self._lifeline.is_alive(index) or self._are_closed[index][0]
             if is_gone and not semaphores.try_wait(address):  # it may have come before it went

@@ -1,7 +1,8 @@
-"""Further groups of some or all ranks of a group, made beside it through its store."""
+"""Groups of some of a group's ranks: a second one of all, neighbours, a list, the ranks of a node."""
 
 from __future__ import annotations
 
+import socket
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["part_group", "sibling_group", "sub_group"]
+__all__ = ["node_group", "part_group", "sibling_group", "sub_group"]
 
-_num_siblings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_num_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def sibling_group(group: Group, device: torch.device) -> Group:
@@ -27,7 +29,7 @@ def sibling_group(group: Group, device: torch.device) -> Group:
         group: the ranks.
         device: where the tensors of its collectives will be.
     """
-    return _make(group, device, group.size) or group
+    return _make(group, device, [range(group.size)]) or group
 
 
 def part_group(group: Group, size: int, device: torch.device) -> Group:
@@ -43,60 +45,74 @@ def part_group(group: Group, size: int, device: torch.device) -> Group:
     Raises:
         ConfigurationError: torch offers no way to make it of this group.
     """
-    made = _make(group, device, size)
-    if made is None:
-        raise ConfigurationError(
-            f"no groups of {size} ranks can be made: this process group is not known to torch.distributed."
-            " Create it with init_process_group or new_group."
-        )
-    return made
+    parts = [range(start, start + size) for start in range(0, group.size, size)]
+    return _require(_make(group, device, parts), f"groups of {size} ranks")
 
 
 def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group | None:
-    """A gloo group of the listed ranks; None on the ranks that are not listed, and where there is no store.
+    """A group of the listed ranks; None on the ranks that are not listed, which cannot use it.
 
     All ranks of `group` call it with the same list, in one order among calls on the same group.
     Communicates among the listed ones.
 
     Args:
-        group: the ranks to choose from; of a gloo group.
+        group: the ranks to choose from.
         ranks: group ranks, in the order in which they are numbered in the new group.
         device: where the tensors of its collectives will be.
+
+    Raises:
+        ConfigurationError: the list is empty, names a rank twice, or one that the group does not have; or
+            torch offers no way to make it of this group.
     """
-    number, store = _count(group), group.store
-    if group.rank not in ranks or store is None:
-        return None
-    return _make_gloo(group, store, device, f"{number}/listed", ranks.index(group.rank), len(ranks))
+    chosen = list(ranks)
+    wrong = [rank for rank in chosen if not 0 <= rank < group.size]
+    if not chosen or wrong or len(set(chosen)) < len(chosen):
+        raise ConfigurationError(
+            f"sub_group of ranks {chosen}: expected at least one, all different, from 0 to {group.size - 1}"
+        )
+    made = _make(group, device, [chosen])
+    return _require(made, f"group of ranks {chosen}") if group.rank in chosen else None
 
 
-def _make(group: Group, device: torch.device, size: int) -> Group | None:
-    """New groups of `size` neighbouring ranks each; the one of this rank."""
-    process_group = group.process_group
-    first_rank = group.rank - group.rank % size
+def node_group(group: Group, device: torch.device, node: str | int | None = None) -> Group:
+    """The group of this rank's node: the ranks that say the same of where they are, in their old order.
+
+    All ranks call it, in one order among calls on the same group. Communicates.
+
+    Args:
+        group: the ranks.
+        device: where the tensors of its collectives will be.
+        node: name or number of this rank's node; None for the host's name.
+
+    Raises:
+        ConfigurationError: torch offers no way to make it of this group.
+    """
+    mine = socket.gethostname() if node is None else node
+    nodes = all_gather_objects(group, mine, device, label="node_group")
+    parts = [[rank for rank in range(group.size) if nodes[rank] == name] for name in dict.fromkeys(nodes)]
+    return _require(_make(group, device, parts), f"group of node {mine!r}")
+
+
+def _require(made: Group | None, what: str) -> Group:
+    if made is None:
+        raise ConfigurationError(
+            f"no {what} can be made: this process group is not known to torch.distributed."
+            " Create it with init_process_group or new_group."
+        )
+    return made
+
+
+def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) -> Group | None:
+    """Makes a group of each part; the one that this rank is in, None if torch offers no way or in none."""
+    number = _num_made.get(group.process_group, 0)
+    _num_made[group.process_group] = number + 1
+    mine = next((part for part in parts if group.rank in part), None)
     if group.backend(device) != "gloo":
-        if not (dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map):
-            return None
-        ranks = dist.get_process_group_ranks(process_group)
-        mine = None
-        for start in range(0, group.size, size):
-            made = dist.new_group(ranks[start : start + size])  # all ranks make all groups
-            mine = made if start == first_rank else mine
-        return Group(mine, group.interrupt, transport=group.transport)
+        made = _make_with_torch(group, parts)
+        return None if made is None or mine is None else _beside(group, made, mine, number)
     store = group.store
-    if store is None:
+    if store is None or mine is None:
         return None
-    name = f"{_count(group)}/{first_rank}"
-    return _make_gloo(group, store, device, name, group.rank - first_rank, size)
-
-
-def _count(group: Group) -> int:
-    """A number that all ranks get alike, and no second time."""
-    number = _num_siblings.get(group.process_group, 0)
-    _num_siblings[group.process_group] = number + 1
-    return number
-
-
-def _make_gloo(group: Group, store: Any, device: torch.device, name: str, rank: int, size: int) -> Group:
     first: Any = group.process_group
     if isinstance(first, dist.ProcessGroup):
         first = first._get_backend(device)
@@ -104,6 +120,32 @@ def _make_gloo(group: Group, store: Any, device: torch.device, name: str, rank: 
     options = gloo._Options()
     options._devices = first.options._devices
     options._timeout = first.options._timeout
-    prefixed = dist.PrefixStore(f"lightning_ddp/sibling/{name}", store)
-    made = gloo(dist.PrefixStore("gloo", prefixed), rank, size, options)
-    return Group(made, group.interrupt, prefixed, transport=group.transport)
+    prefixed = dist.PrefixStore(f"lightning_ddp/sibling/{number}/{mine[0]}", store)
+    made = gloo(dist.PrefixStore("gloo", prefixed), mine.index(group.rank), len(mine), options)
+    return _beside(group, made, mine, number, prefixed)
+
+
+def _beside(
+    group: Group, made: Any, ranks: Sequence[int], number: int, store: dist.Store | None = None
+) -> Group:
+    """The new group; what is noted of its collectives names it after the one that it was made of."""
+    if group.interrupt is not None and group.lane is not None:
+        of_run = [group.lane.ranks[rank] for rank in ranks]
+        part = f" from rank {of_run[0]}" * (len(ranks) < group.size)
+        name = f"{group.lane.name}, channel {number + 1}{part}"
+        group.interrupt.activity.add(made, name, of_run)
+    return Group(made, group.interrupt, store, transport=group.transport)
+
+
+def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Any | None:
+    process_group = group.process_group
+    if not (dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map):
+        return None
+    ranks = dist.get_process_group_ranks(process_group)
+    mine = None
+    # all ranks of the run make all groups; if this group has some of them only, its ranks make theirs
+    is_local = len(ranks) < dist.get_world_size()
+    for part in parts:
+        made = dist.new_group([ranks[rank] for rank in part], use_local_synchronization=is_local)
+        mine = made if group.rank in part else mine
+    return mine

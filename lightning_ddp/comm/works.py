@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
-__all__ = ["Work", "Worker", "check_not_ending"]
+__all__ = ["Deferred", "Work", "Worker", "check_not_ending"]
 
 _IDLE_S = 5.0
 _END_S = 1.0
@@ -68,10 +68,25 @@ class Work:
         self._latch.release()
 
 
-class Worker:
-    """Runs jobs in the order in which they were submitted, in a thread that ends when there are none."""
+class Deferred(Work):
+    """A job that the thread which waits for it does then."""
 
-    def __init__(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Does it, however long it takes. Raises what it raised."""
+        if not self.is_completed():
+            self.run()
+        return super().wait(timeout)
+
+
+class Worker:
+    """Runs jobs in the order in which they were submitted, in a thread that ends when there are none.
+
+    Args:
+        busy: where the thread's identifier is while it has jobs; None for nowhere.
+    """
+
+    def __init__(self, busy: set[int] | None = None) -> None:
+        self._busy = busy if busy is not None else set()
         self._jobs: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -99,7 +114,9 @@ class Worker:
                     self._thread = None
                     return
             if work is not None:
+                self._busy.add(threading.get_ident())
                 work.run()
+                self._busy.discard(threading.get_ident())
                 continue
             with self._lock:
                 self._thread = None

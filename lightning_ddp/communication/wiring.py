@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from lightning_ddp.averaging import Averager, AveragerPlan, build_averager, pars
 from lightning_ddp.averaging.node import NodeGradients
 from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.hook_identity import describe_hook, hook_name
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import Hook, HookPlan, StatefulHook, build_hook, parse_hook
 
@@ -70,6 +69,7 @@ class Communication:
         self._named: Hook | None = None
         self.averager: Averager | None = None
         self._model: Any = None
+        self._scaler: Callable[[], Any] = lambda: None
 
     # ------------------------------------------------------------------ wiring
 
@@ -77,6 +77,11 @@ class Communication:
     def hook(self) -> Hook | None:
         """The registered hook, if it was given by name."""
         return self._named
+
+    @property
+    def momentum(self) -> float:
+        """The momentum that the registered hook applies, instead of the optimizer."""
+        return float(getattr(self._named.options, "momentum", 0.0)) if self._named is not None else 0.0
 
     @property
     def _drives_hook_state(self) -> bool:
@@ -108,6 +113,7 @@ class Communication:
         *,
         node_size: int,
         loss_scale: Callable[[], float],
+        scaler: Callable[[], Any] = lambda: None,
     ) -> None:
         """Builds the hook and registers it with a `BucketedDDP`. All ranks call it; communicates.
 
@@ -117,11 +123,13 @@ class Communication:
             device: of the gradients.
             node_size: ranks of a node.
             loss_scale: tells the present factor of the loss under mixed precision.
+            scaler: tells who decides on it; None for nobody.
 
         Raises:
-            ConfigurationError: the ranks have different hooks.
+            ConfigurationError: the ranks have different hooks or averagers.
         """
         self._model = model
+        self._scaler = scaler
         self.averager = None  # of an earlier run
         hook: Callable[..., Any] | None = self._function
         if self._hook_plan is not None:
@@ -129,7 +137,7 @@ class Communication:
             self._named.loss_scale = loss_scale
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
-        _check_agreement(hook, self._hook_plan, group, device)
+        _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
         if self._gradients_in_local_phase == "node":
             hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
         if hook is not None:
@@ -143,11 +151,12 @@ class Communication:
         Raises:
             ConfigurationError: an optimizer cannot be used with the averager or the hook.
         """
-        factor = getattr(self._named.options, "momentum", 0.0) if self._named is not None else 0.0
-        if factor and any(g.get("momentum", 0) for o in optimizers for g in o.param_groups):
+        factor = self.momentum
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if factor and any(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups):
             raise ConfigurationError(
-                f"momentum={factor} of the communication hook and momentum of the optimizer would both be"
-                " applied: set one of them to 0"
+                f"momentum={factor} of the communication hook and momentum of the optimizer (for Adam, the"
+                " first of betas) would both be applied: set one of them to 0"
             )
         if self.averager_plan is not None:
             self.averager = build_averager(self.averager_plan, module, optimizers, group)
@@ -189,7 +198,11 @@ class Communication:
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """What differs between the ranks: residuals, and optimizer state after local training."""
+        """What differs between the ranks: residuals, and after local training optimizers and loss scale.
+
+        In local training each rank skips the steps in which its own gradients overflow, so each has a loss
+        scale of its own; telling the others would cost a collective a step.
+        """
         state: dict[str, Any] = {}
         if isinstance(self._named, StatefulHook):
             hook = _pick(self._named, shared=False)
@@ -197,6 +210,8 @@ class Communication:
                 state["hook"] = hook
         if self.averager is not None and not self.averager.averages_gradients:
             state["optimizers"] = [track.optimizer.state_dict() for track in self.averager.tracks]
+            if self._scaler() is not None:
+                state["scaler"] = self._scaler().state_dict()
         return state
 
     def load(
@@ -226,6 +241,8 @@ class Communication:
             notes += self.averager.load_state_dict(shared["averager"])
             for track, saved in zip(self.averager.tracks, (own or {}).get("optimizers", []), strict=False):
                 track.optimizer.load_state_dict(saved)
+            if own is not None and "scaler" in own and self._scaler() is not None:
+                self._scaler().load_state_dict(own["scaler"])
             self._follow()
         elif "averager" in shared:
             name = shared["averager"]["name"]
@@ -268,29 +285,29 @@ def _plan_averaging(
 
 
 def _check_agreement(
-    hook: Callable[..., Any] | None, plan: HookPlan | None, group: Group, device: torch.device
+    hook: Callable[..., Any] | None,
+    plan: HookPlan | None,
+    averaging: AveragerPlan | None,
+    group: Group,
+    device: torch.device,
 ) -> None:
-    """All ranks learn whether they are about to reduce in the same way. Communicates."""
-    mine = str(plan) if plan is not None else _describe(hook)
-    all_of_them = all_gather_objects(group, mine, device)
-    for rank, other in enumerate(all_of_them):
-        if other != all_of_them[0]:
+    """All ranks learn whether they are about to reduce and average in the same way. Communicates."""
+    name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
+    mine = (name, str(plan) if plan is not None else describe_hook(hook), str(averaging))
+    everyone = all_gather_objects(group, mine, device)
+    name_of_first, hook_of_first, averaging_of_first = everyone[0]
+    for rank, (other_name, other, other_averaging) in enumerate(everyone):
+        if other != hook_of_first:
             raise ConfigurationError(
-                f"the ranks have different communication hooks, so their collectives would not match: rank"
-                f" {rank} has {other}, rank 0 has {all_of_them[0]}"
+                f"the ranks have different communication hooks, so their collectives would not match from"
+                f" bucket 0 on: {other_name!r} on rank {rank}, {name_of_first!r} on rank 0. Rank {rank} has"
+                f" {other}, rank 0 has {hook_of_first}"
             )
-
-
-def _describe(hook: Any) -> str:
-    """A function's name and a digest of its code."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    if hook is None:
-        return "none"
-    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    digest = hashlib.sha256(code.co_code).hexdigest()[:8] if code is not None else "-"
-    return f"{getattr(hook, '__module__', '')}.{name} (code {digest})"
+        if other_averaging != averaging_of_first:
+            raise ConfigurationError(
+                "the ranks have different model averaging, so they would average at different times: rank"
+                f" {rank} has {other_averaging}, rank 0 has {averaging_of_first}"
+            )
 
 
 def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:

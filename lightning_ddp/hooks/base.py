@@ -24,12 +24,6 @@ class HookOptions:
     """Options of a hook; each hook has its own subclass, whose `__post_init__` checks them."""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raises a ConfigurationError with `message` unless `condition` holds."""
-    if not condition:
-        raise ConfigurationError(message)
-
-
 class NonFinitePayload(Exception):
     """What all ranks received holds an infinity or NaN, for example as it overflowed 16 bits on its way."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from lightning_ddp.comm.channel import Channel
 from lightning_ddp.comm.codecs import has_fp8
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.options import name_hint
 from lightning_ddp.comm.wire import EncodedWire, PlainWire, Wire
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks.allreduce import AllReduce, NoOp
@@ -55,6 +55,17 @@ class HookPlan:
         """The names, outer to inner, joined by '+'."""
         return "+".join(name for name, _ in self.entries)
 
+    def __str__(self) -> str:
+        """The names with all options, the same text for the same plan.
+
+        >>> print(parse_hook(["bf16", {"name": "randomk", "ratio": 0.1}]))
+        bf16(), randomk(momentum=0.0, nesterov=False, ratio=0.1, seed=0)
+        """
+        return ", ".join(
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in vars(options).items())})"
+            for name, options in self.entries
+        )
+
 
 def parse_hook(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> HookPlan:
     """Checks a specification. Does not communicate.
@@ -91,23 +102,17 @@ def _parse_entry(entry: Any) -> tuple[str, HookOptions]:
     name = entry["name"]
     hook = _HOOKS.get(name)
     if hook is None:
-        raise ConfigurationError(f"unknown communication hook {name!r}{_hint(name, sorted(_HOOKS))}")
+        raise ConfigurationError(f"unknown communication hook {name!r}{name_hint(name, sorted(_HOOKS))}")
     given = {str(key): value for key, value in entry.items() if key != "name"}
     known = [f.name for f in fields(hook.Options)]
     for option in given:
         if option not in known:
-            hint = _hint(option, known) if known else "; it has none"
+            hint = name_hint(option, known)
             raise ConfigurationError(f"communication hook {name!r} has no option {option!r}{hint}")
     try:
         return name, hook.Options(**given)
     except (ConfigurationError, TypeError) as error:
         raise ConfigurationError(f"communication hook {name!r}: {error}") from error
-
-
-def _hint(found: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(found, known, n=1)
-    suggestion = f"; did you mean {close[0]!r}?" if close else ";"
-    return f"{suggestion} There are {', '.join(known)}." if close else f"; there are {', '.join(known)}"
 
 
 def _check_composition(names: Sequence[str]) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook, check_finite, require
+from lightning_ddp.comm.options import require
+from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook, check_finite
 
 __all__ = ["PowerSGD", "PowerSGDOptions"]
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook, check_finite, require
+from lightning_ddp.comm.options import require
+from lightning_ddp.hooks.base import Part, check_finite
+from lightning_ddp.hooks.momentum import MomentumHook, MomentumOptions
 
 __all__ = ["RandomK", "RandomKOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomKOptions(HookOptions):
+class RandomKOptions(MomentumOptions):
     """Options of `randomk`."""
 
     ratio: float = 0.01
@@ -26,14 +28,17 @@ class RandomKOptions(HookOptions):
     """Of the choice of elements; the same on all ranks."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(0 < self.ratio <= 1, f"ratio={self.ratio}: expected above 0 and at most 1")
 
 
-class RandomK(StatefulHook):
+class RandomK(MomentumHook):
     """Sends random elements of each parameter, without their positions, and keeps the others for later.
 
     The positions follow from seed, step and parameter name, so all ranks choose the same ones and the values
-    can be averaged as they are: the traffic does not grow with the number of ranks.
+    can be averaged as they are: the traffic does not grow with the number of ranks. An element waits
+    1 / ratio steps on average, which an optimizer with momentum at a high learning rate does not bear: set
+    `momentum` here instead, as with `topk`.
     """
 
     name = "randomk"
@@ -42,6 +47,7 @@ class RandomK(StatefulHook):
 
     def reduce(self, part: Part) -> torch.Tensor:
         """The mean at the chosen positions, zero elsewhere."""
+        velocity = self.add_momentum(part)
         self.add_errors(part)
         indices = self._choose(part)
         if not indices.numel():
@@ -49,6 +55,7 @@ class RandomK(StatefulHook):
         means = check_finite(self.wire.mean(part.flat[indices]))
         part.flat[indices] = 0
         self.remember_errors(part, part.flat)
+        self.remember_velocity(part, velocity, indices)
         result = torch.zeros_like(part.flat)
         result[indices] = means.to(result.dtype)
         return result

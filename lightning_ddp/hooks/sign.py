@@ -1,37 +1,60 @@
 """`sign`: one bit an element, with error feedback.
 
 Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
-ICML 2019, algorithm 1 (EF-signSGD).
+ICML 2019, algorithm 1 (EF-signSGD), with the blocks and the momentum of Zheng, Huang and Kwok,
+"Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from lightning_ddp.hooks.base import Part, StatefulHook, check_finite
+from lightning_ddp.comm.options import require
+from lightning_ddp.hooks.base import Part, check_finite
+from lightning_ddp.hooks.momentum import MomentumHook, MomentumOptions
 
-__all__ = ["Sign", "pack_signs", "unpack_signs"]
+__all__ = ["Sign", "SignOptions", "pack_signs", "unpack_signs"]
 
 
-class Sign(StatefulHook):
-    """Sends of each parameter the signs and one scale, the mean absolute value; the rest waits.
+@dataclass(frozen=True, kw_only=True)
+class SignOptions(MomentumOptions):
+    """Options of `sign`."""
+
+    block: int = 1024
+    """Elements of a parameter that share one float32 scale; the last block of each may be shorter. Smaller
+    ones serve parameters whose parts have gradients of different sizes."""
+    start_step: int = 0
+    """Synchronised backwards with the plain mean before compression starts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.block >= 1, f"block={self.block}: expected at least 1")
+        require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
+
+
+class Sign(MomentumHook):
+    """Sends the signs, and of each block one scale, the mean absolute value; the rest waits.
 
     With p the gradient plus the residual, each rank sends mean(|p|) sign(p), where sign(0) is +1 everywhere,
     and keeps p minus that. All ranks get the bits of all ranks, so the traffic grows with their number: it is
-    1/32 of float32 at two ranks and N/64 of it at N.
+    1/32 of float32 at two ranks and N/64 of it at N, and 1/block of that for the scales.
     """
 
     name = "sign"
+    Options = SignOptions
+    options: SignOptions
 
     def reduce(self, part: Part) -> torch.Tensor:
         """The mean over the ranks of what each of them sends."""
+        self.remember_velocity(part, self.add_momentum(part))
+        if self.step < self.options.start_step:
+            return check_finite(self.wire.mean(part.flat))
         self.add_errors(part)
-        sizes = part.sizes
-        pieces = zip(part.slices(), part.present, strict=True)
-        scales = torch.stack([self._scale(piece, is_present) for piece, is_present in pieces])
-        gathered_scales = check_finite(self.channel.all_gather(scales))
+        lengths = torch.tensor(self._block_lengths(part), device=part.flat.device)
+        gathered_scales = check_finite(self.channel.all_gather(self._scales(part)))
         gathered_bits = self.channel.all_gather(pack_signs(part.flat))
-        lengths = torch.tensor(sizes, device=part.flat.device)
         mean = torch.zeros_like(part.flat)
         residual = part.flat
         for rank in range(self.channel.size):
@@ -43,9 +66,22 @@ class Sign(StatefulHook):
         self.remember_errors(part, residual)
         return mean.div_(self.channel.size)
 
-    @staticmethod
-    def _scale(piece: torch.Tensor, is_present: bool) -> torch.Tensor:
-        return piece.abs().mean() if is_present and piece.numel() else piece.new_zeros(())
+    def _block_lengths(self, part: Part) -> list[int]:
+        block = self.options.block
+        return [
+            n for size in part.sizes for n in [block] * (size // block) + [size % block] * (size % block > 0)
+        ]
+
+    def _scales(self, part: Part) -> torch.Tensor:
+        """The mean absolute value of each block; 0 for a parameter that no rank has a gradient for."""
+        scales = []
+        for piece, is_present in zip(part.slices(), part.present, strict=True):
+            sizes = piece.abs() if is_present else torch.zeros_like(piece)
+            whole = piece.numel() // self.options.block * self.options.block
+            scales.append(sizes[:whole].view(-1, self.options.block).mean(1))
+            if whole < piece.numel():
+                scales.append(sizes[whole:].mean().view(1))
+        return torch.cat(scales)
 
 
 def pack_signs(flat: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook, check_finite, require
+from lightning_ddp.comm.options import require
+from lightning_ddp.hooks.base import Part, check_finite
+from lightning_ddp.hooks.momentum import MomentumHook, MomentumOptions
 
 __all__ = ["TopK", "TopKOptions"]
 
@@ -20,23 +22,17 @@ _WARMUP_FACTOR = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopKOptions(HookOptions):
+class TopKOptions(MomentumOptions):
     """Options of `topk`."""
 
     ratio: float = 0.01
     """Part of each parameter's elements that is sent, at least one element."""
-    momentum: float = 0.0
-    """Factor of the velocity that is kept here, before compression. The optimizer's own must then be 0: set
-    this to what it was. 0 keeps plain residuals and goes with any optimizer."""
-    nesterov: bool = False
-    """Whether the velocity looks one step ahead."""
     warmup_steps: int = 0
     """Steps over which the ratio falls to its value: a quarter, a sixteenth and so on, for equal times."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(0 < self.ratio <= 1, f"ratio={self.ratio}: expected above 0 and at most 1")
-        require(0 <= self.momentum < 1, f"momentum={self.momentum}: expected from 0 and below 1")
-        require(not self.nesterov or self.momentum > 0, "nesterov=True needs a momentum above 0")
         require(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps}: expected 0 or more")
 
     def ratio_at(self, step: int) -> float:
@@ -52,7 +48,7 @@ class TopKOptions(HookOptions):
         return max(self.ratio, _WARMUP_FACTOR ** (stage + 1))
 
 
-class TopK(StatefulHook):
+class TopK(MomentumHook):
     """Sends of each parameter the elements with the largest accumulated velocity; the rest waits.
 
     With g the gradient: u = m u + g, v = v + u, the k elements of v with the largest absolute values are
@@ -67,7 +63,7 @@ class TopK(StatefulHook):
 
     def reduce(self, part: Part) -> torch.Tensor:
         """The mean over the ranks of what each of them sends."""
-        velocity = self._correct(part)
+        velocity = self.add_momentum(part)
         self.add_errors(part)
         indices = self._select(part)
         if not indices.numel():
@@ -78,34 +74,12 @@ class TopK(StatefulHook):
         # where the wire rounds, what it rounded off stays here
         part.flat[indices] = sent - values[self.channel.rank].to(sent.dtype)
         self.remember_errors(part, part.flat)
-        if velocity is not None:
-            velocity[indices] = 0
-            for name, piece, is_present in zip(
-                part.names, velocity.split(part.sizes), part.present, strict=True
-            ):
-                if is_present:
-                    self.remember(name, "velocity", piece)
+        self.remember_velocity(part, velocity, indices)
         mean = torch.zeros_like(part.flat)
         # rank by rank: the positions of one rank differ, so the order of every sum is the same everywhere
         for row, where in zip(values.unbind(0), positions.unbind(0), strict=True):
             mean[where.long()] += row.to(mean.dtype)
         return mean.div_(self.channel.size)
-
-    def _correct(self, part: Part) -> torch.Tensor | None:
-        """Turns the gradient into what momentum adds to the residual; returns the velocity."""
-        momentum = self.options.momentum
-        if not momentum:
-            return None
-        velocity = part.flat.clone()
-        for name, piece, is_present in zip(part.names, velocity.split(part.sizes), part.present, strict=True):
-            before = self.recall(name, "velocity", piece.numel()) if is_present else None
-            if before is not None:
-                piece.add_(before, alpha=momentum)
-        if self.options.nesterov:
-            part.flat.add_(velocity, alpha=momentum)
-        else:
-            part.flat.copy_(velocity)
-        return velocity
 
     def _select(self, part: Part) -> torch.Tensor:
         """Positions in the flat gradient of the elements to send: the same number on all ranks."""

@@ -7,8 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
+from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.launch.init_method import meet, tcp_address
 from lightning_ddp.launch.orphans import is_child
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
 from lightning_ddp.launch.rendezvous import STORE_VARIABLE, existing_group, find_store, join_default_group
@@ -28,6 +31,8 @@ def join_run(
     timeout: timedelta | None,
     device: torch.device,
     settings: ReconcileSettings,
+    init_method: str | None = None,
+    given_store: Any | None = None,
 ) -> Any:
     """Connects this process to the others of its run and returns the default process group.
 
@@ -40,9 +45,11 @@ def join_run(
         timeout: of the rendezvous and of collectives; None for torch's own.
         device: this process's device.
         settings: times of reconciliation.
+        init_method: where the ranks meet; None for the launcher's store, else `env://`.
+        given_store: a store of the user's that all ranks reach, instead.
 
     Raises:
-        ConfigurationError: a group of another size exists already.
+        ConfigurationError: a group of another size exists already, or there is no such backend.
         RendezvousError: the others cannot be reached.
         PeerFailure: one of them failed meanwhile.
     """
@@ -50,13 +57,25 @@ def join_run(
     group = existing_group(world_size)
     if group is not None:
         return group
-    store = find_store(environment, timeout)
+    has_launcher = STORE_VARIABLE in os.environ
+    is_elsewhere = given_store is not None or _is_elsewhere(init_method, has_launcher)
+
+    def meet_elsewhere() -> Any:
+        if given_store is not None:
+            return dist.PrefixStore("lightning_ddp", given_store)
+        assert init_method is not None  # or it would not be elsewhere
+        with remember_connections():
+            return meet(init_method, rank, world_size, timeout)
+
+    # the control channel is found through the launcher's store, so that a failure to meet ends all ranks
+    store = find_store(environment, timeout) if has_launcher or not is_elsewhere else meet_elsewhere()
     if is_enabled() and world_size > 1:
         identity = Identity(rank=rank, node_rank=environment.node_rank())
         ours = current()
-        if STORE_VARIABLE not in os.environ and rank == 0:  # no launcher of ours has opened it
+        if not has_launcher and rank == 0:
+            address = tcp_address(init_method)
             ours.server = open_server(
-                environment.main_address,
+                environment.main_address if address is None else address[0],
                 store,
                 identity=identity,
                 world_size=world_size,
@@ -65,6 +84,15 @@ def join_run(
             )
         timeout_s = _LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
         ours.connect(store, identity, settings, is_child=is_child(), timeout_s=timeout_s)
+    if has_launcher and is_elsewhere:
+        store = meet_elsewhere()
     return join_default_group(
         backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
     )
+
+
+def _is_elsewhere(init_method: str | None, has_launcher: bool) -> bool:
+    """Whether the ranks meet neither in the launcher's store nor at `env://`."""
+    if init_method is None or init_method.startswith("env://"):
+        return False
+    return not (has_launcher and tcp_address(init_method) is not None)  # the launcher listens there

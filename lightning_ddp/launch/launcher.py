@@ -24,6 +24,7 @@ from lightning_ddp._lightning import (
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.children import ChildExit, Children, describe_exit
 from lightning_ddp.launch.command import child_command
+from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.orphans import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
 from lightning_ddp.launch.rendezvous import host_store, hosted_store, named_port
@@ -109,6 +110,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         num_processes: processes of this node.
         num_nodes: nodes of the run.
         settings: times of reconciliation.
+        init_method: where the ranks meet; the store listens at the address of a `tcp://` one.
     """
 
     def __init__(
@@ -117,8 +119,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         settings: ReconcileSettings | None = None,
+        init_method: str | None = None,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
+        self._init_method = init_method
         self._settings = settings or ReconcileSettings()
 
     def launch(
@@ -150,12 +154,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         environment = self.cluster_environment
         node_rank = environment.node_rank()
         variables = {
-            **host_store(
-                environment.main_address,
-                num_nodes=self.num_nodes,
-                node_rank=node_rank,
-                port=_port_of(environment),
-            ),
+            **_host_store(environment, self._init_method, num_nodes=self.num_nodes, node_rank=node_rank),
             "NODE_RANK": str(node_rank),
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
@@ -181,6 +180,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.procs = _brood.children.procs
 
 
+def _host_store(
+    environment: ClusterEnvironment, init_method: str | None, *, num_nodes: int, node_rank: int
+) -> dict[str, str]:
+    """Opens the store of the run where the user said; returns the variables that lead to it."""
+    named = tcp_address(init_method)
+    address, port = named or (environment.main_address, _port_of(environment))
+    named_by = "MASTER_PORT" if named is None else "init_method"
+    return host_store(address, num_nodes=num_nodes, node_rank=node_rank, port=port, named_by=named_by)
+
+
 def _port_of(environment: ClusterEnvironment) -> int | None:
     """The port that the user or the cluster named; None where Lightning would draw one at random."""
     if isinstance(environment, LightningEnvironment) and "STANDALONE_PORT" not in os.environ:
@@ -195,6 +204,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         strategy: the strategy whose processes they are.
         start_method: how they are made.
         settings: times of reconciliation.
+        init_method: as for `ScriptLauncher`.
     """
 
     def __init__(
@@ -202,8 +212,10 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         strategy: DDPStrategy,
         start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
         settings: ReconcileSettings | None = None,
+        init_method: str | None = None,
     ) -> None:
         super().__init__(strategy, start_method=start_method)
+        self._init_method = init_method
         self._settings = settings or ReconcileSettings()
 
     def launch(
@@ -220,11 +232,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         environment = strategy.cluster_environment
         assert environment is not None  # the Trainer has set it before it launches
         node_rank = environment.node_rank()
-        variables = host_store(
-            environment.main_address,
-            num_nodes=strategy.num_nodes,
-            node_rank=node_rank,
-            port=_port_of(environment),
+        variables = _host_store(
+            environment, self._init_method, num_nodes=strategy.num_nodes, node_rank=node_rank
         )
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)

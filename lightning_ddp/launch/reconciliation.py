@@ -23,7 +23,8 @@ from typing import Any
 from lightning_ddp._lightning import SIGTERMException, TunerExitException
 from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.group import Interrupt
-from lightning_ddp.errors import PeerFailure
+from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailure
+from lightning_ddp.launch.inspection import Inspector
 from lightning_ddp.launch.orphans import is_child, outlive_parent
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.reconcile.agreement import StepBoundary
@@ -116,6 +117,7 @@ class Reconciliation:
         self.server: ControlServer | None = None
         self.watch: Watch | None = None
         self.where: Callable[[], Where] = Where
+        self.inspector = Inspector(self.interrupt, lambda: self.where())
         self.is_over = False
         """Whether this process has failed or unwinds from a failure: then nobody answers collectives."""
         self.on_failure: Callable[[], None] | None = None
@@ -166,7 +168,9 @@ class Reconciliation:
                 on_failure=self._learned,
                 where=self._where,
                 parent=parent,
+                on_message=self.inspector.on_message,
             )
+            self.inspector.attach(self.watch)
             if is_child:
                 outlive_parent()
             self._stop_signals = StopSignals(self.watch, is_ending=lambda: self._is_ending)
@@ -191,7 +195,7 @@ class Reconciliation:
             BaseException: what `function` raised, after the others have been told.
         """
         self.interrupt.check()
-        self._enter()
+        self._enter(function)
         try:
             return function(*args, **kwargs)
         except (SIGTERMException, TunerExitException):  # raised by all ranks, and no failure
@@ -205,18 +209,19 @@ class Reconciliation:
         finally:
             self._leave()
 
-    def _enter(self) -> None:
+    def _enter(self, function: Callable[..., Any]) -> None:
         self._depth += 1
         self.alarm.arm()
-        if self.watch is not None and self._depth == 1:
-            self.watch.post("active", is_active=True)
+        if self._depth == 1:  # Lightning's functions are called _fit_impl, _test_impl ...
+            name = getattr(function, "__name__", "run")
+            self.inspector.enter(name.removeprefix("_").removesuffix("_impl"))
 
     def _leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
             self.alarm.silence()
-            if self.watch is not None and not self.is_over:
-                self.watch.post("active", is_active=False)
+            if not self.is_over:
+                self.inspector.leave()
 
     def _end(self, error: BaseException) -> PeerFailure | None:
         """Reports what ended the run on this rank, and makes its collectives fail instead of waiting."""
@@ -239,6 +244,7 @@ class Reconciliation:
         record = FailureRecord.of_exception(error, self.watch.identity, self.where())
         self._write_error_file(record)
         is_echo = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+        is_echo &= not isinstance(error, (CollectiveMismatchError, CollectiveTimeoutError))
         self.watch.report(record, is_echo=is_echo)
         if isinstance(error, KeyboardInterrupt):  # from the terminal all ranks get it, and none is at fault
             second_interrupt_ends(self.alarm, self.kill_children)

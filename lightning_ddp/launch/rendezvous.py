@@ -41,20 +41,21 @@ class HostedStore:
     Args:
         address: name or address under which the other processes reach this one.
         port: port to bind; None for any free one.
+        named_by: where the user has named the port, for the error.
 
     Raises:
         RendezvousError: the port is taken.
     """
 
-    def __init__(self, address: str, port: int | None) -> None:
+    def __init__(self, address: str, port: int | None, named_by: str = "MASTER_PORT") -> None:
         try:
             self.store = dist.TCPStore(address, port or 0, is_master=True, wait_for_workers=False)
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
                 raise RendezvousError(f"cannot open a store on {address}:{port}: {error}") from error
             raise RendezvousError(
-                f"port {port} on {address}, named by MASTER_PORT, is in use by another process. Name a free"
-                " port, or unset MASTER_PORT on a single node to have a free one taken."
+                f"port {port} on {address}, named by {named_by}, is in use by another process. Name a free"
+                f" port, or unset {named_by} on a single node to have a free one taken."
             ) from error
         self.pid = os.getpid()
         self.variables = {
@@ -64,7 +65,9 @@ class HostedStore:
         }
 
 
-def host_store(address: str, *, num_nodes: int, node_rank: int, port: int | None) -> dict[str, str]:
+def host_store(
+    address: str, *, num_nodes: int, node_rank: int, port: int | None, named_by: str = "MASTER_PORT"
+) -> dict[str, str]:
     """On the first node, opens the store of this run; returns the variables that all its processes need.
 
     Args:
@@ -72,6 +75,7 @@ def host_store(address: str, *, num_nodes: int, node_rank: int, port: int | None
         num_nodes: nodes of the run.
         node_rank: this node.
         port: port that the user named, or None.
+        named_by: where, for errors.
 
     Raises:
         ConfigurationError: several nodes, and no port that all of them know.
@@ -84,7 +88,7 @@ def host_store(address: str, *, num_nodes: int, node_rank: int, port: int | None
             " values on every node, and NODE_RANK to 0, 1, ... in turn"
         )
     if node_rank == 0:
-        _hosted = HostedStore(address, port)
+        _hosted = HostedStore(address, port, named_by)
         return _hosted.variables
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), STORE_VARIABLE: f"{address}:{port}"}
 
@@ -145,7 +149,11 @@ def join_default_group(
         world_size: number of ranks.
         timeout: of collectives; None for the backend's own.
         device: this process's device; NCCL is bound to it.
+
+    Raises:
+        ConfigurationError: there is no such backend in this process.
     """
+    _require_backend(backend)
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
         arguments["device_id"] = device
@@ -154,6 +162,18 @@ def join_default_group(
     if backend == "nccl":
         atexit.register(leave_default_group)  # torch warns of an NCCL group that is left to the exit
     return dist.group.WORLD
+
+
+def _require_backend(backend: str) -> None:
+    known = dist.Backend.backend_list
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]  # as in "cpu:gloo,cuda:nccl"
+        if name not in known:
+            raise ConfigurationError(
+                f"process_group_backend={backend!r}: this process knows no backend {name!r}; there are"
+                f" {', '.join(known[1:])}. A third-party one has to be registered with"
+                " torch.distributed.Backend.register_backend in every process, at the top of the script."
+            )
 
 
 def existing_group(world_size: int) -> Any | None:

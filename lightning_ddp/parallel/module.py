@@ -12,6 +12,7 @@ from torch.distributed.utils import _to_kwargs
 from lightning_ddp.comm.group import Group, Interrupt
 from lightning_ddp.comm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.errors import CommHookError, ConfigurationError
+from lightning_ddp.observe.record import StepRecorder
 from lightning_ddp.parallel import torch_words
 from lightning_ddp.parallel.buckets import ParameterSpec
 from lightning_ddp.parallel.buffers import BufferHook, Buffers, BufferSettings
@@ -324,8 +325,10 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         is_training = torch.is_grad_enabled()
         if is_training and self.require_backward_grad_sync:
             self.reducer.failures.check_usable()
-        if is_training and self.require_backward_grad_sync and self.reducer.times.start_forward():
-            self._log.publish()
+            if self.reducer.recorder is not None:
+                self.reducer.recorder.start_forward()
+            if self.reducer.times.start_forward():
+                self._log.publish()
         self._notify_joined()
         if is_training:
             self.reducer.rebuild()
@@ -340,6 +343,8 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
+        if self.reducer.recorder is not None and torch.is_grad_enabled():
+            self.reducer.recorder.end_forward()
         self._sync_buffers_if_due("after_forward")
         self._module_buffers.note_forward()
         if self._mixed is not None:
@@ -462,6 +467,19 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         self.reducer.remove_hooks()
         if self._delayed is not None:
             self._delayed.remove_hook()
+
+    def record_steps(self, num_steps: int = 256) -> StepRecorder:
+        """From now on keeps what the last synchronised steps did, on this rank. Does not communicate.
+
+        Args:
+            num_steps: how many are kept; 0 for none, as in the beginning.
+
+        Returns:
+            The recorder, with the `records`. With 0, one that gets no more.
+        """
+        recorder = StepRecorder(self.device, max(num_steps, 1))
+        self.reducer.recorder = recorder if num_steps else None
+        return recorder
 
     def logging_data(self) -> dict[str, Any]:
         """What this wrapper is made of and how long its steps take. Does not communicate.

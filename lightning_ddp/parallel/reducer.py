@@ -22,6 +22,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hosts import Hosts
 from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.errors import BackwardOrderError, CommHookError, MissingGradientError
+from lightning_ddp.observe.record import StepRecorder
 from lightning_ddp.parallel.expected import ExpectedGradients
 from lightning_ddp.parallel.failures import BackwardFailures
 from lightning_ddp.parallel.layout import BucketLayout
@@ -96,7 +97,7 @@ class Reducer(ReducerTorchNames):
         self._params = self.layout.params
         self._device = device
         self._group = group
-        self._reduction = Reduction(group, memory)
+        self._reduction = Reduction(group, device, token, memory)
         board = MissingGradients(group, token)
         self.failures = BackwardFailures(
             group, board, self.layout.names, raises_at_once=options.raises_at_once
@@ -120,6 +121,8 @@ class Reducer(ReducerTorchNames):
         """Called with each bucket once its means are in `.grad`, while later ones are still on their way."""
         self.futures: list[Any] = []
         """What else the end of the next synchronised backward waits for."""
+        self.recorder: StepRecorder | None = None
+        """What is told of each moment of a step, if somebody wants to know."""
         self.facts = StepFacts()
         self.step = -1  # number of the synchronised backward that runs or ran last
         self._add_hooks()
@@ -259,6 +262,8 @@ class Reducer(ReducerTorchNames):
         self._creates_graph = torch.is_grad_enabled()
         self.times.start_backward()
         self._count_step()
+        if self.recorder is not None:
+            self.recorder.start_backward(self.step)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         expected = self._expected
         if expected.is_learning:
@@ -296,6 +301,9 @@ class Reducer(ReducerTorchNames):
 
     def _fill(self, bucket: Bucket) -> None:
         """All that this bucket can get is there: it and those that waited for it are launched, in order."""
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.ready(bucket.index(), bucket.flat.numel() * bucket.flat.element_size())
         if not bucket.is_skipped:
             with torch.no_grad():
                 try:
@@ -308,7 +316,9 @@ class Reducer(ReducerTorchNames):
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
                 self.times.start_comm()
                 with self.failures.noted():
-                    self._reduction.launch(self.buckets[self._next])
+                    self._reduction.launch(self.buckets[self._next], self._watch())
+                if recorder is not None:
+                    recorder.launched(self._next, self.buckets[self._next].work)
                 self._next += 1
 
     def copy_early(self, bucket: Bucket, position: int) -> None:
@@ -336,6 +346,9 @@ class Reducer(ReducerTorchNames):
     def _finish(self) -> None:
         """Called by the autograd engine when all gradients of this backward are there."""
         self.times.end_backward()
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.end_backward()
         self.disarm()
         if self._expected.is_learning:
             self._learn()
@@ -350,6 +363,8 @@ class Reducer(ReducerTorchNames):
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait(bucket)
+                if recorder is not None:
+                    recorder.done(bucket.index())
             with torch.no_grad():
                 bucket.copy_out()
             if self.after_bucket is not None:
@@ -360,6 +375,8 @@ class Reducer(ReducerTorchNames):
         if self._creates_graph:
             refuse_double_backward(self._params)
         self.times.end_comm()
+        if recorder is not None:
+            recorder.finish()
         self._is_running = False
 
     def _note_order(self, absent: Sequence[int]) -> None:
@@ -427,7 +444,7 @@ class Reducer(ReducerTorchNames):
         self._count_step()
         zeros = [bucket.zeros() for bucket in self.buckets]
         for bucket in zeros:
-            self._reduction.launch(bucket)
+            self._reduction.launch(bucket, self._watch())
         is_counted = self._expected.are_counted
         used = self.usage.start_with([0] * len(self._params)) if is_counted else None
         for bucket in zeros:
@@ -444,7 +461,11 @@ class Reducer(ReducerTorchNames):
 
     def _wait(self, bucket: Bucket) -> None:
         with self.failures.noted():
-            self._reduction.wait(bucket, self.failures.board.watch(self.step, self._next))
+            self._reduction.wait(bucket, self._watch())
+
+    def _watch(self) -> Callable[[float], None]:
+        """Looks, in the waits of this step, at what other ranks miss."""
+        return self.failures.board.watch(self.step, self._next)
 
     # ------------------------------------------------------------------ errors
 

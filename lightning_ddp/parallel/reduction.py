@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_ddp.comm.group import Group, without_engine_context
+from lightning_ddp.comm.hook_identity import hook_name
 from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.comm.works import Worker
-from lightning_ddp.errors import CommHookError
+from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.parallel import torch_words
+from lightning_ddp.parallel.hook_agreement import Disagreement, HookAgreement
 from lightning_ddp.parallel.storage import Bucket
 
 __all__ = ["CommHook", "Reduction"]
@@ -25,13 +28,21 @@ class Reduction:
 
     Args:
         group: the ranks.
+        device: one that the group's backend serves.
+        token: the same on all ranks, different for every reducer.
         memory: what the flat buffers lie in, if the ranks share it; None to send them through the group.
     """
 
-    def __init__(self, group: Group, memory: SharedMemory | None = None) -> None:
+    def __init__(
+        self, group: Group, device: torch.device, token: str, memory: SharedMemory | None = None
+    ) -> None:
         self._group = group
         self._memory = memory
-        self._worker = Worker()
+        self._worker = Worker(group.interrupt.activity.busy if group.interrupt is not None else None)
+        self._device = device
+        self._token = token
+        self._num_hooks = 0
+        self._agreement: HookAgreement | None = None
         self._hook: CommHook | None = None
         self._state: Any = None
         self.scale: float | None = 1.0 / group.size  # gradients are scaled so on their way into the bucket
@@ -47,6 +58,9 @@ class Reduction:
         """Lets `hook` reduce the buckets from the next backward on; it scales by itself."""
         self._hook = hook
         self._state = state
+        self._num_hooks += 1
+        prefix = f"{self._token}/{self._num_hooks}"
+        self._agreement = HookAgreement(self._group, prefix, self._device, state, hook)
         self.scale = None
 
     @property
@@ -59,11 +73,16 @@ class Reduction:
         if self._hook is None:
             self.scale = 1.0 / divisor
 
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Starts the reduction of a full bucket.
 
+        Args:
+            bucket: the next one, in the order that all ranks have.
+            on_slice: called with the seconds for which a new hook has waited for the other ranks, now and
+                then; may raise.
+
         Raises:
-            CommHookError: the hook raised, or returned no future.
+            CommHookError: the hook raised, returned no future, or differs between the ranks.
         """
         if bucket.is_skipped or not bucket.flat.numel():
             return
@@ -73,24 +92,40 @@ class Reduction:
             return
         try:
             with without_engine_context():
-                future = self._hook(self._state, bucket)
+                bucket.work = self._start(bucket, on_slice)
+        except (CommHookError, MissingGradientError):
+            raise
+        except Disagreement as error:
+            raise self._error(bucket, str(error)) from error
         except Exception as error:
             raise self._error(bucket, f"raised {type(error).__name__}: {error}") from error
+
+    def _start(self, bucket: Bucket, on_slice: Callable[[float], None]) -> Any:
+        assert self._hook is not None
+        assert self._agreement is not None
+        if self._agreement.is_over(self.step):
+            return self._checked(bucket, self._hook(self._state, bucket))
+        with self._agreement.launching(on_slice):
+            return self._checked(bucket, self._hook(self._state, bucket))
+
+    def _checked(self, bucket: Bucket, future: Any) -> Any:
         if not isinstance(future, torch._C.Future):  # what get_future() of a work returns, too
             raise self._error(
                 bucket,
                 f"returned {type(future).__name__}: {torch_words.NO_FUTURE} {type(future).__name__};"
                 " make one of the flat gradient",
             )
-        bucket.work = future
+        return future
 
     def _start_mean(self, bucket: Bucket) -> Any:
         memory, flat = self._memory, bucket.flat
+        label = f"reduce of bucket {bucket.index()}"
         if memory is None or bucket.spec.is_sparse:
-            return self._group.all_reduce(flat)
+            return self._group.all_reduce(flat, label=label)
+        job = partial(memory.all_reduce, flat)
         if not bucket.contributes:
-            return self._worker.submit(lambda: memory.all_reduce_nothing(flat.numel(), flat.dtype))
-        return self._worker.submit(lambda: memory.all_reduce(flat))
+            job = partial(memory.all_reduce_nothing, flat.numel(), flat.dtype)
+        return self._group.start("all_reduce", (flat,), partial(self._worker.submit, job), label=label)
 
     def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Waits until the flat buffer holds the result.
@@ -108,7 +143,7 @@ class Reduction:
             self._group.wait(work, bucket.spec.device, on_slice)
             return
         bucket.work = None  # its result may hold another copy of the gradients
-        self._group.wait_done(work, on_slice)
+        self._group.wait_done(work, on_slice, f"communication hook, bucket {bucket.index()}")
         try:
             value = work.wait()
         except Exception as error:  # whatever the hook put there
@@ -132,9 +167,8 @@ class Reduction:
         bucket.take(value)
 
     def _error(self, bucket: Bucket, what: str) -> CommHookError:
-        name = getattr(self._hook, "__qualname__", type(self._hook).__name__)
         return CommHookError(
-            f"rank {self._group.rank}, step {self.step}: communication hook {name!r} {what}"
+            f"rank {self._group.rank}, step {self.step}: communication hook {hook_name(self._hook)!r} {what}"
             f" (bucket {bucket.index()}, {bucket.flat.numel()} elements,"
             f" parameters {bucket.names[0]!r} to {bucket.names[-1]!r})"
         )

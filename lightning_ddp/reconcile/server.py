@@ -12,40 +12,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
-from lightning_ddp.errors import ConfigurationError, RendezvousError
+from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.reconcile.agreement import StopAgreement
 from lightning_ddp.reconcile.fork import close_in_forked_child
+from lightning_ddp.reconcile.inspection import Inspection, Letters
+from lightning_ddp.reconcile.listening import Peer, listen
 from lightning_ddp.reconcile.record import GONE, FailureRecord, Identity
 from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.reconcile.stall import StallWatch
 from lightning_ddp.reconcile.verdict import Verdict
-from lightning_ddp.reconcile.wire import UNREACHABLE, ProtocolError, Unpacker, keep_alive, pack
+from lightning_ddp.reconcile.wire import UNREACHABLE, ProtocolError, keep_alive, pack
 
 __all__ = ["ControlServer"]
 
-_HELLO_LIMIT_BYTES = 1024
 _HELLO_WAIT_S = 10.0
 _RECEIVE_BYTES = 64 * 1024
-_BACKLOG = 1024
 _MOST_UNSENT_BYTES = 4 * 1024 * 1024
 
 Message = dict[str, Any]
-
-
-class _Peer:
-    """One connection: a stranger until its hello, then a process of the run."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.unpacker = Unpacker(_HELLO_LIMIT_BYTES)
-        self.unsent = bytearray()
-        self.since = time.monotonic()
-        self.identity: Identity | None = None
-        self.is_active = False
-        self.has_left = False
 
 
 class ControlServer:
@@ -80,14 +67,16 @@ class ControlServer:
         self._verdict = Verdict()
         self._stop = StopAgreement(settings.failure_grace_s)
         self._stall = StallWatch(settings.stall_timeout_s) if settings.stall_timeout_s is not None else None
+        self._inspection = Inspection(world_size)
         self._is_told = False
-        self._peers: dict[int, _Peer] = {}
-        self._strangers: set[_Peer] = set()
+        self._peers: dict[int, Peer] = {}
+        self._ranks: dict[int, Peer] = {}
+        self._strangers: set[Peer] = set()
         self._injected: list[Message] = []
         self._lock = threading.Lock()
         self._is_closed = False
         self._decided = threading.Event()
-        self._listener = _listen("" if any_interface else address)
+        self._listener = listen("" if any_interface else address)
         self.port: int = self._listener.getsockname()[1]
         self.address = address
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -147,7 +136,7 @@ class ControlServer:
         self._close_sockets()
 
     def _timeout(self) -> float | None:
-        deadlines = [self._verdict.deadline(), self._stop.deadline()]
+        deadlines = [self._verdict.deadline(), self._stop.deadline(), self._inspection.deadline()]
         if self._stall is not None and self._verdict.first is None:
             deadlines.append(self._stall.next_look(time.monotonic()))
         deadlines += [stranger.since + _HELLO_WAIT_S for stranger in self._strangers]
@@ -159,11 +148,11 @@ class ControlServer:
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             keep_alive(connection, self._settings.heartbeat_timeout_s)
-            peer = _Peer(connection)
+            peer = Peer(connection)
             self._strangers.add(peer)
             self._selector.register(connection, selectors.EVENT_READ, peer)
 
-    def _serve(self, peer: _Peer, events: int) -> None:
+    def _serve(self, peer: Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(peer)
         if not events & selectors.EVENT_READ:
@@ -184,7 +173,7 @@ class ControlServer:
         except (ProtocolError, ConfigurationError):
             self._hang_up(peer)  # a stranger, or a process that speaks nonsense
 
-    def _handle(self, peer: _Peer, message: Message) -> None:
+    def _handle(self, peer: Peer, message: Message) -> None:
         if peer.identity is None:
             self._greet(peer, message)
             return
@@ -194,6 +183,9 @@ class ControlServer:
             if not peer.is_active:
                 self._send_all(self._stop.left(peer.identity.rank))
                 self._forget(peer.identity.rank)
+            self._inspection.entered(peer.identity.rank, message)
+        elif kind in Inspection.KINDS:
+            self._deliver(self._inspection.handle(peer.identity.rank, message, time.monotonic()))
         elif kind == "stopped":
             self._send_all(self._stop.left(peer.identity.rank))
         elif kind == "progress":
@@ -216,7 +208,7 @@ class ControlServer:
         else:
             self._handle_report(message)
 
-    def _greet(self, peer: _Peer, message: Message) -> None:
+    def _greet(self, peer: Peer, message: Message) -> None:
         token = message.get("token")
         if message["kind"] != "hello" or not isinstance(token, str):
             raise ProtocolError("no hello")
@@ -232,7 +224,8 @@ class ControlServer:
         peer.is_active = True
         peer.unpacker.limit_bytes = _RECEIVE_BYTES
         self._strangers.discard(peer)
-        self._peers[id(peer)] = peer
+        self._peers[id(peer)] = self._ranks[rank] = peer
+        self._inspection.joined(rank)
         if self._verdict.first is not None:
             self._send(peer, {**self._verdict.first.to_message(), "kind": "failure"})
         if len(self._present()) == self._world_size:
@@ -252,7 +245,7 @@ class ControlServer:
         else:
             raise ProtocolError(f"kind {message['kind'][:40]!r}")
 
-    def _lost(self, peer: _Peer, error: OSError | None) -> None:
+    def _lost(self, peer: Peer, error: OSError | None) -> None:
         identity = peer.identity
         self._hang_up(peer)
         if identity is not None:
@@ -279,6 +272,7 @@ class ControlServer:
             self._verdict.accuse(stalled)
         for stranger in [s for s in self._strangers if s.since + _HELLO_WAIT_S <= now]:
             self._hang_up(stranger)
+        self._deliver(self._inspection.due(now))
         late = self._stop.overdue(now)
         if late is not None:
             self._verdict.accuse(late)
@@ -304,14 +298,19 @@ class ControlServer:
             for peer in list(self._peers.values()):
                 self._send(peer, message)
 
-    def _send(self, peer: _Peer, message: Message) -> None:
+    def _deliver(self, letters: Letters) -> None:
+        for rank, message in letters:
+            if rank in self._ranks:
+                self._send(self._ranks[rank], message)
+
+    def _send(self, peer: Peer, message: Message) -> None:
         peer.unsent += pack(message)
         if len(peer.unsent) > _MOST_UNSENT_BYTES:
             self._hang_up(peer)  # it reads nothing, and must not cost this process its memory
         else:
             self._flush(peer)
 
-    def _flush(self, peer: _Peer) -> None:
+    def _flush(self, peer: Peer) -> None:
         try:
             del peer.unsent[: peer.connection.send(peer.unsent)]
         except BlockingIOError:
@@ -323,12 +322,15 @@ class ControlServer:
             if self._selector.get_key(peer.connection).events != wanted:
                 self._selector.modify(peer.connection, wanted, peer)
 
-    def _hang_up(self, peer: _Peer) -> None:
+    def _hang_up(self, peer: Peer) -> None:
         with suppress(KeyError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
         self._strangers.discard(peer)
         self._peers.pop(id(peer), None)
+        if peer.identity is not None and self._ranks.get(peer.identity.rank) is peer:
+            del self._ranks[peer.identity.rank]
+            self._deliver(self._inspection.left(peer.identity.rank, time.monotonic()))
 
     def _close_sockets(self) -> None:
         for peer in [*self._peers.values(), *self._strangers]:
@@ -337,24 +339,6 @@ class ControlServer:
         self._wake_receiver.close()
         self._wake_sender.close()
         self._selector.close()
-
-
-def _listen(address: str) -> socket.socket:
-    try:
-        family, _, _, _, where = socket.getaddrinfo(
-            address or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            listener.bind(where)
-            listener.listen(_BACKLOG)
-            stack.pop_all()
-    except OSError as error:
-        raise RendezvousError(
-            f"cannot listen on {address}, the address of the first node: {error}. Set MASTER_ADDR to an"
-            " address of the node with NODE_RANK=0."
-        ) from error
-    return listener
 
 
 def _number(message: Message, name: str) -> int:

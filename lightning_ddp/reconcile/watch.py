@@ -21,7 +21,7 @@ from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.reconcile.stall import REPORTS_A_TIMEOUT, silent
 from lightning_ddp.reconcile.wire import UNREACHABLE, ProtocolError, Unpacker, keep_alive, pack
 
-__all__ = ["ServerAddress", "Watch"]
+__all__ = ["Message", "ServerAddress", "Watch"]
 
 _RECEIVE_BYTES = 64 * 1024
 _FLUSH_WAIT_S = 1.0
@@ -54,6 +54,7 @@ class Watch:
         on_failure: called once, in the watching thread, with the first failure of the run.
         where: tells what this rank is doing; asked by the watching thread, where stalls are looked for.
         parent: the process that started this one, if it is ours: its end is noticed.
+        on_message: called in the watching thread with each message of a kind that is not the watch's own.
 
     Raises:
         RendezvousError: the server cannot be reached.
@@ -69,6 +70,7 @@ class Watch:
         on_failure: Callable[[FailureRecord], None],
         where: Callable[[], Where] = Where,
         parent: Identity | None = None,
+        on_message: Callable[[Message], None] = lambda message: None,
     ) -> None:
         self.identity = identity
         self.failure: FailureRecord | None = None
@@ -77,6 +79,7 @@ class Watch:
         self._boundary = boundary
         self._on_failure = on_failure
         self._where = where
+        self._on_message = on_message
         self._last_beat = time.monotonic()
         self._unpacker = Unpacker()
         self._outbox: deque[bytes] = deque()
@@ -247,6 +250,8 @@ class Watch:
             self._boundary.release(message["position"], message["signal"], message["is_requeue"])
         elif kind == "closing":  # the server's process ends, and that is no failure
             self._stop_listening()
+        else:
+            self._on_message(message)
 
     def _lost_server(self, error: OSError | None) -> None:
         server = self._server.identity

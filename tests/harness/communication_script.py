@@ -16,6 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.nn.functional import mse_loss
@@ -51,6 +52,7 @@ RESUMED: dict[str, dict[str, Any]] = {
             "optimizer_state": "average",
         }
     },
+    "scaled": {"model_averaging": {"name": "post_local_sgd", "start_step": 1, "period": 3}},
 }
 
 
@@ -87,6 +89,15 @@ class Manual(Network):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layers[0], self.layers[3])]
+
+
+class Overflowing(Network):
+    """Gradients of rank 1 alone overflow in the second and in the sixth step."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = super().training_step(batch)
+        overflows = self.global_rank == 1 and self.trainer.fit_loop.epoch_loop.total_batch_idx in (1, 5)
+        return loss * float("inf") if overflows else loss
 
 
 class Spread(Callback):
@@ -143,22 +154,31 @@ def train(
     folder: Path, kind: type[Network] = Network, strategy: Any = None, **arguments: Any
 ) -> dict[str, Any]:
     model = built(kind)
-    options = {"accumulate_grad_batches": arguments.pop("accumulate", 1)}
-    _, spread = fit(model, strategy or CustomDDPStrategy(**arguments), 2, folder, **options)
-    return result(model, spread)
+    options = {"accumulate_grad_batches": arguments.pop("accumulate", 1), **options_of(kind)}
+    trainer, spread = fit(model, strategy or CustomDDPStrategy(**arguments), 2, folder, **options)
+    return result(model, spread) | {"scaler": trainer.precision_plugin.state_dict()}
+
+
+def options_of(kind: type[Network]) -> dict[str, Any]:
+    """With a loss scale that grows every third step; Lightning itself offers none on the CPU."""
+    if kind is not Overflowing:
+        return {}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
 
 
 def resume(folder: Path, name: str) -> dict[str, Any]:
     """An undisturbed run of two epochs, and one that goes on from its first checkpoint."""
     arguments = RESUMED[name]
-    undisturbed = train(folder, **arguments)
-    model = built()
+    kind = Overflowing if name == "scaled" else Network
+    undisturbed = train(folder, kind, **arguments)
+    model = built(kind)
     with torch.no_grad():
         model.layers[0].weight.zero_()  # must come from the checkpoint
-    _, spread = fit(
-        model, CustomDDPStrategy(**arguments), 2, folder / "again", resume=folder / "epoch=0.ckpt"
-    )
-    return {"undisturbed": undisturbed, "resumed": result(model, spread)}
+    strategy, checkpoint = CustomDDPStrategy(**arguments), folder / "epoch=0.ckpt"
+    trainer, spread = fit(model, strategy, 2, folder / "again", resume=checkpoint, **options_of(kind))
+    resumed = result(model, spread) | {"scaler": trainer.precision_plugin.state_dict()}
+    return {"undisturbed": undisturbed, "resumed": resumed}
 
 
 def lightning_spelling(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,7 +222,9 @@ def _serve() -> None:
     _main = importlib.import_module(sys.argv[1]).main
     import lightning_ddp.launch.children
 
-    lightning_ddp.launch.children.subprocess.Popen = ForkedProcess  # type: ignore[misc, assignment]
+    # in the launcher's eyes alone: what a run starts besides is started as usual
+    replaced = types.SimpleNamespace(Popen=ForkedProcess)
+    lightning_ddp.launch.children.subprocess = replaced  # type: ignore[assignment]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the keepers
     for line in sys.stdin:
         print(_start_run(json.loads(line)), flush=True)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from harness.outcomes import RankOutcome, values_or_raise
+from lightning_ddp.comm.abort import open_sockets, shut_down
 
 LONGEST_COLLECTIVE_S = 10.0
 """Time limit of the groups: a freed one with a pending collective may hold up the whole process so long."""
@@ -50,6 +51,7 @@ def _run(
     fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float, *, stop_on_failure: bool
 ) -> list[RankOutcome]:
     store = dist.HashStore()
+    sockets_before = open_sockets()
     groups: list[dist.ProcessGroup | None] = [None] * world_size
     outcomes: dict[int, RankOutcome] = {}
     changed = threading.Condition()
@@ -89,7 +91,7 @@ def _run(
                 message=f"no result within its deadline (timeout_s={timeout_s}); stack:",
                 traceback=_stack_of(threads[rank]),
             )
-    _end(threads, groups)
+    _end(threads, groups, sockets_before)
     return [found[rank] for rank in range(world_size)]
 
 
@@ -113,12 +115,15 @@ def _stack_of(thread: threading.Thread) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else "(ended meanwhile)"
 
 
-def _end(threads: list[threading.Thread], groups: list[dist.ProcessGroup | None]) -> None:
+def _end(
+    threads: list[threading.Thread], groups: list[dist.ProcessGroup | None], sockets_before: dict[int, str]
+) -> None:
     """Ends the groups, so that what waits in a collective ends too.
 
-    A gloo group that is freed waits for its pending collectives up to their time limit, unless its peers
-    break the connections. The peers are in this process: so all are freed at once, each in a thread.
+    A gloo group that is freed waits for its pending collectives up to their time limit, unless its
+    connections break: so they are shut down, and all groups are freed at once, each in a thread.
     """
+    shut_down({fd: name for fd, name in open_sockets().items() if sockets_before.get(fd) != name})
     for group in groups:
         if group is not None and any(thread.is_alive() for thread in threads):
             with contextlib.suppress(RuntimeError):

@@ -1,0 +1,205 @@
+"""Callbacks for Lightning's Trainer."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import statistics
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from lightning_ddp._lightning import Callback, LightningModule, Trainer
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.launch.reconciliation import current
+from lightning_ddp.observe.lateness import Lateness, SlowRanks, lateness
+from lightning_ddp.observe.record import StepRecord, StepRecorder
+from lightning_ddp.parallel.module import BucketedDDP
+
+__all__ = ["CommunicationMonitor"]
+
+_log = logging.getLogger("lightning_ddp")
+_TOPIC = "slack"
+_MOST_WINDOWS = 8
+_MOST_LOGGED_RANKS = 16
+_NS_PER_US = 1_000
+_NS_PER_MS = 1_000_000
+_MB = 1_000_000
+
+
+class CommunicationMonitor(Callback):
+    """Logs what communication costs, and names a rank that makes the others wait.
+
+    Every `every_n_steps` synchronised steps it gives all loggers, as medians over these steps:
+    `communication/step_ms`, from forward to forward; `.../exposed_ms`, communication that backward does not
+    hide; `.../overlap_percent`, the share that it hides; `.../megabytes` of gradients a step;
+    `.../gigabytes_per_s` while buckets are on their way; and `.../lateness_ms/rank<r>` or, with more than 16
+    ranks, `.../lateness_ms/max`: how long after the first rank each one had its gradients. These times are
+    taken before the collectives, as after them all ranks are equally late; and they are compared by the ends
+    of the collectives, which are common, so that clocks of hosts need not agree. They are exact up to the
+    time that a message takes between ranks. Lateness is what the ranks knew one interval before.
+
+    The ranks exchange a number a step, once an interval, over the control channel: no collective. Where that
+    is off (PL_RECONCILE_PROCESS=0) and with one process there is no lateness. Steps without synchronisation
+    (`accumulate_grad_batches`, local training) are not counted.
+
+    Args:
+        every_n_steps: length of the interval; the same on all ranks.
+        slow_after_steps: a rank that is late in so many steps in a row is named in a warning, which rank 0
+            shows: at this number and whenever it has doubled.
+        late_fraction: what counts as late: so much of a step after the rank in the middle.
+
+    Raises:
+        ConfigurationError: a number is out of range, or, in `fit`, the strategy is another one.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 50, *, slow_after_steps: int = 100, late_fraction: float = 0.1
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("slow_after_steps", slow_after_steps)):
+            if value < 1:
+                raise ConfigurationError(f"{name}={value}: expected a number of steps from 1")
+        if not late_fraction > 0:
+            raise ConfigurationError(f"late_fraction={late_fraction}: expected a part of a step above 0")
+        self.every_n_steps = every_n_steps
+        self.slow_after_steps = slow_after_steps
+        self.late_fraction = late_fraction
+        self.recorder: StepRecorder | None = None
+        """What the last steps of this rank did, while it fits and after."""
+        self._wrapped: BucketedDDP | None = None
+        self._records: list[StepRecord] = []
+        self._exchange: _Exchange | None = None
+        self._slow = SlowRanks(slow_after_steps)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins to record."""
+        model = trainer.strategy.model
+        if not isinstance(model, BucketedDDP):
+            raise ConfigurationError(
+                "CommunicationMonitor watches the strategy 'custom_ddp' and its variants, not"
+                f" {type(trainer.strategy).__name__}"
+            )
+        self._wrapped, self._records = model, []
+        self.recorder = model.record_steps(max(256, 2 * self.every_n_steps))
+        self._slow = SlowRanks(self.slow_after_steps)
+        self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Once an interval: logs, and tells rank 0 how late this one was."""
+        if self.recorder is None or self._exchange is None:
+            return
+        if len(self._records) + self.recorder.num_new < self.every_n_steps:
+            return
+        self._records += self.recorder.take()
+        while len(self._records) >= self.every_n_steps:
+            records = self._records[: self.every_n_steps]
+            del self._records[: self.every_n_steps]
+            self._exchange.tell(records)
+            self._report(trainer, records)
+
+    def _report(self, trainer: Trainer, records: Sequence[StepRecord]) -> None:
+        metrics = summarize(records)
+        for known in self._exchange.collect() if self._exchange is not None else ():
+            metrics.update(_lateness_metrics(known))
+            self._warn(known, metrics["step_ms"])
+        for logger in trainer.loggers:
+            named = {f"communication/{name}": value for name, value in metrics.items()}
+            logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _warn(self, known: Lateness, step_ms: float) -> None:
+        for slow in self._slow.add(known, limit_us=self.late_fraction * step_ms * 1e3):
+            host = self._exchange.hosts.get(slow.rank, "?") if self._exchange is not None else "?"
+            _log.warning(
+                "rank %d (host %s) has been late for %d steps in a row: %.1f ms after the rank in the middle,"
+                " %.0f %% of a step of %.1f ms. All ranks wait for it.",
+                *(slow.rank, host, slow.num_steps, slow.late_us / 1e3),
+                *(slow.late_us / (10 * step_ms), step_ms),
+            )
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends recording."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends recording."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._wrapped is not None:
+            self._wrapped.record_steps(0)
+            self._wrapped = None
+        if self._exchange is not None:
+            self._exchange.close()
+
+
+def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Medians over successive steps, by the names that the monitor logs, without their prefix."""
+    starts = [r.backward_start if r.forward_start is None else r.forward_start for r in records]
+    steps = [(b - a) / _NS_PER_MS for a, b in pairwise(starts)]
+    busy_s = sum(record.communication_s for record in records)
+    num_bytes = sum(record.num_bytes for record in records)
+    whole_ms = (records[-1].comm_end - starts[-1]) / _NS_PER_MS  # where there is no second step
+    metrics = {
+        "step_ms": statistics.median(steps or [whole_ms]),
+        "exposed_ms": 1e3 * statistics.median(record.exposed_s for record in records),
+        "megabytes": num_bytes / len(records) / _MB,
+    }
+    overlaps = [record.overlap for record in records if record.overlap is not None]
+    if overlaps:
+        metrics["overlap_percent"] = 100 * statistics.median(overlaps)
+        metrics["gigabytes_per_s"] = num_bytes / busy_s / 1e9
+    return metrics
+
+
+def _lateness_metrics(known: Lateness) -> dict[str, float]:
+    late_ms = {rank: late_us / 1e3 for rank, late_us in known.median_us().items()}
+    if len(late_ms) > _MOST_LOGGED_RANKS:
+        return {"lateness_ms/max": max(late_ms.values())}
+    return {f"lateness_ms/rank{rank}": late_ms[rank] for rank in sorted(late_ms)}
+
+
+class _Exchange:
+    """Brings the slacks of all ranks to the first one, over the control channel.
+
+    Args:
+        world_size: ranks of the run.
+        is_first: whether this is rank 0.
+    """
+
+    def __init__(self, world_size: int, *, is_first: bool) -> None:
+        self.hosts: dict[int, str] = {}
+        """Rank -> host name, as far as ranks have said so."""
+        self._world_size = world_size
+        self._windows: dict[int, dict[int, list[int | None]]] = {}
+        self._lock = threading.Lock()
+        self._inspector = current().inspector
+        if is_first:
+            self._inspector.listen(_TOPIC, self._hear)
+
+    def tell(self, records: Sequence[StepRecord]) -> None:
+        """Sends the slacks of an interval."""
+        if self._world_size > 1:
+            slacks = [None if (ns := record.slack_ns) is None else ns // _NS_PER_US for record in records]
+            value = {"first": records[0].step, "us": slacks, "host": socket.gethostname()[:80]}
+            self._inspector.tell(0, _TOPIC, value)
+
+    def _hear(self, rank: int, value: Any) -> None:
+        """In the thread of the channel."""
+        with self._lock:
+            self.hosts[rank] = value["host"]
+            self._windows.setdefault(value["first"], {})[rank] = value["us"]
+            while len(self._windows) > _MOST_WINDOWS:  # some rank never said anything of it
+                del self._windows[min(self._windows)]
+
+    def collect(self) -> list[Lateness]:
+        """The intervals of which all ranks have told, in their order."""
+        with self._lock:
+            whole = [
+                first for first in sorted(self._windows) if len(self._windows[first]) == self._world_size
+            ]
+            return [lateness(first, self._windows.pop(first)) for first in whole]
+
+    def close(self) -> None:
+        """Hears no more."""
+        self._inspector.listen(_TOPIC, None)

@@ -1,0 +1,312 @@
+"""One call of a collective: its label, its deadline, the handle of what is under way.
+
+A deadline is looked at by the rank that waits, so that it raises an error which names the collective. The
+backend gets the same time and a margin, as what it still does for a call that was given up would keep the
+process from ending. After a missed deadline the group is of no more use, as the ranks do not agree on what
+comes next: gloo breaks its connections, and the communicator of NCCL is aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Generic, TypedDict, TypeVar
+
+import torch
+
+from lightning_ddp.comm.group import Group, options_of, without_engine_context
+from lightning_ddp.comm.spans import span
+from lightning_ddp.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    ConfigurationError,
+    LightningDDPError,
+)
+
+__all__ = ["Call", "CallOptions", "Handle", "OnSlice", "Wait", "check_member", "check_rank", "check_timeout"]
+
+T = TypeVar("T")
+OnSlice = Callable[[float], None] | None
+Wait = Callable[[OnSlice], None]
+"""Waits until something has ended; calls its argument, which may raise, now and then."""
+
+_MARGIN = timedelta(seconds=2)
+_LACKING = ("not support", "not implemented", "unsupported")
+_WORDS_OF_A_TIMEOUT = ("timed out", "timeout")
+
+
+class CallOptions(TypedDict, total=False):
+    """What most collectives take as well."""
+
+    timeout: timedelta | None
+    """Deadline of the call."""
+    label: str
+    """What it is called in errors, in the profiler and where somebody asks what a rank waits for."""
+
+
+def check_member(group: Group | None) -> Group:
+    """The group.
+
+    Raises:
+        ConfigurationError: it is None, as for a rank that a sub-group does not have.
+    """
+    if not isinstance(group, Group):
+        raise ConfigurationError(
+            f"this rank is not in the group ({group!r}): sub_group returns None to the ranks that are not in"
+            " its list, and those must not take part in the collectives of the others"
+        )
+    return group
+
+
+def check_rank(group: Group, rank: int, what: str) -> None:
+    """Refuses a rank that the group does not have; `what` is such as 'broadcast from'.
+
+    Raises:
+        ConfigurationError: it is no rank of the group.
+    """
+    if not 0 <= rank < group.size:
+        raise ConfigurationError(f"{what} rank {rank}, but the group has ranks 0 to {group.size - 1}")
+
+
+def check_timeout(timeout: timedelta | None, what: str) -> None:
+    """Refuses what is no deadline.
+
+    Raises:
+        ConfigurationError: `timeout` is neither None nor a `timedelta` above 0.
+    """
+    if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
+        raise ConfigurationError(f"{what}: timeout={timeout!r}; expected a timedelta above 0, or None")
+
+
+@dataclass(kw_only=True)
+class Call:
+    """A collective that this rank has called.
+
+    Raises:
+        ConfigurationError: this rank is not in the group, or the deadline is none.
+    """
+
+    group: Group
+    """Whose ranks all call it."""
+    device: torch.device
+    """Where its tensors are."""
+    label: str
+    """Seen where somebody asks what a rank waits for, in errors and in the profiler."""
+    timeout: timedelta | None = None
+    """How long it may take from now on; None for as long as the backend's own limit is."""
+    started_at: float = field(default_factory=time.monotonic)
+    """Of `time.monotonic`."""
+
+    def __post_init__(self) -> None:
+        check_member(self.group)
+        check_timeout(self.timeout, self.label)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the call."""
+        return time.monotonic() - self.started_at
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self.group.rank} of {self.group.size}"
+
+    @property
+    def backend_timeout(self) -> timedelta | None:
+        """After this the backend gives up what is still under way."""
+        return None if self.timeout is None else self.timeout + _MARGIN
+
+    @property
+    def limit(self) -> dict[str, Any]:
+        """Label and `backend_timeout` as keywords of the methods of `Group`."""
+        return {"label": self.label, "timeout": self.backend_timeout}
+
+    def options(self, kind: Any, **fields: Any) -> Any:
+        """Options of the backend's collective, such as `dist.ReduceOptions`."""
+        options = options_of(kind, self.backend_timeout)
+        for name, value in fields.items():
+            setattr(options, name, value)
+        return options
+
+    # ------------------------------------------------------------------ start
+
+    def start(self, begin: Callable[[], Any]) -> Any:
+        """Starts what `begin` starts, in a span; returns what it returns.
+
+        Raises:
+            CollectiveError: the backend refuses.
+        """
+        try:
+            with span(self.label), without_engine_context():
+                return begin()
+        except LightningDDPError:
+            raise
+        except RuntimeError as error:
+            raise self.explain(error) from error
+
+    def start_if_known(
+        self,
+        method: str,
+        begin: Callable[[], Any],
+        *,
+        kind: str | None = None,
+        sent: Sequence[torch.Tensor] = (),
+    ) -> Any | None:
+        """As `start`, for a method that a process group may lack: then None, on all ranks alike.
+
+        Backends refuse what they do not have before they communicate.
+
+        Args:
+            method: name of the method of the process group.
+            begin: calls it.
+            kind: what all ranks of the group have to call alike, source included; None for a message.
+            sent: tensors whose shapes and dtypes have to be the same on all ranks.
+        """
+        group = self.group
+        key = (method, self.device.type)
+        if key in group.lacking:
+            return None
+        own = type(group.process_group)
+        inherited = getattr(torch.distributed.ProcessGroup, method, None)
+        # a process group in Python has no backend to which the inherited method could turn
+        if group.backend(self.device) == "python" and getattr(own, method, None) is inherited:
+            group.lacking.add(key)
+            return None
+        try:
+            with span(self.label), without_engine_context():
+                return begin() if kind is None else group.start(kind, sent, begin, label=self.label)
+        except LightningDDPError:
+            raise
+        except RuntimeError as error:
+            if any(words in str(error).lower() for words in _LACKING):
+                group.lacking.add(key)
+                return None
+            raise self.explain(error) from error
+
+    # ------------------------------------------------------------------ wait
+
+    def wait_for(self, work: Any) -> Wait:
+        """The wait for a work of the group's backend."""
+
+        def wait(on_slice: OnSlice) -> None:
+            try:
+                self.group.wait(work, self.device, on_slice, self.label, on_host=on_slice is not None)
+            except LightningDDPError:
+                raise
+            except RuntimeError as error:
+                if not work.is_completed():  # a signal handler raised it, such as a data loader's
+                    raise
+                raise self.explain(error) from error
+
+        return wait
+
+    def await_(self, wait: Wait, timeout: timedelta | None = None) -> None:
+        """Waits within the deadline of the call, and within `timeout` from now on.
+
+        Raises:
+            CollectiveTimeoutError: one of them has passed.
+            BaseException: what `wait` raises, such as what the group's interrupt holds.
+        """
+        start = time.monotonic()
+
+        def look_at_deadlines(_: float) -> None:
+            if self.timeout is not None and self.waited_s >= self.timeout.total_seconds():
+                self._give_up()
+                raise self._timeout_error()
+            if timeout is not None and time.monotonic() - start >= timeout.total_seconds():
+                raise self._timeout_error(may_go_on=True)
+
+        wait(None if self.timeout is None and timeout is None else look_at_deadlines)
+
+    def _give_up(self) -> None:
+        """Ends what the device still does for the group, which would never end by itself."""
+        if self.device.type != "cpu":
+            threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
+
+    def _abort(self) -> None:
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend without abort
+            self.group.process_group.abort()
+
+    def _timeout_error(self, *, may_go_on: bool = False) -> CollectiveTimeoutError:
+        limit = "the time of this wait" if may_go_on else f"its deadline of {_seconds(self.timeout)} s"
+        then = (
+            "It is still under way and may be waited for again."
+            if may_go_on
+            else "The group cannot be used any further. Look at what the other ranks do, or allow more time."
+        )
+        waited_s = self.waited_s
+        return CollectiveTimeoutError(
+            f"{self._where}: {self.label} has not ended after {waited_s:.1f} s, past {limit}: not all"
+            f" ranks have called it, or one is slow or gone. {then}",
+            label=self.label,
+            rank=self.group.rank,
+            waited_s=waited_s,
+        )
+
+    def explain(self, error: RuntimeError) -> CollectiveError:
+        """The same error of the backend with the name of the collective."""
+        waited_s = self.waited_s
+        text = str(error)
+        kind = CollectiveError
+        if any(words in text.lower() for words in _WORDS_OF_A_TIMEOUT):
+            kind = CollectiveTimeoutError
+        return kind(
+            f"{self._where}: {self.label} failed after {waited_s:.1f} s: {text}",
+            label=self.label,
+            rank=self.group.rank,
+            waited_s=waited_s,
+        )
+
+    # ------------------------------------------------------------------ result
+
+    def handle(self, wait: Wait, finish: Callable[[], T]) -> Handle[T]:
+        """The handle of what has been started; `finish` makes its result once `wait` has returned."""
+        return Handle(self, wait, finish)
+
+
+def _seconds(timeout: timedelta | None) -> str:
+    return "?" if timeout is None else f"{timeout.total_seconds():g}"
+
+
+class Handle(Generic[T]):
+    """A collective that is under way, as `async_op=True` returns it.
+
+    Tensors that it sends or fills must stay as they are until `wait` has returned. Collectives of a group
+    may be waited for in any order, but are started in the same order on all ranks.
+    """
+
+    def __init__(self, call: Call, wait: Wait, finish: Callable[[], T]) -> None:
+        self._call = call
+        self._wait: Wait | None = wait
+        self._finish: Callable[[], T] | None = finish
+        self._result: T
+
+    @property
+    def label(self) -> str:
+        """What the collective is called."""
+        return self._call.label
+
+    def wait(self, timeout: timedelta | None = None) -> T:
+        """Waits and returns the result; the second time the same again. Runs signal handlers meanwhile.
+
+        On CUDA it waits until the collective is queued on the current stream, as torch does; with a
+        deadline until it has run.
+
+        Args:
+            timeout: how long to wait now; None for as long as the deadline of the call allows.
+
+        Raises:
+            CollectiveTimeoutError: the deadline of the call has passed, or `timeout`, after which the
+                collective goes on and `wait` may be called again.
+            CollectiveError: the backend failed, for example as a peer is gone.
+            BaseException: what the group's interrupt holds, such as `PeerFailure`.
+        """
+        check_timeout(timeout, self.label)
+        if self._wait is not None and self._finish is not None:
+            self._call.await_(self._wait, timeout)
+            self._result = self._finish()
+            self._wait = self._finish = None
+        return self._result

@@ -1,0 +1,268 @@
+"""Collectives on Python objects, and on containers of tensors whose tensors travel as tensors.
+
+Every function here is called by all ranks of the group, in one order, and communicates. Objects are pickled,
+so that the ranks have to trust each other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_ddp.comm.calls import Call, Handle, check_rank
+from lightning_ddp.comm.exchanges import numbers, start_gather
+from lightning_ddp.comm.group import Group
+
+__all__ = ["all_gather_objects", "broadcast_nested", "broadcast_object"]
+
+CHUNK_BYTES = 25 * 2**20
+_PACKET_BYTES = 4096
+_HEADER_BYTES = 8
+_INLINE_BYTES = 1024
+
+
+def broadcast_object(
+    group: Group,
+    obj: Any,
+    src: int,
+    device: torch.device,
+    *,
+    timeout: timedelta | None = None,
+    label: str = "broadcast_object",
+) -> Any:
+    """The object that group rank `src` passed, on all ranks.
+
+    Pickled; up to 4 KiB it costs one collective, above that two. What the others pass is ignored.
+
+    Args:
+        group: the ranks.
+        obj: anything that pickles.
+        src: the rank whose object is sent.
+        device: where the tensors of the exchange live, as the backend needs it.
+        timeout: deadline of this call; None for the group's own limit.
+        label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
+
+    Raises:
+        ConfigurationError: `src` is no rank of the group.
+        CollectiveTimeoutError: the deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    call = Call(group=group, device=device, label=label, timeout=timeout)
+    check_rank(group, src, "broadcast from")
+    payload = pickle.dumps(obj) if group.rank == src else b""
+    received = _broadcast_payload(call, payload, src)
+    return obj if group.rank == src else pickle.loads(received)
+
+
+def _broadcast_payload(call: Call, payload: bytes, src: int) -> bytes:
+    is_root = call.group.rank == src
+    inline = _PACKET_BYTES - _HEADER_BYTES
+    packet = len(payload).to_bytes(_HEADER_BYTES, "little") + payload[:inline].ljust(inline, b"\0")
+    packet = _broadcast_bytes(call, packet, src)
+    length = int.from_bytes(packet[:_HEADER_BYTES], "little")
+    if length > inline:
+        packet += _broadcast_bytes(call, payload[inline:] if is_root else bytes(length - inline), src)
+    return packet[_HEADER_BYTES : _HEADER_BYTES + length]
+
+
+def _broadcast_bytes(call: Call, data: bytes, src: int) -> bytes:
+    tensor = to_tensor(data, call.device)
+    _broadcast(call, tensor, src).wait()
+    return to_bytes(call.group, tensor)
+
+
+def _broadcast(call: Call, tensor: torch.Tensor, src: int) -> Handle[None]:
+    work = call.start(lambda: call.group.broadcast(tensor, src, **call.limit))
+    return call.handle(call.wait_for(work), lambda: None)
+
+
+def to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
+    """The bytes as uint8 on a device; at least one."""
+    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(device)
+
+
+def to_bytes(group: Group, tensor: torch.Tensor) -> bytes:
+    """The bytes of a uint8 tensor, once they have arrived."""
+    group.wait_device(tensor.device)
+    data: bytes = tensor.cpu().numpy().tobytes()
+    return data
+
+
+def all_gather_objects(
+    group: Group,
+    obj: Any,
+    device: torch.device,
+    *,
+    timeout: timedelta | None = None,
+    label: str = "all_gather_objects",
+) -> list[Any]:
+    """The objects of all ranks, in rank order. Pickled; two collectives.
+
+    Args:
+        group: the ranks.
+        obj: anything that pickles.
+        device: where the tensors of the exchange live, as the backend needs it.
+        timeout: deadline of this call; None for the group's own limit.
+        label: as in `broadcast_object`.
+
+    Raises:
+        CollectiveTimeoutError: the deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    call = Call(group=group, device=device, label=label, timeout=timeout)
+    payload = pickle.dumps(obj)
+    sizes = call.handle(*start_gather(call, torch.tensor([len(payload)], device=device))).wait()
+    group.wait_device(device)
+    lengths = [int(n) for n in sizes.view(-1).tolist()]
+    mine = to_tensor(payload.ljust(max(lengths), b"\0"), device)
+    gathered = call.handle(*start_gather(call, mine)).wait()
+    return [
+        pickle.loads(to_bytes(group, row)[:n]) for row, n in zip(gathered.unbind(0), lengths, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------------- containers of tensors
+
+
+def broadcast_nested(
+    group: Group,
+    value: Any,
+    src: int,
+    device: torch.device,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    timeout: timedelta | None = None,
+    label: str = "broadcast_nested",
+) -> Any:
+    """The object that group rank `src` passed, on all ranks; the tensors in it travel as tensors.
+
+    They may be anywhere in it: in dicts, lists, tuples, named tuples, dataclasses, objects of your own.
+    Structure, dtype, shape, `requires_grad` and which places hold the same tensor are preserved; the others
+    get new memory, contiguous, on the CPU for a tensor of the CPU and otherwise on their own `device`. Two
+    tensors that share memory do not on the other ranks. Small CPU tensors and unusual ones (parameters and
+    other subclasses, sparse, quantised) are pickled with the rest.
+
+    One or two collectives for the structure, then one for each chunk of tensors of one dtype.
+
+    Args:
+        group: the ranks.
+        value: anything that pickles; ignored on other ranks than `src`.
+        src: the rank whose object is sent.
+        device: where the tensors of the exchange live, as the backend needs it.
+        chunk_bytes: most bytes that are copied together; a larger tensor is a chunk of its own.
+        timeout: deadline of this call; None for the group's own limit.
+        label: as in `broadcast_object`.
+
+    Returns:
+        On `src` the object itself.
+
+    Raises:
+        ConfigurationError: `src` is no rank of the group.
+        CollectiveTimeoutError: the deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    call = Call(group=group, device=device, label=label, timeout=timeout)
+    check_rank(group, src, "broadcast from")
+    if group.rank == src:
+        skeleton, tensors = _take_apart(value)
+        kinds = [(t.dtype, tuple(t.shape), t.device.type == "cpu", t.requires_grad) for t in tensors]
+        _broadcast_payload(call, pickle.dumps((skeleton, kinds)), src)
+        contents = [t.detach().to(device).contiguous() for t in tensors]
+        _broadcast_tensors(call, contents, src, chunk_bytes)
+        return value
+    skeleton, kinds = pickle.loads(_broadcast_payload(call, b"", src))
+    contents = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape, _, _ in kinds]
+    _broadcast_tensors(call, contents, src, chunk_bytes)
+    received = [
+        (tensor.cpu() if is_cpu else tensor).requires_grad_(requires_grad)
+        for tensor, (_, _, is_cpu, requires_grad) in zip(contents, kinds, strict=True)
+    ]
+    result: Any = _Assembler(io.BytesIO(skeleton), received).load()
+    return result
+
+
+def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, chunk_bytes: int) -> None:
+    """Fills contiguous tensors on the call's device; all chunks are under way before it waits."""
+    unpack: list[Callable[[], None]] = []
+    for chunk in _chunks([numbers(t) for t in tensors], chunk_bytes):
+        flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
+        handle = _broadcast(call, flat, src)
+
+        def finish(
+            handle: Handle[None] = handle,
+            flat: torch.Tensor = flat,
+            chunk: Sequence[torch.Tensor] = tuple(chunk),
+        ) -> None:
+            handle.wait()
+            if len(chunk) > 1 and call.group.rank != src:
+                for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+                    tensor.copy_(part)
+
+        unpack.append(finish)
+    for end in unpack:
+        end()
+
+
+def _chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[torch.Tensor]]:
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        chunk: list[torch.Tensor] = []
+        num_bytes = 0
+        for tensor in same:
+            if chunk and num_bytes + tensor.nbytes > chunk_bytes:
+                yield chunk
+                chunk, num_bytes = [], 0
+            chunk.append(tensor)
+            num_bytes += tensor.nbytes
+        yield chunk
+
+
+def _take_apart(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """The pickle of a value with numbers in the place of its tensors, and those."""
+    buffer = io.BytesIO()
+    pickler = _TakingApart(buffer)
+    pickler.dump(value)
+    return buffer.getvalue(), pickler.tensors
+
+
+class _TakingApart(pickle.Pickler):
+    """Keeps the tensors that are worth a collective, and leaves their numbers in the pickle."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """The tensor's number, or None for what is pickled."""
+        if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.is_quantized:
+            return None
+        if obj.device.type == "cpu" and obj.nbytes < _INLINE_BYTES:
+            return None
+        if obj.device.type == "meta":
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._numbers[id(obj)]
+
+
+class _Assembler(pickle.Unpickler):
+    """Puts tensors where their numbers stand."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: Any) -> torch.Tensor:
+        """The tensor of a number."""
+        tensor: torch.Tensor = self._tensors[number]
+        return tensor

@@ -1,0 +1,304 @@
+"""send and recv: one rank to another. Only those two call them; both communicate.
+
+Between two ranks, messages of one tag arrive in the order in which they were sent. With NCCL the first
+message between two ranks sets up a connection of their own, and tags are ignored.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from lightning_ddp.comm.calls import Call, CallOptions, Handle, OnSlice, Wait, check_rank
+from lightning_ddp.comm.exchanges import numbers
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.objects import to_bytes, to_tensor
+from lightning_ddp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["recv", "recv_object", "send", "send_object"]
+
+_POLL_S = 0.005
+_num_messages: weakref.WeakKeyDictionary[Any, dict[tuple[int, int, int], int]] = weakref.WeakKeyDictionary()
+
+
+@overload
+def send(
+    group: Group,
+    tensor: torch.Tensor,
+    dst: int,
+    tag: int = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> None: ...
+@overload
+def send(
+    group: Group,
+    tensor: torch.Tensor,
+    dst: int,
+    tag: int = ...,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[CallOptions],
+) -> Handle[None]: ...
+def send(
+    group: Group,
+    tensor: torch.Tensor,
+    dst: int,
+    tag: int = 0,
+    *,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+    label: str = "send",
+) -> Handle[None] | None:
+    """Sends `tensor` to group rank `dst`, which calls `recv`.
+
+    On a backend without messages they go through the group's key-value store.
+
+    Args:
+        group: the ranks.
+        tensor: any shape, strides and dtype.
+        dst: the rank that receives it.
+        tag: tells messages between the same ranks apart.
+        async_op: returns a `Handle` at once; the tensor must not change until its `wait` has returned.
+        timeout: deadline of this call; None for the group's own limit.
+        label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
+
+    Raises:
+        ConfigurationError: `dst` is this rank or no rank of the group, or there is neither way to send.
+        CollectiveTimeoutError: the deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    _check_peer(call, dst, "send to")
+    flat = numbers(tensor.detach().contiguous())
+    work = call.start_if_known("send", lambda: group.process_group.send([flat], dst, tag))
+    if work is not None:
+        handle = call.handle(_wait_for(call, work), lambda: None)
+    else:
+        _store(call).set(_next_key(call, group.rank, dst, tag), to_bytes(group, flat.view(torch.uint8)))
+        handle = call.handle(_no_wait, lambda: None)
+    return handle if async_op else handle.wait()
+
+
+@overload
+def recv(
+    group: Group,
+    tensor: torch.Tensor,
+    src: int,
+    tag: int = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor: ...
+@overload
+def recv(
+    group: Group,
+    tensor: torch.Tensor,
+    src: int,
+    tag: int = ...,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[CallOptions],
+) -> Handle[torch.Tensor]: ...
+def recv(
+    group: Group,
+    tensor: torch.Tensor,
+    src: int,
+    tag: int = 0,
+    *,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+    label: str = "recv",
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Overwrites `tensor` with what group rank `src` sends to this rank, and returns it.
+
+    Args:
+        group: the ranks.
+        tensor: of the shape and dtype that are sent; any strides.
+        src: the rank that sends.
+        tag: that of the message.
+        async_op: returns a `Handle` at once, whose `wait` returns the tensor.
+        timeout: deadline of this call; None for the group's own limit.
+        label: as in `send`.
+
+    Raises:
+        ConfigurationError: `src` is this rank or no rank of the group, or there is no way to receive.
+        CollectiveTimeoutError: the deadline has passed.
+        CollectiveError: the backend failed, or the message has another size.
+    """
+    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    _check_peer(call, src, "recv from")
+    received = torch.empty_like(tensor, memory_format=torch.contiguous_format).detach()
+    flat = numbers(received)
+    work = call.start_if_known("recv", lambda: group.process_group.recv([flat], src, tag))
+    wait = _wait_for(call, work) if work is not None else _wait_for_key(call, flat, src, tag)
+
+    def finish() -> torch.Tensor:
+        with torch.no_grad():
+            tensor.detach().copy_(received)
+        return tensor
+
+    handle = call.handle(wait, finish)
+    return handle if async_op else handle.wait()
+
+
+def _check_peer(call: Call, rank: int, what: str) -> None:
+    check_rank(call.group, rank, what)
+    if rank == call.group.rank:
+        raise ConfigurationError(f"{what} rank {rank}, which is this rank itself: nobody would answer")
+
+
+# ---------------------------------------------------------------------- objects
+
+
+def send_object(
+    group: Group,
+    obj: Any,
+    dst: int,
+    device: torch.device,
+    tag: int = 0,
+    *,
+    timeout: timedelta | None = None,
+    label: str = "send_object",
+) -> None:
+    """Sends an object, pickled, to group rank `dst`, which calls `recv_object`. Two messages.
+
+    Args:
+        group: the ranks.
+        obj: anything that pickles.
+        dst: the rank that receives it.
+        device: where the tensors of the exchange live, as the backend needs it.
+        tag: tells messages between the same ranks apart.
+        timeout: deadline of each message; None for the group's own limit.
+        label: as in `send`.
+
+    Raises:
+        ConfigurationError: as `send`.
+        CollectiveTimeoutError: a deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    payload = to_tensor(pickle.dumps(obj), device)
+    size = torch.tensor([payload.numel()], device=device)
+    send(group, size, dst, tag, timeout=timeout, label=label)
+    send(group, payload, dst, tag, timeout=timeout, label=label)
+
+
+def recv_object(
+    group: Group,
+    src: int,
+    device: torch.device,
+    tag: int = 0,
+    *,
+    timeout: timedelta | None = None,
+    label: str = "recv_object",
+) -> Any:
+    """The object that group rank `src` sends to this rank.
+
+    Args:
+        group: the ranks.
+        src: the rank that sends.
+        device: where the tensors of the exchange live, as the backend needs it.
+        tag: that of the message.
+        timeout: deadline of each message; None for the group's own limit.
+        label: as in `send`.
+
+    Raises:
+        ConfigurationError: as `recv`.
+        CollectiveTimeoutError: a deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    size = recv(
+        group, torch.zeros(1, dtype=torch.int64, device=device), src, tag, timeout=timeout, label=label
+    )
+    payload = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    recv(group, payload, src, tag, timeout=timeout, label=label)
+    return pickle.loads(to_bytes(group, payload))
+
+
+# ---------------------------------------------------------------------- waits
+
+
+def _no_wait(on_slice: OnSlice) -> None:
+    """It is sent when it is in the store."""
+
+
+def _wait_for(call: Call, work: Any) -> Wait:
+    return _InThread(call, work) if call.group.backend(call.device) == "gloo" else call.wait_for(work)
+
+
+class _InThread:
+    """Waits for a message of gloo, which cannot be asked whether it is there, in a thread of its own.
+
+    A wait of gloo's that ends with a slice would break the connection, so there must be one only.
+    """
+
+    def __init__(self, call: Call, work: Any) -> None:
+        self._call = call
+        self._work = work
+        self._done: threading.Event | None = None
+        self._error: RuntimeError | None = None
+
+    def __call__(self, on_slice: OnSlice) -> None:
+        if self._done is None:
+            self._done = threading.Event()
+            threading.Thread(target=self._block, daemon=True, name="lightning_ddp message").start()
+        self._call.group.wait_event(self._done, self._call.label, on_slice)
+        if self._error is not None:
+            raise self._call.explain(self._error) from self._error
+
+    def _block(self) -> None:
+        limit = self._call.backend_timeout
+        try:
+            if limit is None:
+                self._work.wait()
+            else:
+                self._work.wait(limit)
+        except RuntimeError as error:
+            self._error = error
+        assert self._done is not None  # made before this thread
+        self._done.set()
+
+
+# ---------------------------------------------------------------------- messages through the store
+
+
+def _store(call: Call) -> Any:
+    store = call.group.store
+    if store is None:
+        raise ConfigurationError(
+            f"rank {call.group.rank}: {call.label}: the backend has no messages, and torch knows no store for"
+            " this group. Pass one: Group(process_group, store=store)"
+        )
+    return store
+
+
+def _next_key(call: Call, src: int, dst: int, tag: int) -> str:
+    counts = _num_messages.setdefault(call.group.process_group, {})
+    number = counts[src, dst, tag] = counts.get((src, dst, tag), 0) + 1
+    return f"lightning_ddp/message/{src}/{dst}/{tag}/{number}"
+
+
+def _wait_for_key(call: Call, flat: torch.Tensor, src: int, tag: int) -> Wait:
+    store, key = _store(call), _next_key(call, src, call.group.rank, tag)
+    is_there: Callable[[], bool] = lambda: bool(store.check([key]))  # noqa: E731
+
+    def wait(on_slice: OnSlice) -> None:
+        call.group.wait_until(is_there, call.label, on_slice, _POLL_S)
+        data = store.get(key)
+        store.delete_key(key)
+        if len(data) != flat.nbytes:
+            error = RuntimeError(f"rank {src} has sent {len(data)} bytes, and {flat.nbytes} were expected")
+            raise call.explain(error) from error
+        flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    return wait

@@ -1,0 +1,184 @@
+"""Whether the ranks' hooks do the same: compared through the store before they send, while a hook is new.
+
+Collectives that do not match end in an error of the backend that names nothing, in a wrong sum, or in a wait
+without end. In the first backwards of a hook the ranks therefore meet before each collective that it starts
+over all of them, and none is started unless all ranks are about to start the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.hook_identity import describe_hook, describe_state
+
+__all__ = ["Disagreement", "HookAgreement"]
+
+_NUM_STEPS = 2
+"""Backwards in which the ranks meet: buckets are rebuilt after the first."""
+_CHECKED = frozenset(
+    {
+        *("c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::broadcast_", "c10d::reduce_"),
+        *("c10d::allgather_", "c10d::_allgather_base_", "c10d::reduce_scatter_"),
+        "c10d::_reduce_scatter_base_",
+    }
+)
+"""Collectives in which all ranks hand over the same sizes and types."""
+_MOST_TENSORS = 8
+_FIRST_POLL_S = 0.0005
+_LONGEST_POLL_S = 0.01
+_AGREED = "agreed"
+
+OnSlice = Callable[[float], None]
+
+
+class HookAgreement:
+    """The meetings of one hook's ranks. All ranks call `launching` for the same buckets in one order.
+
+    Communicates through the group's store only. Where the group has none, or one rank, nothing is compared.
+
+    Args:
+        group: the ranks.
+        prefix: of the keys: the same on all ranks, different for every registered hook.
+        device: one that the group's backend serves; its time limit holds here too.
+        state: of the hook.
+        hook: what was registered.
+    """
+
+    def __init__(self, group: Group, prefix: str, device: torch.device, state: Any, hook: Any) -> None:
+        self._group = group
+        self._store = group.store if group.size > 1 else None
+        self._prefix = f"lightning_ddp/hook/{prefix}"
+        self._device = device
+        self._identity: str | None = f"hook {describe_hook(hook)} {describe_state(state)}".rstrip()
+        self._num_launches = 0
+        self._num_meetings = 0  # of this launch
+        self._steps: set[int] = set()
+
+    def is_over(self, step: int) -> bool:
+        """Whether the ranks no longer compare in a backward of this number."""
+        if self._store is None:
+            return True
+        if len(self._steps) < _NUM_STEPS:
+            self._steps.add(step)
+        return step not in self._steps
+
+    @contextmanager
+    def launching(self, on_slice: OnSlice) -> Generator[None, None, None]:
+        """Compares what the hook does in here with the other ranks.
+
+        Args:
+            on_slice: called with the seconds waited in one meeting, now and then; may raise.
+
+        Raises:
+            Disagreement: the ranks do not do the same, or one of them has raised in here.
+        """
+        self._num_launches += 1
+        self._num_meetings = 0
+        if self._identity is not None:
+            identity, self._identity = self._identity, None
+            self.meet(f"has the {identity}", on_slice)
+        try:
+            with _Observer(self._group, lambda what: self.meet(what, on_slice)):
+                yield
+        except Disagreement:
+            raise
+        except Exception as error:
+            self._post({"rank": self._group.rank, "what": f"raised {type(error).__name__}: {error}"})
+            raise
+        self.meet("ends its part of the bucket", on_slice)
+
+    def meet(self, what: str, on_slice: OnSlice) -> None:
+        """Returns once all ranks have come to this point with the same `what`."""
+        store, rank = self._store, self._group.rank
+        key = self._key()
+        mine = json.dumps({"rank": rank, "what": what})
+        first = json.loads(store.compare_set(f"{key}/first", "", mine))  # type: ignore[union-attr]
+        if first["what"] != what:
+            self._post({**first, "other_rank": rank, "other": what})
+        elif store.add(f"{key}/count", 1) == self._group.size:  # type: ignore[union-attr]
+            self._post(_AGREED)
+        verdict = self._await(f"{key}/verdict", on_slice)
+        if verdict != _AGREED:
+            raise Disagreement(_explain(verdict, rank))
+        self._num_meetings += 1
+
+    def _key(self) -> str:
+        return f"{self._prefix}/{self._num_launches}/{self._num_meetings}"
+
+    def _post(self, verdict: Any) -> None:
+        """Ends the present meeting, unless another rank has ended it."""
+        self._store.compare_set(f"{self._key()}/verdict", "", json.dumps(verdict))  # type: ignore[union-attr]
+
+    def _await(self, key: str, on_slice: OnSlice) -> Any:
+        start = time.monotonic()
+        limit, pause = self._limit(), _FIRST_POLL_S
+        while not self._store.check([key]):  # type: ignore[union-attr]
+            self._group.check()
+            waited = time.monotonic() - start
+            on_slice(waited)
+            if waited > limit:
+                raise Disagreement(f"Timed out after {limit:g} s: not all ranks came to this bucket")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+        return json.loads(self._store.get(key))  # type: ignore[union-attr]
+
+    def _limit(self) -> float:
+        backend: Any = self._group.process_group
+        if isinstance(backend, dist.ProcessGroup):
+            backend = backend._get_backend(self._device)
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        return timeout.total_seconds() if isinstance(timeout, timedelta) else float("inf")
+
+
+class Disagreement(Exception):
+    """The hook does not do the same on all ranks; the text is a part of a `CommHookError`."""
+
+
+class _Observer(TorchDispatchMode):
+    """Tells of each collective that this thread is about to start over as many ranks as the group has."""
+
+    def __init__(self, group: Group, tell: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._size = group.size
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func._schema.name)
+        if name in _CHECKED and self._spans_all([*args, *kwargs.values()]):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            sizes = [f"{t.numel()} elements of {t.dtype}" for t in tensors[:_MOST_TENSORS]]
+            if len(tensors) > _MOST_TENSORS:
+                sizes.append(f"{sum(t.numel() for t in tensors)} in {len(tensors)} tensors")
+            self._tell(f"starts {name.removeprefix('c10d::').strip('_')} of {', '.join(sizes)}")
+        return func(*args, **kwargs)
+
+    def _spans_all(self, arguments: list[Any]) -> bool:
+        """Whether the process group among the arguments has all ranks; others may differ by rank."""
+        unbox = getattr(dist.ProcessGroup, "unbox", None)  # since torch 2.6
+        for argument in arguments:
+            if unbox is not None and isinstance(argument, torch.ScriptObject):
+                with suppress(RuntimeError):  # it is something else, such as a reduce operation
+                    return bool(unbox(argument).size() == self._size)
+        return False
+
+
+def _explain(verdict: dict[str, Any], rank: int) -> str:
+    if "other" not in verdict:
+        return f"cannot go on: on rank {verdict['rank']} it {verdict['what']}"
+    return (
+        f"differs between the ranks: rank {verdict['rank']} {verdict['what']}, rank {verdict['other_rank']}"
+        f" {verdict['other']}. All ranks need the same hook with the same options, and it has to start the"
+        " same collectives with the same sizes and types on all of them"
+    )

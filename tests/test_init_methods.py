@@ -1,0 +1,176 @@
+"""Where the ranks of a run meet: an address, a file, a store of the user's, somebody else's backend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks, run_ranks_outcomes, run_script, toy_backend
+from pytorch_lightning.plugins.environments import LightningEnvironment
+
+from lightning_ddp import CustomDDPStrategy, comm
+from lightning_ddp.comm.group import Group
+from lightning_ddp.errors import ConfigurationError, RendezvousError
+from lightning_ddp.launch.init_method import meet, meet_at_file
+from lightning_ddp.launch.rendezvous import join_default_group
+
+CPU = torch.device("cpu")
+LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def joined(rank, world_size, init_method, backend="gloo"):
+    """The sum over ranks that met there; run in processes of their own."""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    toy_backend.register()
+    store = meet(init_method, rank, world_size, None)
+    group = join_default_group(backend, store, rank=rank, world_size=world_size, timeout=None, device=CPU)
+    return comm.all_reduce(Group(group), torch.tensor(rank + 1.0)).item()
+
+
+def killed_after_joining(rank, world_size, init_method):
+    joined(rank, world_size, init_method)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_file_is_used_once_and_one_of_a_crashed_run_is_named(tmp_path) -> None:
+    path = tmp_path / "meeting"
+    init_method = path.as_uri()
+    assert run_ranks(joined, 2, init_method, process_group=False) == [3.0, 3.0]
+    assert list(tmp_path.iterdir()) == [], "a run that ends well leaves nothing behind"
+    crashed = run_ranks_outcomes(killed_after_joining, 2, init_method, process_group=False)
+    assert [outcome.status for outcome in crashed] == ["died", "died"]
+    assert path.stat().st_size > 0
+    for outcome in run_ranks_outcomes(joined, 2, init_method, process_group=False):
+        assert outcome.exception_type == "RendezvousError"
+        assert f"file://{path} is left over from an earlier run (last written" in outcome.message
+    path.unlink()
+    assert run_ranks(joined, 2, init_method, process_group=False) == [3.0, 3.0]
+
+
+def test_somebody_elses_backend_by_name(tmp_path) -> None:
+    init_method = (tmp_path / "meeting").as_uri()
+    assert run_ranks(joined, 2, init_method, "toy", process_group=False) == [3.0, 3.0]
+
+
+def test_a_file_of_a_run_that_goes_on_and_a_folder_that_is_missing(tmp_path) -> None:
+    path = tmp_path / "meeting"
+    store = meet_at_file(path, 0, 2, None)
+    with pytest.raises(RendezvousError, match="rank 0 is there already: another run that goes on"):
+        meet_at_file(path, 0, 2, None)
+    store.set("key", "value")
+    assert meet_at_file(path, 1, 2, None).get("key") == b"value"
+    with pytest.raises(RendezvousError, match="rank 3 finds no folder"):
+        meet((tmp_path / "missing" / "file").as_uri(), 3, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"init_method": "somewhere"}, "expected 'env://', 'tcp://host:port' or 'file:///path'"),
+        ({"init_method": "tcp://host"}, "'tcp://host': expected the first node's name or address and a free"),
+        ({"init_method": "tcp://:29500"}, "expected the first node's name"),
+        ({"init_method": "tcp://host:99999"}, "expected the first node's name"),
+        ({"init_method": "file://relative/path"}, "with three slashes"),
+        ({"init_method": "file:///folder/"}, "with three slashes"),
+        ({"store": "text"}, "store='text' is no torch.distributed.Store"),
+        ({"store": dist.HashStore(), "init_method": "env://"}, "the ranks meet in one place only"),
+        ({"store": dist.HashStore(), "start_method": "spawn"}, "a store cannot be sent to a new process"),
+    ],
+)
+def test_meeting_places_that_cannot_be_are_refused(arguments, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        CustomDDPStrategy(**arguments)
+
+
+def test_unknown_schemes_and_backends_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="No rendezvous handler for carrier-pigeon"):
+        meet("carrier-pigeon://loft", 0, 1, None)
+    with pytest.raises(ConfigurationError, match="knows no backend 'abacus'; there are gloo"):
+        join_default_group(
+            "cpu:gloo,cuda:abacus", dist.HashStore(), rank=0, world_size=1, timeout=None, device=CPU
+        )
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+sys.path.insert(0, {tests!r})
+import lightning_ddp
+from harness import toy_backend
+
+toy_backend.register()
+
+if __name__ == "__main__":
+    strategy = lightning_ddp.CustomDDPStrategy(init_method=sys.argv[1], process_group_backend=sys.argv[2])
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=2, logger=False, limit_val_batches=0,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    torch.manual_seed(trainer.global_rank)
+    trainer.fit(BoringModel())
+    sums = strategy.reduce({{"a": torch.tensor(trainer.global_rank + 1.0)}}, reduce_op="sum")
+    weight = trainer.model.layer.weight
+    same = strategy.all_reduce(weight.detach().clone(), reduce_op="max").equal(weight)
+    received = strategy.broadcast([torch.full((400,), trainer.global_rank)], src=1)
+    text = "rank %d sum %g same %s broadcast %d" % (trainer.global_rank, sums["a"], same, received[0][0])
+    os.write(1, f"{{text}} port {{os.environ['MASTER_PORT']}} {{dist.get_backend()}}\\n".encode())
+"""
+
+
+def free_port() -> int:
+    """One below those that the kernel hands out by itself, so that nobody is given it meanwhile."""
+    for port in range(20000 + os.getpid() % 10000, 32000):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "toy"])
+def test_training_where_the_user_says(backend, tmp_path) -> None:
+    port = free_port()
+    place = f"tcp://127.0.0.1:{port}" if backend == "gloo" else (tmp_path / "meeting").as_uri()
+    result = run_script(SCRIPT.format(tests=str(Path(__file__).parent)), [place, backend]).check()
+    lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"rank {rank} sum 3 same True broadcast 1 port"), line
+        assert (f"port {port} " in line) == (backend == "gloo")
+        assert line.endswith(backend)
+    assert len(lines) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def joined_by_the_strategy(rank, world_size, kind, place):
+    """As under torchrun: the processes exist, and no launcher has opened a store."""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    store = dist.FileStore(place, world_size) if kind == "store" else None
+    strategy = CustomDDPStrategy(
+        parallel_devices=[CPU] * world_size, store=store, init_method=None if kind == "store" else place
+    )
+    environment = LightningEnvironment()
+    environment.set_global_rank(rank)
+    environment.set_world_size(world_size)
+    strategy.cluster_environment = environment
+    strategy.set_world_ranks = lambda: None  # Lightning's, which would ask for the Trainer's launcher
+    strategy.setup_distributed()
+    return strategy.reduce(torch.tensor(rank + 1.0), reduce_op="sum").item()
+
+
+@pytest.mark.parametrize("kind", ["store", "tcp", "file"])
+def test_processes_of_another_launcher_meet_where_the_user_says(kind, tmp_path) -> None:
+    places = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": (tmp_path / "meeting").as_uri()}
+    place = places.get(kind, str(tmp_path / "store"))
+    assert run_ranks(joined_by_the_strategy, 2, kind, place, process_group=False) == [3.0, 3.0]

@@ -1,0 +1,519 @@
+"""Who is stuck where: a table and one sentence, found over the control channel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import run_threads
+from harness.preloaded import Preloaded, preloaded
+from test_failures import read_notes
+from torch import nn
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.comm import collectives
+from lightning_ddp.comm.activity import Activity, Lane
+from lightning_ddp.comm.channel import Channel
+from lightning_ddp.comm.group import Group, Interrupt
+from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError
+from lightning_ddp.launch.inspection import Inspector
+from lightning_ddp.reconcile.accounts import Account, LaneAccount, explain, join_ranks, split_ranks
+from lightning_ddp.reconcile.agreement import StepBoundary
+from lightning_ddp.reconcile.inspection import ANSWER_WAIT_S, Inspection
+from lightning_ddp.reconcile.record import Identity, Where
+from lightning_ddp.reconcile.server import ControlServer
+from lightning_ddp.reconcile.settings import ReconcileSettings
+from lightning_ddp.reconcile.watch import ServerAddress, Watch
+from lightning_ddp.reconcile.wire import LIMIT_BYTES, pack
+
+CPU = torch.device("cpu")
+TOKEN = "0123456789abcdef"
+DEADLINE_S = 20.0
+TIMEOUT_S = 60.0
+
+
+class Member:
+    """A rank in a thread, with its end of the control channel."""
+
+    def __init__(self, server: ControlServer, rank: int, process_group: Any) -> None:
+        self.interrupt = Interrupt()
+        self.step, self.phase = 120, "training_step"
+        self.inspector = Inspector(self.interrupt, lambda: Where(step=self.step, phase=self.phase))
+        address = ServerAddress(
+            host="127.0.0.1", port=server.port, token=TOKEN, identity=Identity(rank=0, node_rank=0)
+        )
+        self.watch = Watch(
+            address,
+            Identity(rank=rank, node_rank=0),
+            ReconcileSettings(),
+            boundary=StepBoundary(),
+            on_failure=lambda record: None,
+            on_message=self.inspector.on_message,
+        )
+        self.inspector.attach(self.watch)
+        self.watch.wait_for_all(DEADLINE_S, lambda: None)
+        self.inspector.enter("fit")
+        self.group = Group(process_group, self.interrupt)
+
+    def barrier(self, name: str) -> None:
+        collectives.barrier(self.group, CPU, name)
+
+
+def play(
+    part: Callable[[Member, int], Any],
+    world_size: int,
+    *,
+    is_detailed: bool = False,
+    deadline_s: float = 60.0,
+) -> list[BaseException | None]:
+    """What each rank raises when all play their part; a rank stays connected until all have."""
+    server = ControlServer("127.0.0.1", token=TOKEN, world_size=world_size, settings=ReconcileSettings())
+    done = threading.Barrier(world_size)
+    raised: list[BaseException | None] = [None] * world_size
+
+    def rank_main(rank: int, world_size: int, process_group: Any) -> None:
+        member = Member(server, rank, process_group)
+        member.inspector.compare_before_each(is_detailed)
+        member.interrupt.deadline_s = deadline_s
+        try:
+            part(member, rank)
+        except (CollectiveTimeoutError, CollectiveMismatchError, RuntimeError) as error:
+            raised[rank] = error
+        finally:
+            done.wait(DEADLINE_S)
+            member.watch.close()
+
+    try:
+        run_threads(rank_main, world_size)
+    finally:
+        server.close()
+    return raised
+
+
+# ---------------------------------------------------------------------- a deadline passes
+
+
+def test_a_barrier_that_misses_its_deadline_names_the_missing_rank_and_where_it_is() -> None:
+    seen = threading.Event()
+
+    def part(member: Member, rank: int) -> None:
+        if rank == 2:
+            member.phase, member.step = "validation", 121
+            assert seen.wait(DEADLINE_S)
+            return
+        try:
+            member.barrier("val_end")
+        finally:
+            seen.set()
+
+    first, second, third = play(part, 3, deadline_s=0.4)
+    assert third is None
+    error = next(e for e in (first, second) if isinstance(e, CollectiveTimeoutError))
+    assert error.missing == (2,)
+    assert "barrier 'val_end' has not ended" in str(error)
+    assert "past its deadline of 0.4 s; missing: rank 2" in str(error)
+    lines = str(error).splitlines()
+    assert lines[1].startswith(
+        "  ranks 0-1 wait in barrier 'val_end' at step 120 in training_step; rank 2 waits for"
+    )
+    assert "rank 2 waits for no collective at step 121 in validation (test_stuck.py:" in lines[1]
+    assert "in part)" in lines[1]
+    assert lines[2].split() == ["rank", "state", "for"]
+    assert [line.split()[0] for line in lines[3:6]] == ["0", "1", "2"]
+
+
+def test_a_rank_that_skips_a_collective_or_calls_another_one_is_told_apart() -> None:
+    def part(member: Member, rank: int) -> None:
+        member.barrier("start")
+        if rank == 1:
+            member.phase = "validation"
+            member.barrier("val_end")
+        else:  # the same tensor: gloo adds them up without noticing
+            token = torch.zeros(1, dtype=torch.int32)
+            member.group.wait(member.group.all_reduce(token, label="reduce of bucket 4"), CPU)
+            member.barrier("val_end")
+
+    (error,) = [e for e in play(part, 2, deadline_s=0.4) if e is not None]
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.rank == 0
+    assert (
+        "as collective 2 of world rank 0 called reduce of bucket 4: all_reduce of [1] int32 at step 120 in"
+        " training_step; rank 1 called barrier 'val_end': all_reduce of [1] int32 at step 120 in validation"
+    ) in str(error)
+
+
+def test_a_rank_that_has_finished_fit_is_named() -> None:
+    seen = threading.Event()
+
+    def part(member: Member, rank: int) -> None:
+        if rank == 1:
+            member.phase = None
+            member.inspector.leave()
+            assert seen.wait(DEADLINE_S)
+            return
+        try:
+            member.barrier("epoch_end")
+        finally:
+            seen.set()
+
+    error, _ = play(part, 2, deadline_s=0.4)
+    assert "; rank 1 has finished fit at step 120" in str(error)
+
+
+def test_a_hooks_own_thread_that_waits_is_seen() -> None:
+    seen = threading.Event()
+
+    def part(member: Member, rank: int) -> None:
+        channel = Channel(member.group, CPU)
+        flat = torch.ones(8)
+        if rank == 1:
+            assert seen.wait(DEADLINE_S)
+            return
+        try:
+            channel.wait(channel.submit(lambda: channel.all_gather(flat)))
+        finally:
+            seen.set()
+
+    error, _ = play(part, 2, deadline_s=0.4)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.missing == (1,)
+    assert "all_gather has not ended" in str(error) or "communication hook has not ended" in str(error)
+    assert "of world, channel 1)" in str(error)
+
+
+def test_without_a_control_channel_a_wait_has_no_deadline_of_its_own() -> None:
+    def rank_main(rank: int, world_size: int, process_group: Any) -> float:
+        interrupt = Interrupt()
+        interrupt.deadline_s = 0.0
+        group = Group(process_group, interrupt)
+        if rank == 1:
+            threading.Event().wait(0.3)
+        tensor = torch.ones(1)
+        group.wait(group.all_reduce(tensor), CPU)
+        return tensor.item()
+
+    assert run_threads(rank_main, 2) == [2.0, 2.0]
+
+
+# ---------------------------------------------------------------------- before each collective
+
+
+def step(member: Member, width: int, dtype: torch.dtype = torch.float32) -> None:
+    tensor = torch.ones(width, dtype=dtype)
+    member.group.wait(member.group.all_reduce(tensor, label="reduce of bucket 0"), CPU)
+    assert tensor.sum().item() == width * member.group.size
+
+
+def test_what_matches_passes_and_is_computed() -> None:
+    def part(member: Member, rank: int) -> None:
+        channel = Channel(member.group, CPU)
+        for number in range(3):
+            step(member, 4)
+            future = channel.submit(lambda: channel.all_reduce(torch.ones(2)))
+            assert collectives.broadcast_object(member.group, {"n": number}, 0, CPU) == {"n": number}
+            assert channel.wait(future).tolist() == [3.0, 3.0]
+            assert collectives.all_gather(member.group, torch.full((2,), rank)).tolist() == [
+                [0, 0],
+                [1, 1],
+                [2, 2],
+            ]
+        member.inspector.leave()
+        member.barrier("between two runs")
+        member.inspector.enter("test")
+        member.barrier("in the next one")
+
+    assert play(part, 3, is_detailed=True) == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (
+            lambda m, r: step(m, 4 + r),
+            "all_reduce of [4] float32 {here}; rank 1 called reduce of bucket 0: all_reduce of [5]",
+        ),
+        (
+            lambda m, r: step(m, 4, torch.float64 if r else torch.float32),
+            "all_reduce of [4] float32 {here}; rank 1 called reduce of bucket 0: all_reduce of [4] float64",
+        ),
+        (
+            lambda m, r: step(m, 1, torch.int32) if r else m.barrier("epoch_end"),
+            "barrier 'epoch_end': all_reduce of [1] int32 {here}; rank 1 called reduce of bucket 0",
+        ),
+        (
+            lambda m, r: m.group.broadcast(torch.ones(2), src=r),
+            "broadcast from 0 of [2] float32 {here}; rank 1 called broadcast from 1 of [2]",
+        ),
+    ],
+    ids=["shape", "dtype", "order", "source"],
+)
+def test_what_differs_is_an_error_before_anything_is_sent(what, words) -> None:
+    sent: list[int] = []
+
+    def part(member: Member, rank: int) -> None:
+        member.barrier("start")
+        process_group = member.group.process_group
+        before = process_group._get_backend(CPU)._get_sequence_number_for_group()
+        try:
+            what(member, rank)
+        finally:
+            sent.append(process_group._get_backend(CPU)._get_sequence_number_for_group() - before)
+
+    errors = play(part, 2, is_detailed=True)
+    assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
+    assert sent == [0, 0]
+    for rank, error in enumerate(errors):
+        assert str(error).startswith(
+            f"rank {rank}: the ranks are about to call different collectives; none of them"
+        )
+        assert "as collective 2 of world rank 0 called " in str(error)
+        assert words.format(here="at step 120 in training_step") in str(error)
+
+
+def test_two_groups_in_different_orders_are_an_error() -> None:
+    others = [Activity() for _ in range(2)]
+
+    def part(member: Member, rank: int) -> None:
+        activity = member.interrupt.activity
+        second = activity.add(others[rank], "group 5", range(2))
+        first = activity.lanes[0]
+        for lane in (first, second) if rank == 0 else (second, first):
+            member.inspector.compare(lane.next("all_reduce", (torch.ones(1),), f"of {lane.name}"))
+
+    errors = play(part, 2, is_detailed=True)
+    error = next(e for e in errors if isinstance(e, CollectiveMismatchError))
+    assert "rank 0 is about to start of world at step 120" in str(error)
+    assert "rank 1 is about to start of group 5 at step 120" in str(error)
+
+
+def test_a_rank_that_finishes_its_run_leaves_nobody_waiting_for_it() -> None:
+    def part(member: Member, rank: int) -> None:
+        member.barrier("start")
+        if rank == 1:
+            member.inspector.leave()
+        else:
+            member.barrier("epoch_end")
+
+    error, _ = play(part, 2, is_detailed=True)
+    assert isinstance(error, CollectiveMismatchError)
+    assert error.missing == (1,)
+    assert (
+        "rank 0 is about to start barrier 'epoch_end' at step 120 in training_step; rank 1 has finished fit"
+        in str(error)
+    )
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_reducers_buckets_are_compared_by_name() -> None:
+    def part(member: Member, rank: int) -> None:
+        model = BucketedDDP(
+            Branches(),
+            process_group=member.group.process_group,
+            bucket_cap_mb=0.0001,
+            interrupt=member.interrupt,
+        )
+        model(torch.ones(2, 4)).sum().backward()
+        if rank == 1:
+            member.barrier("val_end")
+        model(torch.ones(2, 4)).sum().backward()
+
+    errors = play(part, 2, is_detailed=True)
+    assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
+    assert "rank 1 called barrier 'val_end'" in str(errors[0])
+    lanes = [text for text in str(errors[0]).split(";") if "rank 0 called" in text]
+    assert lanes, str(errors[0])
+
+
+# ---------------------------------------------------------------------- the parts, without processes
+
+
+def test_ranks_in_words() -> None:
+    for ranks in ([0], [0, 1, 2, 5], [3, 7, 9], range(1000)):
+        assert split_ranks(join_ranks(ranks)) == set(ranks)
+    for text in ("", "1-", "a", "0-9999999", "1, , 2", "-4", "0, " * 100):
+        assert split_ranks(text) is None
+
+
+def account(rank: int, state: str, label: str | None = None, number: int = 7, **more: Any) -> Account:
+    lane = LaneAccount(name="world", ranks="0-3", number=number, calls={number: label or "x"})
+    values = {"rank": rank, "state": state, "label": label, "step": 120, "lanes": (lane,), **more}
+    if state in ("waits", "starts"):
+        values = {"lane": "world", "number": number, **values}
+    return Account(**values)
+
+
+def test_the_mismatch_is_one_sentence() -> None:
+    accounts = {rank: account(rank, "waits", "reduce of bucket 4", for_s=30.0 + rank) for rank in range(3)}
+    accounts[3] = account(3, "waits", "barrier 'val_end'", number=6, phase="validation", for_s=2.0)
+    found = explain(accounts, 0, "world", 7)
+    assert found.missing == (3,)
+    assert found.sentence == (
+        "ranks 0-2 wait in reduce of bucket 4 at step 120;"
+        " rank 3 waits in barrier 'val_end' at step 120 in validation"
+    )
+    rows = [line.split() for line in found.table.splitlines()]
+    assert [row[0] for row in rows] == ["rank", "0", "1", "2", "3"]
+    assert [row[-2:] for row in rows[1:]] == [["30.0", "s"], ["31.0", "s"], ["32.0", "s"], ["2.0", "s"]]
+    assert "(collective 6 of world)" in found.table
+
+
+def test_all_in_the_same_collective_points_at_the_link() -> None:
+    accounts = {rank: account(rank, "waits", "reduce of bucket 4") for rank in range(4)}
+    found = explain(accounts, 2)
+    assert found.missing == ()
+    assert (
+        "ranks 0-3 wait in reduce of bucket 4 at step 120. All have called the same: the link is"
+        in found.sentence
+    )
+
+
+def test_silent_and_gone_ranks_are_named() -> None:
+    inspection = Inspection(3)
+    for rank in range(3):
+        inspection.joined(rank)
+    assert inspection.left(2, 0.0) == []
+    letters = inspection.handle(0, {"kind": "ask", "lane": "world", "number": 7}, 10.0)
+    assert [(rank, m["kind"]) for rank, m in letters] == [(0, "roll_call"), (1, "roll_call")]
+    answer = {"kind": "account", "id": letters[0][1]["id"], **account(0, "waits", "barrier").to_message()}
+    assert inspection.handle(0, answer, 10.0) == []
+    assert inspection.deadline() == 10.0 + ANSWER_WAIT_S
+    assert inspection.due(10.0) == []
+    ((rank, found),) = inspection.due(10.0 + ANSWER_WAIT_S)
+    assert rank == 0
+    assert found["missing"] == [1, 2]
+    assert "rank 1 does not answer: it is stopped, or" in found["sentence"]
+    assert "rank 2 is gone" in found["sentence"]
+    assert inspection.deadline() is None
+
+
+def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
+    inspection = Inspection(1000)
+    for rank in range(1000):
+        inspection.joined(rank)
+    lane = Lane("world", range(1000))
+    tensors = [torch.empty(0, *([1] * 60)) for _ in range(500)]
+    text = lane.next("all_reduce", tensors, "x" * 10_000).text()
+    start = time.monotonic()
+    for number in range(1, 6):
+        call = {"kind": "call", "lane": "world", "ranks": "0-999", "number": number, "text": text[:200]}
+        letters = []
+        for rank in range(1000):
+            assert letters == []
+            letters = inspection.handle(rank, {**call, "run": 1}, 0.0)
+        assert [m["kind"] for _, m in letters] == ["go"] * 1000
+    print(f"\n1,000 ranks: {(time.monotonic() - start) / 5 * 1e3:.1f} ms of the server a compared collective")
+    letters = inspection.handle(999, {**call, "number": 6, "text": "other", "run": 1}, 0.0)
+    letters = inspection.handle(0, {**call, "number": 6, "run": 1}, 0.0)
+    assert {m["kind"] for _, m in letters} == {"roll_call"}
+    found = []
+    for rank in range(1000):
+        said = account(rank, "runs", at="y" * 10_000, phase=f"p{rank}" * 100, number=6)
+        message = {"kind": "account", "id": 1, **said.to_message()}
+        found += inspection.handle(rank, message, 0.0)
+    assert [rank for rank, _ in found] == [0, 999]
+    assert all(len(pack(m)) < LIMIT_BYTES / 4 for _, m in found)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {
+            "kind": "account",
+            "id": 1,
+            "lanes": [[1], "x", None, [[], [], [], {}, {}]],
+            "state": 5,
+            "for_s": "x",
+        },
+        {
+            "kind": "account",
+            "id": 1,
+            "lanes": [["world", "0-1", True, [["a", "b"], [1], 7], 3]],
+            "number": "x",
+        },
+        {"kind": "account", "id": 1, "state": "elsewhere", "at": 3, "lane": [], "phase": "p" * 10**5},
+    ],
+)
+def test_a_malformed_account_is_taken_for_what_it_holds(message) -> None:
+    inspection = Inspection(1)
+    inspection.joined(0)
+    inspection.handle(0, {"kind": "ask", "number": 0}, 0.0)
+    ((_, found),) = inspection.handle(0, {"kind": "account", "id": 1, **message}, 0.0)
+    assert found["kind"] == "findings"
+    assert len(pack(found)) < LIMIT_BYTES / 4
+
+
+# ---------------------------------------------------------------------- a Trainer with two processes
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Preloaded]:
+    with preloaded("stuck_script") as process:
+        yield process
+
+
+def test_a_fit_in_which_the_ranks_agree_is_not_disturbed(process, tmp_path) -> None:
+    weights = []
+    for debug in ("detail", ""):
+        folder = tmp_path / f"debug-{debug}"
+        folder.mkdir()
+        result = process.run(["all", str(folder), debug], timeout_s=TIMEOUT_S)
+        assert result.exit_code == 0, result.stderr
+        assert result.left == []
+        weights += [read_notes(folder)[f"trained-{rank}"]["weight"] for rank in range(2)]
+    assert weights == [weights[0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("way", "debug", "sentence"),
+    [
+        (
+            "barrier",
+            "detail",
+            "rank 1 is about to start barrier 'mine alone' at step 2 in training_step",
+        ),
+        (
+            "shape",
+            "detail",
+            "rank 0 called all_reduce SUM of [2] float32 at step 2 in training_step; rank 1 called",
+        ),
+        ("hang", "", "rank 1 waits for no collective at step 2 in training_step (stuck_script.py:"),
+    ],
+)
+def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(
+    process, tmp_path, way, debug, sentence
+) -> None:
+    result = process.run([way, str(tmp_path), debug], timeout_s=TIMEOUT_S)
+    assert result.exit_code == 1, result.stderr
+    assert result.left == []
+    _, _, report = result.stderr.rpartition("lightning_ddp: ")
+    assert sentence in report
+    kinds = {read_notes(tmp_path)[f"on_exception-{rank}"]["kind"] for rank in range(2)}
+    assert kinds <= {"CollectiveMismatchError", "CollectiveTimeoutError", "CommHookError", "PeerFailure"}
+
+
+def test_a_slow_rank_is_logged_and_named(process, tmp_path) -> None:
+    result = process.run(["slow", str(tmp_path), ""], timeout_s=TIMEOUT_S)
+    assert result.exit_code == 0, result.stderr
+    metrics = read_notes(tmp_path)["metrics-0"]
+    assert {"step_ms", "exposed_ms", "overlap_percent", "megabytes", "gigabytes_per_s"} <= {
+        name.removeprefix("communication/") for name in metrics
+    }
+    assert metrics["communication/lateness_ms/rank1"] > metrics["communication/lateness_ms/rank0"]
+    assert metrics["communication/megabytes"] == 72 * 4 / 1e6
+    assert "rank 1 (host " in result.stderr
+    assert "has been late for 4 steps in a row: " in result.stderr
+    assert "rank 0 (host" not in result.stderr
