@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks, run_ranks_outcomes, run_threads, run_threads_outcomes
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.averaging import build_averager
@@ -270,12 +271,17 @@ class Heads(nn.Module):
 def gradients(transport: str, rank: int, case: str, options: dict[str, Any]) -> list[Tensor]:
     """Gradients of a few steps, with everything that may happen between them."""
     torch.manual_seed(0)
+    found: list[Tensor] = []
     model = BucketedDDP(Heads(), bucket_cap_mb=0.0005, transport=transport, **options)
     if case == "other ranks":
         model.update_process_group(dist.new_group([0, 1]))
     if case == "copied":
         model = deepcopy(model)
-    found = []
+    if case == "own hook":
+        output = model(values(rank, 16, torch.float32).view(2, 8), (0, 1))
+        model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+        output.backward()
+        found += [p.grad.clone() for p in model.parameters()]
     for step in range(4):
         x = values(10 * step + rank, 16, torch.float32).view(2, 8)
         use = (step % 2,) if options.get("find_unused_parameters") else (0, 1)
@@ -303,6 +309,7 @@ CASES = {
     "uneven": {},
     "other ranks": {},
     "copied": {},
+    "own hook": {},
 }
 
 

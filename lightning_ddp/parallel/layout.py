@@ -64,6 +64,7 @@ class BucketLayout:
             plan: holds every parameter once.
             late_only: parameters that get several gradients in one backward.
         """
+        self._late_only = late_only
         grads = self._release()
         flats = self._slice_storage(plan)
         self.buckets = tuple(
@@ -77,6 +78,17 @@ class BucketLayout:
             bucket, position = self.where[index]
             bucket.views[position].copy_(grad)
             self.params[index].grad = bucket.views[position]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether buckets are in memory that the ranks share."""
+        return self._memory is not None
+
+    def leave_shared_memory(self) -> None:
+        """Moves the buckets into plain memory; gradients in there move along."""
+        self._memory = None
+        self._storage.clear()
+        self.apply([bucket.spec for bucket in self.buckets], self._late_only)
 
     def _make_bucket(
         self, index: int, spec: BucketSpec, flat: torch.Tensor, *, is_last: bool, late_only: frozenset[int]

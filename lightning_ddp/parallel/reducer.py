@@ -187,6 +187,12 @@ class Reducer(ReducerTorchNames):
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook` reduce the buckets from the next backward on."""
         self._reduction.set_hook(state, hook)
+        if self.layout.is_shared:  # a hook may do anything with its tensor, such as to resize it
+            self.remove_hooks()
+            self.layout.leave_shared_memory()
+            self._add_hooks()
+            if self._is_armed:
+                self._arm_buckets()
 
     @property
     def state_and_hook(self) -> tuple[Any, CommHook | None]:
@@ -220,10 +226,13 @@ class Reducer(ReducerTorchNames):
         self._is_armed = True
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
         self._expected.prepare(tensors, absent)
-        for bucket in self.buckets:
-            bucket.arm(self._expected.num_in(bucket))
+        self._arm_buckets()
         for tensor in tensors:
             tensor.register_hook(self._make_start_hook())
+
+    def _arm_buckets(self) -> None:
+        for bucket in self.buckets:
+            bucket.arm(self._expected.num_in(bucket))
 
     def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
         """A hook for an output: it runs first, and in the outermost of nested backwards."""

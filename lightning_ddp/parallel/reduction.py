@@ -57,6 +57,7 @@ class Reduction:
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook` reduce the buckets from the next backward on; it scales by itself."""
         self._hook = hook
+        self._memory = None
         self._state = state
         self._num_hooks += 1
         prefix = f"{self._token}/{self._num_hooks}"
