@@ -114,7 +114,11 @@ def measure_memory(context: RankContext, settings: MemorySettings) -> dict[str, 
     for _ in range(settings.num_steps):
         run.step()
     context.synchronize()
+    dist.barrier()  # what ranks share is in use by all of them
     peak = _memory_bytes(context.device).peak
+    if context.device.type == "cpu":
+        peak -= _shared_with_others_bytes()
+    dist.barrier()
     return {"peak_bytes": peak, "growth_bytes": peak - before}
 
 
@@ -229,3 +233,22 @@ def _memory_bytes(device: torch.device) -> _Memory:
         resource.RUSAGE_SELF
     ).ru_maxrss  # bytes on macOS, which has no cheap current size
     return _Memory(current=peak, peak=peak)
+
+
+def _shared_with_others_bytes() -> int:
+    """The part of this process's shared memory that is the others': each page is split among its users."""
+    resident_kib, own_kib = 0, 0
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return 0  # not Linux, where ranks share nothing
+    is_shared = False
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):  # "7f3c...-7f3d... rw-s 00000000 00:01 7 /memfd:..."
+            is_shared = rest.startswith("rw-s")
+        elif is_shared and name == "Rss:":
+            resident_kib += int(rest.split()[0])
+        elif is_shared and name == "Pss:":
+            own_kib += int(rest.split()[0])
+    return (resident_kib - own_kib) * 1024
