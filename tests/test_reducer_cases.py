@@ -514,7 +514,8 @@ ALL_NAMES = set().union(*MISSING.values())
     ids=["both", "both three layers", "rank 1", "rank 0 the last", "rank 0 the first", "different ones"],
 )
 def test_missing_gradients_are_an_error_on_every_rank_in_that_step(skip_by_rank, bucket_cap_mb):
-    answers = run_threads(steps_with_missing, 2, skip_by_rank, {"bucket_cap_mb": bucket_cap_mb}, timeout_s=20)
+    options = {"bucket_cap_mb": bucket_cap_mb}
+    answers = run_threads(steps_with_missing, 2, skip_by_rank, options, timeout_s=20, collective_s=3.0)
     expected = [set().union(*(MISSING[layer] for layer in skip_by_rank.get(rank, ()))) for rank in range(2)]
     for answer in answers:
         assert answer is not None, "the step passed without an error"

@@ -69,7 +69,7 @@ def test_steps_after_a_gradient_that_one_rank_missed_are_refused_with_the_reason
         with pytest.raises(MissingGradientError, match="backward 1 ended"):
             model(input_of(rank, 2), "left+right")
 
-    run_threads(rank_main, 2)
+    run_threads(rank_main, 2, collective_s=3.0)
 
 
 class OneShot(Interrupt):

@@ -89,6 +89,7 @@ class Averager:
         self.group = group
         self.options = options
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.check_ranks()
         device = next(iter(self.parameters.values())).device
         self.channel = Channel(group, device)
         self.wire = PlainWire(self.channel)
@@ -105,12 +106,15 @@ class Averager:
         self.prepare()
         self._settle_phase()
 
-    def prepare(self) -> None:
-        """What a kind of averager needs besides. All ranks call it, at the end of construction.
+    def check_ranks(self) -> None:
+        """Refuses options that do not fit the ranks, before anything communicates.
 
         Raises:
-            ConfigurationError: the options do not fit the ranks.
+            ConfigurationError: they do not.
         """
+
+    def prepare(self) -> None:
+        """What a kind of averager needs besides. All ranks call it, at the end of construction."""
 
     # ------------------------------------------------------------------ steps
 

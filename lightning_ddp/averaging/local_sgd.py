@@ -91,17 +91,24 @@ class HierarchicalSGD(Averager):
     Options = HierarchicalSGDOptions
     options: HierarchicalSGDOptions
 
+    def check_ranks(self) -> None:
+        """Refuses groups into which the ranks cannot be divided."""
+        size, sizes = self.group.size, self._sizes()
+        require(
+            list(sizes.values())[-1] == size and not any(size % n for n in sizes.values()),
+            f"hierarchical_sgd: periods={sizes} with {size} ranks; the last group has to be all of"
+            " them, and each size has to divide their number",
+        )
+
+    def _sizes(self) -> dict[int, int]:
+        """Period -> ranks of a group."""
+        return {period: size or self.group.size for period, size in self.options.periods.items()}
+
     def prepare(self) -> None:
         """Makes the groups of each level. Communicates."""
         group = self.group
         self._levels: dict[int, Channel] = {}
-        sizes = {period: size or group.size for period, size in self.options.periods.items()}
-        require(
-            list(sizes.values())[-1] == group.size and not any(group.size % n for n in sizes.values()),
-            f"hierarchical_sgd: periods={sizes} with {group.size} ranks; the last group has to be all of"
-            " them, and each size has to divide their number",
-        )
-        for period, size in sizes.items():
+        for period, size in self._sizes().items():
             if size == group.size:
                 self._levels[period] = self.channel
             else:

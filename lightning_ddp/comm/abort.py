@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
 
-__all__ = ["abort_groups", "open_sockets", "remember_connections", "shut_down"]
+__all__ = ["abort_groups", "remember_connections"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _remembered: dict[int, str] = {}
@@ -23,9 +23,9 @@ _remembered: dict[int, str] = {}
 @contextmanager
 def remember_connections() -> Generator[None, None, None]:
     """Remembers the sockets that are opened in here, so that `abort_groups` can shut them down."""
-    before = open_sockets()
+    before = _sockets()
     yield
-    for descriptor, name in open_sockets().items():
+    for descriptor, name in _sockets().items():
         if before.get(descriptor) != name:
             _remembered[descriptor] = name
 
@@ -35,13 +35,8 @@ def abort_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # a backend without abort
             group.abort()
-    shut_down(_remembered)
-
-
-def shut_down(sockets: Mapping[int, str]) -> None:
-    """Shuts down the connections among these, as far as they are still open: descriptor -> name."""
-    present = open_sockets()
-    for descriptor, name in sockets.items():
+    present = _sockets()
+    for descriptor, name in _remembered.items():
         if present.get(descriptor) == name:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 # a listening socket stays: gloo ends the process when it cannot accept
@@ -49,7 +44,7 @@ def shut_down(sockets: Mapping[int, str]) -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def open_sockets() -> dict[int, str]:
+def _sockets() -> dict[int, str]:
     """Descriptor -> name with the inode, of all sockets of this process; empty where there is no /proc."""
     found = {}
     with suppress(OSError):

@@ -51,8 +51,14 @@ class Entry(NamedTuple):
             f"{_shape(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors
         )
         more = f" and {self.num_tensors - len(self.tensors)} more" * (self.num_tensors > len(self.tensors))
-        label = "" if self.label is None or self.kind.startswith(self.label) else f"{self.label}: "
-        return f"{label}{self.kind} of {shapes}{more}"
+        return f"{self._purpose()}{self.kind} of {shapes}{more}"
+
+    def _purpose(self) -> str:
+        """The label where it says more than the kind: not where it is the name of the function."""
+        if self.label is None or self.kind.startswith(self.label):
+            return ""
+        is_function = self.label.isidentifier() and self.label.startswith(self.kind.split()[0])
+        return "" if is_function else f"{self.label}: "
 
 
 def _shape(shape: torch.Size) -> str:

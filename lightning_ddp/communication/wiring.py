@@ -69,7 +69,7 @@ class Communication:
         self._named: Hook | None = None
         self.averager: Averager | None = None
         self._model: Any = None
-        self._scaler: Callable[[], Any] = lambda: None
+        self._scaler: Callable[[], Any] | None = None
 
     # ------------------------------------------------------------------ wiring
 
@@ -82,6 +82,9 @@ class Communication:
     def momentum(self) -> float:
         """The momentum that the registered hook applies, instead of the optimizer."""
         return float(getattr(self._named.options, "momentum", 0.0)) if self._named is not None else 0.0
+
+    def _loss_scaler(self) -> Any:
+        return self._scaler() if self._scaler is not None else None
 
     @property
     def _drives_hook_state(self) -> bool:
@@ -113,7 +116,7 @@ class Communication:
         *,
         node_size: int,
         loss_scale: Callable[[], float],
-        scaler: Callable[[], Any] = lambda: None,
+        scaler: Callable[[], Any] | None = None,
     ) -> None:
         """Builds the hook and registers it with a `BucketedDDP`. All ranks call it; communicates.
 
@@ -210,8 +213,8 @@ class Communication:
                 state["hook"] = hook
         if self.averager is not None and not self.averager.averages_gradients:
             state["optimizers"] = [track.optimizer.state_dict() for track in self.averager.tracks]
-            if self._scaler() is not None:
-                state["scaler"] = self._scaler().state_dict()
+            if self._loss_scaler() is not None:
+                state["scaler"] = self._loss_scaler().state_dict()
         return state
 
     def load(
@@ -241,8 +244,8 @@ class Communication:
             notes += self.averager.load_state_dict(shared["averager"])
             for track, saved in zip(self.averager.tracks, (own or {}).get("optimizers", []), strict=False):
                 track.optimizer.load_state_dict(saved)
-            if own is not None and "scaler" in own and self._scaler() is not None:
-                self._scaler().load_state_dict(own["scaler"])
+            if own is not None and "scaler" in own and self._loss_scaler() is not None:
+                self._loss_scaler().load_state_dict(own["scaler"])
             self._follow()
         elif "averager" in shared:
             name = shared["averager"]["name"]

@@ -226,6 +226,9 @@ def _serve() -> None:
     replaced = types.SimpleNamespace(Popen=ForkedProcess)
     lightning_ddp.launch.children.subprocess = replaced  # type: ignore[assignment]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the keepers
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # where the tests run in the background it is ignored
     for line in sys.stdin:
         print(_start_run(json.loads(line)), flush=True)
     os._exit(0)  # it has nothing to tidy up, and taking everything apart that it imported takes seconds

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from harness.outcomes import RankOutcome, values_or_raise
-from lightning_ddp.comm.abort import open_sockets, shut_down
 
 LONGEST_COLLECTIVE_S = 10.0
 """Time limit of the groups: a freed one with a pending collective may hold up the whole process so long."""
@@ -26,15 +25,23 @@ FAILURE_GRACE_S = 5.0
 """How long `run_threads` waits for the other ranks once one of them has failed."""
 
 
-def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30.0) -> list[Any]:
+def run_threads(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 30.0,
+    collective_s: float = LONGEST_COLLECTIVE_S,
+) -> list[Any]:
     """Runs `fn(rank, world_size, process_group, *args)` in one thread per rank; results in rank order.
 
-    The random number generator is one for all threads: use a `torch.Generator` per rank.
+    The random number generator is one for all threads: use a `torch.Generator` per rank. `collective_s` is
+    the time limit of the groups: what a rank that leaves a collective pending costs its test.
 
     Raises:
         RankFailed: a rank raised or hung; lists all of them.
     """
-    return values_or_raise(_run(fn, world_size, args, timeout_s, stop_on_failure=True))
+    limit_s = min(timeout_s, collective_s)
+    return values_or_raise(_run(fn, world_size, args, timeout_s, limit_s, stop_on_failure=True))
 
 
 def run_threads_outcomes(
@@ -44,21 +51,27 @@ def run_threads_outcomes(
 
     The group of a rank that failed stays connected, so a peer that waits for it hangs and is reported.
     """
-    return _run(fn, world_size, args, timeout_s, stop_on_failure=False)
+    limit_s = min(timeout_s, LONGEST_COLLECTIVE_S)
+    return _run(fn, world_size, args, timeout_s, limit_s, stop_on_failure=False)
 
 
 def _run(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float, *, stop_on_failure: bool
+    fn: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    collective_s: float,
+    *,
+    stop_on_failure: bool,
 ) -> list[RankOutcome]:
     store = dist.HashStore()
-    sockets_before = open_sockets()
     groups: list[dist.ProcessGroup | None] = [None] * world_size
     outcomes: dict[int, RankOutcome] = {}
     changed = threading.Condition()
 
     def rank_main(rank: int) -> None:
         try:
-            groups[rank] = _make_group(store, rank, world_size, timeout_s)
+            groups[rank] = _make_group(store, rank, world_size, collective_s)
             outcome = RankOutcome(
                 rank=rank, status="returned", value=fn(rank, world_size, groups[rank], *args)
             )
@@ -91,16 +104,16 @@ def _run(
                 message=f"no result within its deadline (timeout_s={timeout_s}); stack:",
                 traceback=_stack_of(threads[rank]),
             )
-    _end(threads, groups, sockets_before)
+    _end(threads, groups)
     return [found[rank] for rank in range(world_size)]
 
 
-def _make_group(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
+def _make_group(store: dist.Store, rank: int, world_size: int, collective_s: float) -> dist.ProcessGroup:
     """A `ProcessGroup` with a gloo backend, as `init_process_group` builds it, but not the default one."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface=loopback)]
-    options._timeout = timedelta(seconds=min(timeout_s, LONGEST_COLLECTIVE_S))
+    options._timeout = timedelta(seconds=collective_s)
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
     backend._set_sequence_number_for_group()
     group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, world_size)
@@ -115,15 +128,12 @@ def _stack_of(thread: threading.Thread) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else "(ended meanwhile)"
 
 
-def _end(
-    threads: list[threading.Thread], groups: list[dist.ProcessGroup | None], sockets_before: dict[int, str]
-) -> None:
+def _end(threads: list[threading.Thread], groups: list[dist.ProcessGroup | None]) -> None:
     """Ends the groups, so that what waits in a collective ends too.
 
-    A gloo group that is freed waits for its pending collectives up to their time limit, unless its
-    connections break: so they are shut down, and all groups are freed at once, each in a thread.
+    A gloo group that is freed waits for its pending collectives up to their time limit, unless its peers
+    break the connections. The peers are in this process: so all are freed at once, each in a thread.
     """
-    shut_down({fd: name for fd, name in open_sockets().items() if sockets_before.get(fd) != name})
     for group in groups:
         if group is not None and any(thread.is_alive() for thread in threads):
             with contextlib.suppress(RuntimeError):
