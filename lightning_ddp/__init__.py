@@ -1,10 +1,12 @@
 """A PyTorch Lightning strategy with its own bucketed DistributedDataParallel.
 
 Importing the package registers its named variants with Lightning, so that `Trainer(strategy="custom_ddp")`
-works, and in a child of its launcher ties the process's life to the launcher's.
+works, and its configuration groups with Hydra if the script uses that. In a child of its launcher it ties the
+process's life to the launcher's.
 """
 
 from lightning_ddp import callbacks as callbacks
+from lightning_ddp.conf.store import install as install_configuration
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.orphans import adopt_from_environment
 from lightning_ddp.parallel.module import BucketedDDP
@@ -34,3 +36,4 @@ __all__ = [
 
 adopt_from_environment()
 register_builtin_variants()
+install_configuration()

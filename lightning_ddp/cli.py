@@ -15,6 +15,7 @@ from typing import Protocol
 
 from lightning_ddp.bench import BenchmarkError, allreduce, channel, failures, hooks, launch, memory, step
 from lightning_ddp.bench.report import format_table
+from lightning_ddp.doctor import command as doctor
 
 
 class Command(Protocol):
@@ -28,20 +29,28 @@ class Command(Protocol):
 
 
 class Variants:
-    """List the registered strategy names and what each one does."""
+    """List the registered strategy names, their arguments and what each one does."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare nothing: the command has no options."""
 
     def run(self, args: argparse.Namespace) -> int:
         """Print one row per registered variant."""
-        from lightning_ddp import available_variants
+        from lightning_ddp.variants import available_variants, variant_arguments
 
-        print(format_table(("name", "description"), sorted(available_variants().items())))
+        rows = [
+            (
+                name,
+                " ".join(f"{key}={value!r}" for key, value in variant_arguments(name).items()),
+                description,
+            )
+            for name, description in sorted(available_variants().items())
+        ]
+        print(format_table(("name", "arguments", "description"), rows))
         return 0
 
 
-_COMMANDS: Mapping[str, Command] = {"variants": Variants()}
+_COMMANDS: Mapping[str, Command] = {"variants": Variants(), "doctor": doctor}
 _BENCHES: Mapping[str, Command] = {
     "step": step,
     "memory": memory,
@@ -79,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; ``sys.argv[1:]`` when left out.
 
     Returns:
-        The exit status: 0 for success, 1 for a benchmark that failed.
+        The exit status: 0 for success, 1 for a benchmark or a check that failed.
 
     Raises:
         SystemExit: With status 2 on a usage error, with status 0 after ``--help``.

@@ -10,9 +10,15 @@ from lightning_ddp._lightning import StrategyRegistry
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.strategy import CustomDDPStrategy
 
-__all__ = ["available_variants", "register_builtin_variants", "register_variant"]
+__all__ = [
+    "BUILTIN",
+    "available_variants",
+    "register_builtin_variants",
+    "register_variant",
+    "variant_arguments",
+]
 
-_BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
+BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_ddp": ("re-runs the script in child processes; bucketed all-reduce in Python", {}),
     "custom_ddp_spawn": ("custom_ddp in spawned processes", {"start_method": "spawn"}),
     "custom_ddp_fork": ("custom_ddp in forked processes", {"start_method": "fork"}),
@@ -57,6 +63,7 @@ _BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
 }
+"""The variants of this package: name -> (description, arguments of `CustomDDPStrategy`)."""
 
 
 def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any) -> None:
@@ -104,7 +111,16 @@ def available_variants() -> dict[str, str]:
     }
 
 
+def variant_arguments(name: str) -> dict[str, Any]:
+    """The arguments of `CustomDDPStrategy` for which a registered name stands.
+
+    Raises:
+        KeyError: no such name is registered.
+    """
+    return dict(StrategyRegistry[name]["init_params"])
+
+
 def register_builtin_variants() -> None:
     """Registers the variants of this package. `import lightning_ddp` calls it."""
-    for name, (description, arguments) in _BUILTIN.items():
+    for name, (description, arguments) in BUILTIN.items():
         register_variant(name, description=description, **arguments)

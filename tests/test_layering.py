@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ FLOORS = {
     "__main__": 9,
     "__init__": 9,
     "cli": 8,
+    "doctor": 7.5,
+    "conf": 7.5,
     "bench": 7,
     "trainer": 7,
     "variants": 6,
@@ -35,6 +38,7 @@ FLOORS = {
 }
 KNOWS_LIGHTNING = {
     "_lightning",
+    "conf",
     "callbacks",
     "communicating_fit",
     "uneven_fit",
@@ -65,7 +69,12 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
-def import_edges() -> Iterator[tuple[Path, str]]:
+@functools.cache
+def import_edges() -> list[tuple[Path, str]]:
+    return list(find_import_edges())
+
+
+def find_import_edges() -> Iterator[tuple[Path, str]]:
     for path in files():
         for module in imported_modules(ast.parse(path.read_text())):
             if module == "lightning_ddp" or module.startswith("lightning_ddp."):

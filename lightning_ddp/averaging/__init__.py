@@ -4,6 +4,7 @@ from lightning_ddp.averaging.base import Averager, AveragerOptions
 from lightning_ddp.averaging.catalogue import (
     AveragerPlan,
     available_averagers,
+    averager_options,
     build_averager,
     parse_averager,
 )
@@ -13,6 +14,7 @@ __all__ = [
     "AveragerOptions",
     "AveragerPlan",
     "available_averagers",
+    "averager_options",
     "build_averager",
     "parse_averager",
 ]

@@ -16,7 +16,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.options import name_hint
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["AveragerPlan", "available_averagers", "build_averager", "parse_averager"]
+__all__ = ["AveragerPlan", "available_averagers", "averager_options", "build_averager", "parse_averager"]
 
 _AVERAGERS: dict[str, type[Averager]] = {
     averager.name: averager for averager in (PostLocalSGD, HierarchicalSGD, SlowMo, DiLoCo, StreamingDiLoCo)
@@ -30,6 +30,15 @@ def available_averagers() -> dict[str, str]:
     ['diloco', 'hierarchical_sgd', 'post_local_sgd', 'slowmo', 'streaming_diloco']
     """
     return {name: (a.__doc__ or "").partition("\n")[0] for name, a in sorted(_AVERAGERS.items())}
+
+
+def averager_options() -> dict[str, type[AveragerOptions]]:
+    """The options of each averager, by its name: a dataclass whose fields with `init` are the options.
+
+    >>> averager_options()["diloco"](period=50).outer_lr
+    0.7
+    """
+    return {name: averager.Options for name, averager in sorted(_AVERAGERS.items())}
 
 
 @dataclass(frozen=True, kw_only=True)

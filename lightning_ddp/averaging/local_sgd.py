@@ -63,8 +63,9 @@ class HierarchicalSGDOptions(AveragerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # keys are text where the options come from YAML or JSON
-        object.__setattr__(self, "periods", {int(p): int(n) for p, n in self.periods.items()})
+        # keys are text where the options come from YAML or JSON, and in the order of the command line there
+        in_order = dict(sorted((int(p), int(n)) for p, n in self.periods.items()))
+        object.__setattr__(self, "periods", in_order)
         periods, sizes = list(self.periods), [n or 2**31 for n in self.periods.values()]
         given = f"periods={dict(self.periods)}"
         require(

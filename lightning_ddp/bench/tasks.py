@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-__all__ = ["Task", "make_task"]
+__all__ = ["CONTEXT", "CharacterModel", "Task", "digit_network", "make_task", "read_digits", "read_text"]
 
 _NUM_TEST_DIGITS = 360
+CONTEXT = 64
+"""Characters that the model sees at most."""
 _DIGITS_LR = 0.1
 _MOMENTUM = 0.9
-_CONTEXT = 64
 _TEXT_LR = 5e-3
 _TEXT_MAX_NORM = 1.0
 _NUM_CHARACTERS = 1_500_000
@@ -58,7 +59,8 @@ def make_task(name: str, *, rank: int, world_size: int, seed: int) -> Task:
     return (_digits if name == "digits" else _text)(generator, world_size)
 
 
-def _digits(generator: torch.Generator, world_size: int) -> Task:
+def read_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """1,437 images (1 x 8 x 8, from 0 to 1) with their labels to train on, and 360 to test."""
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # scikit-learn ships no types
 
     images, labels = load_digits(return_X_y=True)
@@ -66,21 +68,31 @@ def _digits(generator: torch.Generator, world_size: int) -> Task:
     targets = torch.tensor(labels)
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
     test, train = order[:_NUM_TEST_DIGITS], order[_NUM_TEST_DIGITS:]
-    module = nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.Flatten()),
-        *(nn.Linear(64 * 16, 64), nn.ReLU(), nn.Linear(64, 10)),
+    return (inputs[train], targets[train]), (inputs[test], targets[test])
+
+
+def digit_network(width: int = 32) -> nn.Module:
+    """Two convolutions with `width` and twice as many channels, and two linear layers."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(2 * width * 16, 64), nn.ReLU(), nn.Linear(64, 10)),
     )
 
+
+def _digits(generator: torch.Generator, world_size: int) -> Task:
+    (inputs, targets), (test_inputs, test_targets) = read_digits()
+
     def next_batch() -> tuple[Tensor, Tensor]:
-        chosen = train[torch.randint(len(train), (64 // world_size,), generator=generator)]
+        chosen = torch.randint(len(targets), (64 // world_size,), generator=generator)
         return _shift(inputs[chosen], generator), targets[chosen]
 
     def score(model: nn.Module) -> float:
         with torch.no_grad():
-            correct: Tensor = model(inputs[test]).argmax(1) == targets[test]
+            correct: Tensor = model(test_inputs).argmax(1) == test_targets
             return 100 * float(correct.float().mean())
 
+    module = digit_network()
     return Task(
         module=module,
         next_batch=next_batch,
@@ -105,44 +117,53 @@ def _shift(images: Tensor, generator: torch.Generator) -> Tensor:
     return padded[which, rows.unsqueeze(2), columns.unsqueeze(1)].unsqueeze(1)
 
 
-class _CharacterModel(nn.Module):
-    """A transformer of two layers that predicts the next character."""
+class CharacterModel(nn.Module):
+    """A transformer that predicts the next character of up to `CONTEXT`.
 
-    def __init__(self, num_characters: int) -> None:
+    Args:
+        num_characters: different characters; tokens are below it.
+        width: of the hidden states, a multiple of 4.
+        num_layers: number of transformer layers.
+    """
+
+    def __init__(self, num_characters: int, width: int = 128, num_layers: int = 2) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(num_characters, 128)
-        self.position = nn.Embedding(_CONTEXT, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(128, num_characters)
+        self.embedding = nn.Embedding(num_characters, width)
+        self.position = nn.Embedding(CONTEXT, width)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, num_characters)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch x length x characters) of the character after each of `tokens` (batch x length)."""
         length = tokens.shape[1]
-        hidden = self.embedding(tokens) + self.position(torch.arange(length))
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        hidden = self.embedding(tokens) + self.position(torch.arange(length, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         result: Tensor = self.head(self.layers(hidden, mask=mask, is_causal=True))
         return result
 
 
 def _text(generator: torch.Generator, world_size: int) -> Task:
-    tokens, num_characters = _read_text()
+    tokens, num_characters = read_text()
     train, test = tokens[:-_NUM_TEST_CHARACTERS], tokens[-_NUM_TEST_CHARACTERS:]
 
     def next_batch() -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(train) - _CONTEXT - 1, (16 // world_size,), generator=generator)
-        rows = torch.stack([train[s : s + _CONTEXT + 1] for s in starts.tolist()])
+        starts = torch.randint(len(train) - CONTEXT - 1, (16 // world_size,), generator=generator)
+        rows = torch.stack([train[s : s + CONTEXT + 1] for s in starts.tolist()])
         return rows[:, :-1], rows[:, 1:]
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
     def score(model: nn.Module) -> float:
-        rows = test[: len(test) // (_CONTEXT + 1) * (_CONTEXT + 1)].view(-1, _CONTEXT + 1)[:512]
+        rows = test[: len(test) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)[:512]
         with torch.no_grad():
             losses = [loss(model, (part[:, :-1], part[:, 1:])).item() for part in rows.split(64)]
         return math.exp(sum(losses) / len(losses))
 
-    module = _CharacterModel(num_characters)
+    module = CharacterModel(num_characters)
     return Task(
         module=module,
         next_batch=next_batch,
@@ -154,7 +175,7 @@ def _text(generator: torch.Generator, world_size: int) -> Task:
     )
 
 
-def _read_text() -> tuple[Tensor, int]:
+def read_text() -> tuple[Tensor, int]:
     """The sources of the standard library as character numbers; the same for one Python version."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     pieces = []

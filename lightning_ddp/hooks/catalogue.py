@@ -23,7 +23,7 @@ from lightning_ddp.hooks.randomk import RandomK
 from lightning_ddp.hooks.sign import Sign
 from lightning_ddp.hooks.topk import TopK
 
-__all__ = ["HookPlan", "available_hooks", "build_hook", "parse_hook"]
+__all__ = ["HookPlan", "available_hooks", "build_hook", "hook_options", "parse_hook"]
 
 _CODECS: dict[str, Any] = {hook.name: hook for hook in (FP16, BF16, Int8)} | (
     {FP8.name: FP8} if has_fp8() else {}
@@ -41,6 +41,15 @@ def available_hooks() -> dict[str, str]:
     ['allreduce', 'bf16', 'fp16']
     """
     return {name: (hook.__doc__ or "").partition("\n")[0] for name, hook in sorted(_HOOKS.items())}
+
+
+def hook_options() -> dict[str, type[HookOptions]]:
+    """The options of each hook, by its name: a dataclass whose fields are the options.
+
+    >>> hook_options()["powersgd"](rank=4).rank
+    4
+    """
+    return {name: getattr(hook, "Options", HookOptions) for name, hook in sorted(_HOOKS.items())}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["read_variables"]
+__all__ = ["all_variables", "read_variables"]
+
+
+def all_variables() -> dict[str, str]:
+    """The environment of this process, a copy."""
+    return dict(os.environ)
 
 
 def read_variables(names: dict[str, str], absent: str = "N/A") -> dict[str, str]:

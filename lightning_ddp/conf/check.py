@@ -1,0 +1,176 @@
+"""What a composed configuration has wrong, in words: the dotted path, and the closest name that is valid."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import Container, DictConfig, Node, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    ConfigTypeError,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from lightning_ddp.averaging import parse_averager
+from lightning_ddp.conf.options import Option
+from lightning_ddp.conf.schema import STRATEGY, Schema, all_schemas, known_keys
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.hooks import parse_hook
+
+__all__ = ["check_composed", "explain"]
+
+_GROUPS = ("strategy", "trainer", "launcher")
+_SUBGROUPS = ("strategy/ddp_comm_hook", "strategy/model_averaging")
+_CONSTANTS = ("name", "_target_", "_convert_", "_recursive_", "_partial_")
+_CHECKED = {"ddp_comm_hook": parse_hook, "model_averaging": parse_averager}
+
+
+def check_composed(config: Any) -> None:
+    """Checks every node that has one of our schemas, and hooks and averagers wherever they are specified.
+
+    Raises:
+        ConfigCompositionException: something cannot be used; says where and what was probably meant.
+    """
+    problems = [problem for node, schema in _our_nodes(config) for problem in _problems(node, schema)]
+    if problems:
+        raise ConfigCompositionException("\n".join(problems))
+
+
+def explain(error: HydraException) -> str | None:
+    """What to say instead of Hydra's own message, where the error is about one of our options or groups."""
+    if isinstance(error, MissingConfigException):
+        return _explain_missing_choice(error)
+    group = re.match(r"Could not override '([\w/]+)'", str(error))
+    if group and group[1].partition("/")[0] in _GROUPS:
+        return f"{group[1]}: there is no such group{_closest(group[1], (*_GROUPS, *_SUBGROUPS))}"
+    cause = error.__cause__ or error.__context__  # the second for what a file holds
+    if not isinstance(cause, OmegaConfBaseException):
+        return None
+    file = re.match(r"In '([^']+)'", str(error))
+    message = _explain_value(cause)
+    return f"{message} (In '{file[1]}'.)" if file and message else message
+
+
+def _explain_value(cause: OmegaConfBaseException) -> str | None:
+    schema = _schema_above(cause.parent_node)
+    if schema is None:
+        return None
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        is_ours = OmegaConf.get_type(cause.parent_node) is schema.cls
+        return _unknown(str(cause.full_key), str(cause.key), schema) if is_ours else None
+    option = _find_option(str(cause.full_key), schema)
+    described = f" It is: {option.description}" if option is not None and option.description else ""
+    if isinstance(cause, ValidationError):
+        return f"{cause.full_key}: {str(cause.msg or cause).splitlines()[0]}.{described}"
+    if isinstance(cause, ConfigTypeError) and str(cause.full_key).endswith(tuple(_CHECKED)):
+        return (
+            f"{cause.full_key}: the chosen strategy has its own options there, which a list cannot replace:"
+            " begin with strategy=custom_ddp"
+        )
+    return None
+
+
+# ---------------------------------------------------------------------- nodes
+
+
+def _our_nodes(node: Any) -> Iterator[tuple[DictConfig, Schema]]:
+    """Every node with one of our schemas, without resolving anything."""
+    if not isinstance(node, Container) or node._is_none() or node._is_missing() or node._is_interpolation():
+        return
+    if isinstance(node, DictConfig):
+        schema = all_schemas().get(OmegaConf.get_type(node))  # type: ignore[arg-type]  # any type may be asked for
+        if schema is not None:
+            yield node, schema
+        children: Iterable[Any] = (node._get_node(key) for key in node)
+    else:
+        children = (node._get_node(index) for index in range(len(node)))  # type: ignore[arg-type]  # a list
+    for child in children:
+        yield from _our_nodes(child)
+
+
+def _schema_above(node: Any) -> Schema | None:
+    while node is not None:
+        schema = all_schemas().get(OmegaConf.get_type(node)) if isinstance(node, DictConfig) else None  # type: ignore[arg-type]
+        if schema is not None:
+            return schema
+        node = node._get_parent()
+    return None
+
+
+def _find_option(full_key: str, schema: Schema) -> Option | None:
+    parts = full_key.replace("[", ".").split(".")
+    return next((option for option in schema.options if option.name in parts), None)
+
+
+# ---------------------------------------------------------------------- problems
+
+
+def _problems(node: DictConfig, schema: Schema) -> Iterator[str]:
+    for key in _unknown_keys(node, schema):
+        yield _unknown(_path(node, key), key, schema)
+    for option in schema.options:
+        child = node._get_node(option.name)
+        if option.choices and isinstance(child, Node) and not child._is_interpolation():
+            value = node.get(option.name)
+            if type(value) in option.choice_types and value not in option.choices:
+                yield f"{_path(node, option.name)}: {value!r} is no choice{_closest(value, option.choices)}"
+    if schema is STRATEGY:
+        for name, parse in _CHECKED.items():
+            problem = _parse_problem(node, name, parse)
+            if problem:
+                yield f"{_path(node, name)}: {problem}"
+
+
+def _unknown_keys(node: DictConfig, schema: Schema) -> list[str]:
+    return [str(key) for key in node if key not in {*known_keys(schema), *_CONSTANTS}]
+
+
+def _parse_problem(node: DictConfig, name: str, parse: Any) -> str | None:
+    """What the owner of a specification says about it; None also where it depends on later values."""
+    child = node._get_node(name)
+    if not isinstance(child, Node) or child._is_none() or child._is_interpolation():
+        return None
+    if any(_unknown_keys(inner, schema) for inner, schema in _our_nodes(child)):
+        return None  # which is reported there
+    try:
+        spec = OmegaConf.to_container(node, resolve=True, throw_on_missing=False)[name]  # type: ignore[index, call-overload]
+    except OmegaConfBaseException:
+        return None  # an interpolation that can only be resolved in the job, such as of ${hydra:...}
+    if isinstance(spec, dict) and ("_target_" in spec or "???" in spec.values()):
+        return None  # a function of the user's, or a value that is still to be given
+    try:
+        parse(spec)
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+def _unknown(full_key: str, key: str, schema: Schema) -> str:
+    known = known_keys(schema)
+    hint = _closest(key, known) if known else "; it has none"
+    return f"{full_key}: {schema.name.replace('/', ' ')} has no option {key!r}{hint}"
+
+
+def _closest(found: Any, known: Sequence[Any]) -> str:
+    texts = [str(name) for name in known]
+    close = difflib.get_close_matches(str(found), texts, n=1)
+    return (f"; did you mean {close[0]!r}?" if close else ";") + f" There are {', '.join(texts)}."
+
+
+def _path(node: DictConfig, key: str) -> str:
+    return str(node._get_full_key(key))
+
+
+def _explain_missing_choice(error: MissingConfigException) -> str | None:
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    if group == "hydra/launcher" and choice == "submitit_slurm":
+        return f"{error}\nThe launcher of SLURM is a package of its own: pip install hydra-submitit-launcher"
+    if group.partition("/")[0] not in _GROUPS or not error.options:
+        return None
+    return f"{group}: there is no {choice!r}{_closest(choice, list(error.options))}"

@@ -1,0 +1,475 @@
+"""`python -m lightning_ddp doctor` and `variants`: what they find, what they say, and that they end."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_script, run_threads
+
+from lightning_ddp.cli import main
+from lightning_ddp.doctor import checks, network
+from lightning_ddp.doctor.examine import Plan, examine, exchange
+from lightning_ddp.doctor.facts import gather_facts
+from lightning_ddp.doctor.findings import Finding
+from lightning_ddp.doctor.measure import Line, Timing, clock_offsets, fit_line, time_all_reduce
+from lightning_ddp.doctor.placement import first_host, place
+from lightning_ddp.doctor.report import format_report
+from lightning_ddp.variants import BUILTIN
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NODELIST": "gpu-[07-08]",
+}
+CONTROLLED = {*TORCHRUN, *SLURM, "NODE_RANK", "GLOO_SOCKET_IFNAME"}
+
+
+@pytest.fixture(autouse=True)
+def no_variables_of_a_launcher(monkeypatch):
+    for name in CONTROLLED:
+        monkeypatch.delenv(name, raising=False)
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    """What a healthy rank says of itself."""
+    healthy = {
+        "shared_memory": {"total": 8 << 30, "free": 8 << 30},
+        "limits": {"open files": 65536, "processes": None, "locked memory": None},
+        "devices": [],
+        "num_cpus": 64,
+        "variables": {},
+        "clock": {"offset_s": 0.0, "error_s": 0.001},
+    }
+    return {**gather_facts({}, rank=0, local_rank=0), **healthy, **changes}
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.level for finding in findings if finding.level != "PASS"}
+
+
+def text_of(findings: list[Finding], check: str) -> str:
+    return " ".join(finding.message for finding in findings if finding.check == check)
+
+
+# ---------------------------------------------------------------------- who started the process
+
+
+def test_torchrun_is_recognised_with_what_it_implies():
+    placement = place(TORCHRUN)
+    assert (placement.starter, placement.rank, placement.local_rank) == ("torchrun", 3, 1)
+    assert (placement.world_size, placement.num_nodes, placement.has_agent_store) == (4, 2, True)
+    assert (placement.master_addr, placement.master_port) == ("node0", 29500)
+    assert "Trainer(devices=2, num_nodes=2)" in text_of(list(placement.findings), "torchrun")
+    assert placement.is_complete
+
+
+def test_slurm_is_recognised_with_the_address_and_port_that_lightning_takes():
+    placement = place(SLURM)
+    assert (placement.starter, placement.rank, placement.local_rank) == ("slurm", 5, 1)
+    assert (placement.world_size, placement.num_nodes) == (8, 2)
+    assert (placement.master_addr, placement.master_port) == ("gpu-07", 15000 + 4711)
+    assert "Trainer(devices=4, num_nodes=2)" in text_of(list(placement.findings), "SLURM")
+
+
+@pytest.mark.parametrize(
+    ("env", "num_nodes", "complaint"),
+    [
+        ({**TORCHRUN, "MASTER_ADDR": ""}, None, "MASTER_ADDR not"),
+        ({**TORCHRUN, "RANK": "4"}, None, "RANK=4 is not below WORLD_SIZE=4"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, None, "2 nodes x 3 ranks are not WORLD_SIZE=4"),
+        ({**TORCHRUN, "WORLD_SIZE": "four"}, None, "'four'"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, None, "srun python"),
+        ({**SLURM, "SLURM_NTASKS": "7"}, None, "--ntasks=7 cannot be spread evenly over --nodes=2"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, 2, "NODE_RANK not set"),
+        ({}, 2, "NODE_RANK, MASTER_ADDR, MASTER_PORT not set"),
+        ({"NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, 2, "NODE_RANK=2 is not below --nodes 2"),
+    ],
+)
+def test_variables_that_contradict_each_other_fail(env, num_nodes, complaint):
+    placement = place(env, num_nodes)
+    assert not placement.is_complete
+    failed = [finding.message for finding in placement.findings if finding.level == "FAIL"]
+    assert any(complaint in message for message in failed), failed
+
+
+def test_without_variables_or_in_an_interactive_slurm_job_the_process_is_alone():
+    for env in ({}, {**SLURM, "SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_ID": "1"}):
+        assert (place(env).starter, place(env).world_size) == ("nobody", 1)
+    assert first_host("gpu-07,gpu-08") == "gpu-07"
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def test_a_healthy_run_passes_everything():
+    assert levels(checks.check_answers([answer(rank=0), answer(rank=1, local_rank=1)])) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "level", "says"),
+    [
+        ({"packages": {"torch": "1.0"}}, "versions", "FAIL", "rank 1: 1.0"),
+        ({"python": "3.8.0"}, "versions", "WARN", "rank 1: 3.8.0"),
+        ({"backend": "nccl"}, "devices", "FAIL", "rank 1: nccl"),
+        ({"devices": ["A"], "local_rank": 1}, "devices", "FAIL", "local rank 1, but there are 1 GPUs"),
+        ({"shared_memory": {"total": 64 << 20, "free": 60 << 20}}, "shared memory", "WARN", "--shm-size"),
+        ({"limits": {"open files": 1024, "locked memory": None}}, "limits", "WARN", "ulimit -n"),
+        (
+            {"devices": ["A", "A"], "limits": {"open files": None, "locked memory": 64}},
+            "limits",
+            "WARN",
+            "ulimit -l unlimited",
+        ),
+        ({"host": "small", "num_cpus": 0}, "CPU cores", "WARN", "small: 1 ranks on 0"),
+        ({"clock": {"offset_s": -5.0, "error_s": 0.1}}, "clocks", "WARN", "5000.0 ms"),
+        ({"host": "b", "variables": {"PL_RECONCILE_PROCESS": "0"}}, "variables", "WARN", "b: PL_RECONC"),
+        ({"variables": {"NCCL_IB_DISABLE": "1"}}, "variables", "WARN", "NCCL_IB_DISABLE"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_found_and_named(changes, check, level, says):
+    findings = checks.check_answers([answer(rank=0), answer(rank=1, **{"local_rank": 1, **changes})])
+    assert levels(findings)[check] == level
+    assert says in text_of(findings, check)
+
+
+def test_what_other_ranks_have_found_on_their_own_is_reported_for_them():
+    found = [
+        {"level": "PASS", "check": "torchrun", "message": "4 ranks"},
+        {"level": "PASS", "check": "master", "message": "node0, port 1, through eth0: answers"},
+        {"level": "WARN", "check": "variables", "message": "the same everywhere"},
+    ]
+    wrong = {"level": "WARN", "check": "interface", "message": "GLOO_SOCKET_IFNAME=lo"}
+    answers = [
+        answer(rank=rank, findings=[*found, wrong] if rank > 1 else found, host=f"node{rank}")
+        for rank in range(4)
+    ]
+    findings = checks.check_answers(answers)
+    assert text_of(findings, "master") == "ranks 1-3: reached"
+    assert text_of(findings, "interface") == "ranks 2-3: GLOO_SOCKET_IFNAME=lo"
+    assert levels(findings) == {"interface": "WARN"}
+
+
+@pytest.mark.parametrize(
+    ("named", "route", "num_nodes", "level", "says"),
+    [
+        (None, "eth0", 2, "PASS", "eth0 (10.0.0.1)"),
+        (None, "lo", 1, "PASS", "lo"),
+        (None, "lo", 2, "FAIL", "loopback"),
+        ("eth7", "eth0", 2, "FAIL", "GLOO_SOCKET_IFNAME=eth7, but this host has lo (127.0.0.1), eth0"),
+        ("lo", "eth0", 1, "WARN", "the master is reached by eth0"),
+        (None, None, 2, "FAIL", "no interface leads to the master"),
+    ],
+)
+def test_interfaces(named, route, num_nodes, level, says):
+    found = {"lo": "127.0.0.1", "eth0": "10.0.0.1"}
+    finding = checks.check_interface(named, route, found, num_nodes=num_nodes, variable="GLOO_SOCKET_IFNAME")
+    assert finding.level == level
+    assert says in finding.message
+
+
+def test_the_line_is_judged_by_its_error_and_its_bandwidth():
+    def level(num_hosts: int = 1, **line: float) -> str:
+        values = {"latency_s": 1e-4, "bytes_per_s": 1e10, "relative_error": 0.1, **line}
+        return checks.check_line(Line(**values), world_size=2, num_hosts=num_hosts).level
+
+    assert level() == "PASS"
+    assert level(relative_error=0.6) == "WARN"
+    assert level(bytes_per_s=1e8) == "PASS"
+    assert level(bytes_per_s=1e8, num_hosts=2) == "WARN"
+    assert checks.check_line(None, world_size=2, num_hosts=1).level == "WARN"
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def test_the_line_is_found_again_and_one_bad_time_does_not_move_it_far():
+    sizes = [4096 * 4**i for i in range(8)]
+    timings = [Timing(num_bytes=n, seconds=2e-4 + n / 3e9) for n in sizes]
+    line = fit_line(timings)
+    assert line.latency_s == pytest.approx(2e-4)
+    assert line.bytes_per_s == pytest.approx(3e9)
+    assert line.relative_error == pytest.approx(0, abs=1e-9)
+    assert line.message_latency_s(3) == pytest.approx(5e-5)  # 4 messages
+    assert line.link_bytes_per_s(3) == pytest.approx(4e9)
+    timings[2] = Timing(num_bytes=sizes[2], seconds=timings[2].seconds * 3)
+    assert fit_line(timings).bytes_per_s == pytest.approx(3e9, rel=0.2)
+    no_latency = fit_line([Timing(num_bytes=n, seconds=n**1.2 / 1e10) for n in sizes])
+    assert no_latency.latency_s >= 0
+    assert fit_line(timings[:1]) is None
+    assert fit_line([Timing(num_bytes=n, seconds=1 / n) for n in sizes]) is None
+
+
+def test_ranks_measure_all_reduces_and_clocks():
+    def work(rank: int, world_size: int, group: Any) -> Any:
+        steps = []
+        timings = time_all_reduce(
+            group, [4096, 65536], device=torch.device("cpu"), timeout_s=10, advance=lambda: steps.append(1)
+        )
+        return timings, len(steps), clock_offsets(group, rank, world_size, timeout_s=10)
+
+    results = run_threads(work, 3)
+    assert [timing.num_bytes for timing in results[0][0]] == [4096, 65536]
+    assert results[0][0] == results[1][0] == results[2][0]
+    assert all(timing.seconds > 0 for timing in results[0][0])
+    assert [steps for _, steps, _ in results] == [2, 2, 2]
+    assert results[0][2] == (0.0, 0.0)
+    assert all(abs(offset) <= error + 1e-3 for _, _, (offset, error) in results)  # one clock
+
+
+def test_ranks_exchange_what_they_have_found():
+    store = dist.HashStore()
+    plan = Plan(largest_bytes=16384, timeout_s=10, interface="lo")
+
+    def work(rank: int, world_size: int, group: Any) -> Any:
+        mine = examine(store, plan, {"RANK": str(rank)}, rank=rank, local_rank=rank, world_size=world_size)
+        return exchange(store, mine, rank=rank, world_size=world_size, timeout_s=10)
+
+    both = run_threads(work, 2)
+    assert both[0] == both[1]
+    assert [a["rank"] for a in both[0]] == [0, 1]
+    assert [a["variables"]["RANK"] for a in both[0]] == ["0", "1"]
+    assert [t["num_bytes"] for t in both[0][0]["timings"]] == [4096, 16384]
+    report = format_report(
+        both[0],
+        [Timing(**t) for t in both[0][0]["timings"]],
+        None,
+        [Finding(level="WARN", check="all-reduce", message="no line")],
+    )
+    assert report.splitlines()[-1].startswith("WARN: ")
+
+
+def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
+    """Here rank 0 of two has one: alone in NCCL it would wait for the other."""
+    devices = {"backend": "nccl", "devices": ["A"]}
+    monkeypatch.setattr(
+        "lightning_ddp.doctor.examine.gather_facts",
+        lambda env, *, rank, local_rank: {**gather_facts(env, rank=rank, local_rank=local_rank), **devices},
+    )
+    store = dist.HashStore()
+    plan = Plan(largest_bytes=4096, timeout_s=10, interface="lo")
+
+    def work(rank: int, world_size: int, group: Any) -> Any:
+        return examine(store, plan, {}, rank=rank, local_rank=rank, world_size=world_size)
+
+    answers = run_threads(work, 2)
+    assert [a["measured_on"] for a in answers] == ["gloo", "gloo"]
+    assert "rank 1 on" in text_of(checks.check_answers(answers), "devices")
+
+
+# ---------------------------------------------------------------------- the network, with deadlines
+
+
+@contextmanager
+def bound_port(*, listens: bool) -> Iterator[int]:
+    """A port that nobody else is given; one on which nobody listens can still be listened on by name."""
+    with closing(socket.socket()) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        if listens:
+            holder.listen()
+        yield holder.getsockname()[1]
+
+
+def doctor(capsys: Any, *args: str) -> tuple[int, list[str]]:
+    status = main(["doctor", "--timeout-s", "5", *args])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_a_step_that_blocks_is_given_up_and_an_error_is_passed_on():
+    release = threading.Event()
+    with pytest.raises(network.DeadlinePassed, match=r"waiting did not end within 0\.1 s"):
+        network.within(0.1, "waiting", release.wait)
+    release.set()
+    with pytest.raises(ZeroDivisionError, match="division"):
+        network.within(5, "dividing", lambda: 1 / 0)
+
+
+def test_alone_everything_is_looked_at_and_nothing_fails(capsys):
+    status, lines = doctor(capsys)
+    assert status == 0
+    names = {line.split("  ")[1].strip() for line in lines if line.startswith(("PASS  ", "WARN  "))}
+    assert names == {
+        *("versions", "devices", "interface", "shared memory", "limits", "CPU cores", "all-reduce")
+    }
+    assert lines[-1].startswith(("PASS: ", "WARN: "))
+
+
+def test_a_master_where_nothing_listens_fails_with_address_port_and_interface(capsys, monkeypatch):
+    with bound_port(listens=False) as port:
+        for name, value in (("NODE_RANK", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, str(value))
+        status, lines = doctor(capsys, "--timeout-s", "2")
+    assert status == 1
+    (line,) = [line for line in lines if line.startswith("FAIL  ")]
+    assert f"rank 1 cannot reach 127.0.0.1, port {port}, through lo: " in line
+    assert "nothing listens there" in line
+    assert lines[-1].startswith("FAIL: ")
+
+
+def test_a_master_is_waited_for(monkeypatch, capsys):
+    with closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        for name, value in (("NODE_RANK", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, str(value))
+        problems = []
+
+        def connect_problem(*args: Any) -> str | None:
+            problems.append(real(*args))
+            server.listen()  # after the first attempt
+            return problems[-1]
+
+        real = network.connect_problem
+        monkeypatch.setattr(network, "connect_problem", connect_problem)
+        status, lines = doctor(capsys, "--timeout-s", "60")
+    assert status == 0
+    assert problems == ["the host answers, but nothing listens there (yet)", None]
+    assert any(line.startswith("PASS  master") and f"port {port}" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("address", "complaint"),
+    [("127.0.0.1", "the port cannot be opened"), ("203.0.113.9", "203.0.113.9 is no address of this host")],
+)
+def test_rank_0_says_why_it_cannot_be_the_master(address, complaint, capsys, monkeypatch):
+    with bound_port(listens=True) as port:
+        for name, value in (("NODE_RANK", 0), ("MASTER_ADDR", address), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, str(value))
+        status, lines = doctor(capsys)
+    assert status == 1
+    assert any(complaint in line and str(port) in line for line in lines if line.startswith("FAIL  "))
+
+
+def test_a_free_port_is_opened_by_rank_0(capsys, monkeypatch):
+    with bound_port(listens=False) as port:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        status, lines = doctor(capsys, "--timeout-s", "60", "--json")
+    document = json.loads("\n".join(lines))
+    assert (status, document["verdict"]) in {(0, "PASS"), (0, "WARN")}
+    assert "port" in {finding["check"] for finding in document["findings"]}
+
+
+def test_missing_variables_fail_at_once(capsys, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    status, lines = doctor(capsys, "--nodes", "2")
+    assert status == 1
+    assert any("NODE_RANK, MASTER_PORT not set" in line for line in lines if line.startswith("FAIL  "))
+
+
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+def test_a_master_that_does_not_answer_fails_within_the_deadline(capsys, monkeypatch):
+    """In a network of its own, on a cable whose other end nobody holds."""
+    for name, value in (("NODE_RANK", "1"), ("MASTER_ADDR", "10.197.41.2"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    outcome: list[Any] = []
+
+    def lonely() -> None:
+        if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
+            outcome.append(f"unshare: errno {ctypes.get_errno()}")
+            return
+        try:
+            for words in (
+                "link add lddp_d0 type veth peer name lddp_d1",
+                "addr add 10.197.41.1/24 dev lddp_d0",
+                "link set lddp_d0 up",
+                "link set lddp_d1 up",
+            ):
+                subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            outcome.append(str(error))
+            return
+        outcome.append(doctor(capsys, "--timeout-s", "2"))
+
+    thread = threading.Thread(target=lonely)  # the network is that of the thread alone, and ends with it
+    thread.start()
+    thread.join(60)
+    assert outcome, "the doctor hangs"
+    if isinstance(outcome[0], str):
+        pytest.skip(f"no network namespaces here: {outcome[0]}")
+    status, lines = outcome[0]
+    assert status == 1
+    (line,) = [line for line in lines if line.startswith("FAIL  ")]
+    assert "rank 1 cannot reach 10.197.41.2, port 29500, through lddp_d0: " in line
+
+
+# ---------------------------------------------------------------------- with processes
+
+LAUNCHED = """
+import sys
+from lightning_ddp.cli import main
+sys.exit(main(["doctor", *sys.argv[1:]]))
+"""
+
+
+def test_under_torchrun_rank_0_reports_for_all_ranks():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    args = ["--json", "--max-mb", "0.1", "--timeout-s", "60"]
+    document = json.loads(run_script(LAUNCHED, args, launcher=launcher, timeout_s=240).check().stdout)
+    assert document["verdict"] in ("PASS", "WARN")
+    assert [rank["local_rank"] for rank in document["ranks"]] == [0, 1]
+    assert len({rank["pid"] for rank in document["ranks"]}) == 2
+    assert [t["num_bytes"] for t in document["all_reduce"]["timings"]] == [4096, 16384, 65536]
+    assert {"torchrun", "clocks", "all-reduce"} <= {f["check"] for f in document["findings"]}
+    reached = [f["message"] for f in document["findings"] if f["check"] == "master"]
+    assert sum("answers" in message for message in reached) == 1
+    assert sum(message == "rank 1: reached" for message in reached) == 1
+
+
+def test_a_rank_whose_peers_do_not_come_ends_within_its_deadline():
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with bound_port(listens=False) as port:
+        result = run_script(
+            LAUNCHED, ["--timeout-s", "4"], env={**env, "MASTER_PORT": str(port)}, timeout_s=240
+        )
+    assert result.returncode == 1
+    assert f"rank 0 of 2 has the store at 127.0.0.1, port {port}, but does not find all" in result.stdout
+
+
+def test_local_ranks_are_started_measured_and_drawn(capsys):
+    status = main(["doctor", "--processes", "2", "--max-mb", "0.1", "--timeout-s", "60"])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert "float32 over gloo, 2 ranks" in out
+    assert [line.split()[0] for line in out.splitlines() if "KiB " in line] == ["4", "16", "64"]
+
+
+# ---------------------------------------------------------------------- variants
+
+
+def test_variants_lists_names_arguments_and_descriptions(capsys):
+    assert main(["variants"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["name", "arguments", "description"]
+    rows = {line.split()[0]: line for line in lines[2:]}
+    for name, (description, arguments) in BUILTIN.items():
+        assert description in rows[name]
+        assert all(f"{key}={value!r}" in rows[name] for key, value in arguments.items())
