@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.bench import BenchmarkError, channel, failures, hooks, launch, memory, step
+from lightning_ddp.bench import BenchmarkError, allreduce, channel, failures, hooks, launch, memory, step
 from lightning_ddp.bench.report import format_table
 from lightning_ddp.doctor import command as doctor
 
@@ -54,6 +54,7 @@ _COMMANDS: Mapping[str, Command] = {"variants": Variants(), "doctor": doctor}
 _BENCHES: Mapping[str, Command] = {
     "step": step,
     "memory": memory,
+    "allreduce": allreduce,
     "launch": launch,
     "failures": failures,
     "hooks": hooks,

@@ -26,6 +26,7 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.hosts import Transport, check_transport
 from lightning_ddp.communicating_fit import CommunicatingFit
 from lightning_ddp.communication.wiring import Communication, HookSpec
 from lightning_ddp.errors import ConfigurationError
@@ -100,6 +101,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             stopped, or its data loader hangs); longer than the longest step. None for never.
         model_averaging: local training with averaged parameters: a name of `averaging.available_averagers`,
             or a mapping with `name` and options.
+        transport: how gradients and averaged parameters on the CPU travel. 'auto': through memory that the
+            ranks of a host share, and between hosts by gloo, one rank a host; by gloo where that cannot be.
+            'shared_memory': the same, or an error. 'gloo': by gloo.
         init_method: where the processes meet. None for the launcher's own store, or `env://` under torchrun
             and SLURM. `tcp://host:port` names the first node and a port there that the launcher listens on,
             instead of MASTER_ADDR and MASTER_PORT. `file:///path` is a file that all reach, of its own for
@@ -148,10 +152,12 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         failure_grace_s: float = 30.0,
         stall_timeout: timedelta | None = None,
         model_averaging: str | Mapping[str, Any] | None = None,
+        transport: Transport = "auto",
         init_method: str | None = None,
         store: dist.Store | None = None,
         debug: Literal["detail"] | None = None,
     ) -> None:
+        check_transport(transport)
         if start_method not in _START_METHODS:
             raise ConfigurationError(
                 f"start_method={start_method!r}; there are {', '.join(map(repr, _START_METHODS))}"
@@ -201,6 +207,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         self._stopping = StepStop()
         self._forward_redirection = _ManualOptimizationRedirection(self._communication)
         self._group: Group | None = None
+        self._transport = transport
 
     # ------------------------------------------------------------------ set-up
 
@@ -240,7 +247,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         )
         ours.inspector.set_deadline(self._timeout)
         ours.inspector.compare_before_each(self._debug == "detail")
-        self._group = Group(group, ours.interrupt)
+        self._group = Group(group, ours.interrupt, transport=self._transport)
 
     def _where(self) -> Where:
         """What this rank is doing, for the report of a failure."""
@@ -287,6 +294,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
                 process_group=group.process_group,
                 raises_at_once=True,
                 interrupt=group.interrupt,
+                transport=self._transport,
                 **self._ddp_kwargs,
             )
 
@@ -380,7 +388,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             return group
         if not isinstance(group, dist.ProcessGroup):  # what new_group returns to the ranks outside
             raise ConfigurationError("this rank is not in the group that was passed")
-        return Group(group, joined.interrupt)
+        return Group(group, joined.interrupt, transport=joined.transport)
 
     def _is_alone(self) -> bool:
         """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""

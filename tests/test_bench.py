@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import lightning_ddp
 from lightning_ddp.bench import BenchmarkError, step
-from lightning_ddp.bench.arguments import MODEL_NAMES, OURS, TORCH_DEFAULT, TORCH_FLAGS
+from lightning_ddp.bench.arguments import GLOO, MODEL_NAMES, OURS, SHARED, TORCH_DEFAULT, TORCH_FLAGS
 from lightning_ddp.bench.launch import time_first_batch
 from lightning_ddp.bench.models import WORKLOADS, build_workload, compute_loss
 from lightning_ddp.bench.processes import RankContext, run_ranks
@@ -154,7 +154,7 @@ def test_usage_error_exits_with_2_and_prints_usage(
     assert message in error
 
 
-@pytest.mark.parametrize("name", ["step", "memory", "launch", "failures", "channel"])
+@pytest.mark.parametrize("name", ["step", "memory", "allreduce", "launch", "failures", "channel"])
 def test_every_benchmark_has_the_common_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["bench", name, "--help"])
@@ -354,3 +354,17 @@ def test_bench_channel_prints_and_writes_every_way_to_run(tmp_path: Path, capsys
     assert set(report["samples"]) == {"convbn40", "convbn40, CPU"}
     for contenders in report["samples"].values():
         assert {name: len(values) for name, values in contenders.items()} == dict.fromkeys(ways, 2)
+
+
+def test_bench_allreduce_prints_and_writes_every_size_and_transport(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "allreduce.json"
+    assert main(["bench", "allreduce", "--rounds", "2", "--sizes-kib", "4", "64", "--json", str(path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    pairs = [[size, name] for size in ("4", "64") for name in (SHARED, GLOO)]
+    assert [[row[0], row[2]] for row in rows[2:]] == pairs
+    document = json.loads(path.read_text())
+    for size, name in pairs:
+        samples = document["samples"][size][name]
+        assert len(samples) == 2
+        assert all(math.isfinite(value) and value > 0 for value in samples)
+    assert rows[2][-1] == rows[4][-1] == "1.000"

@@ -3,7 +3,7 @@
 Every benchmark compares contenders that take turns within one run, so that a slow minute of the machine hits
 all of them, and reports medians of ratios that were paired round by round.
 
-* ``step``, ``memory``, ``launch``: the commands, without torch at import time;
+* ``step``, ``memory``, ``allreduce``, ``launch``: the commands, without torch at import time;
 * ``workers``: what each spawned rank does; ``processes``: how ranks are spawned, watched and ended;
 * ``hooks``: the command for hooks and averagers; ``links``: ranks in two namespaces, with a shaped link
   between them; ``tasks``: what they are trained on; ``traffic``: what each rank does;

@@ -21,6 +21,12 @@ TORCH_VIEW: Final = "torch_ddp_view"
 TORCH_FLAGS: Final = "torch_ddp_flags"
 """torch's DistributedDataParallel with every flag on that makes a static model's step faster."""
 
+SHARED: Final = "shared_memory"
+"""An all-reduce in memory that the ranks share."""
+
+GLOO: Final = "gloo"
+"""An all-reduce by gloo."""
+
 
 def add_common_arguments(parser: argparse.ArgumentParser, *, rounds: int, timeout_s: float) -> None:
     """Declare the options that every benchmark has.

@@ -2,7 +2,8 @@
 
 A process's peak covers its whole life, so every figure comes from freshly spawned ranks that train one model
 under one contender. Contenders take turns; the figure of a run is that of its largest rank. On a CPU the peak
-is that of the resident set size (RSS), on CUDA that of the allocator.
+is that of the resident set size (RSS), in which memory that ranks share counts once for all of them; on CUDA
+it is that of the allocator.
 """
 
 from __future__ import annotations

@@ -13,12 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_ddp.comm.group import JOB_MARK, Group
+from lightning_ddp.comm.staging import Staging, open_staging
 from lightning_ddp.comm.subgroups import part_group, sibling_group
+from lightning_ddp.comm.works import Deferred
 from lightning_ddp.errors import LightningDDPError
 
 __all__ = ["Channel", "part_group", "sibling_group"]
@@ -52,6 +55,8 @@ class Channel:
         self._is_running = False
         self._failure: Exception | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging: Staging | None = None
+        self._is_staging_known = False
 
     # ------------------------------------------------------------------ jobs
 
@@ -118,9 +123,27 @@ class Channel:
 
     # ------------------------------------------------------------------ collectives, for jobs
 
+    def _find_staging(self) -> Staging | None:
+        """Memory that the ranks share, once a job has asked for it; communicates the first time."""
+        if not self._is_staging_known:
+            self._staging = open_staging(self.group, self.device)
+            self._is_staging_known = True
+        return self._staging
+
+    def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """1-D tensors that are all-reduced with the fewest copies; for one job at a time, until it ends."""
+        staging = self._find_staging()
+        lent = staging.lend(count, numel, dtype) if staging is not None else None
+        return lent or [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
+
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Callable[[], torch.Tensor]:
         """Starts to reduce a contiguous tensor in place (by default, the sum); returns its wait."""
-        work = self.group.all_reduce(tensor, op)
+        staging = self._find_staging() if op is None else None
+        if staging is None:
+            work = self.group.all_reduce(tensor, op)
+        else:
+            begin = partial(Deferred, partial(staging.all_reduce, tensor))
+            work = self.group.start("all_reduce", (tensor,), begin)
         self._count(2 * (self.size - 1) / self.size, tensor)
         return lambda: self._finish(work, tensor)
 

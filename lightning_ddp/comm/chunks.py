@@ -73,7 +73,7 @@ def exchange(
         by_dtype.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(index)
     for dtype, indices in by_dtype.items():
         numels = [(index, tensors[index].numel()) for index in indices]
-        buffers = [tensors[indices[0]].new_empty(CHUNK_NUMEL, dtype=dtype) for _ in range(2)]
+        buffers = wire.empties(2, CHUNK_NUMEL, dtype)
         for number, segments in enumerate(_chunks(numels)):
             buffer = buffers[number % 2]
             filled = 0

@@ -123,13 +123,20 @@ class Group:
         process_group: a `torch.distributed.ProcessGroup`, or a single backend such as `ProcessGroupGloo`.
         interrupt: looked at in every slice of a wait; None for none.
         store: a key-value store that these ranks alone use; None for the one that torch knows of.
+        transport: how CPU ranks of one host send gradients and parameters; see `comm.hosts`.
     """
 
     def __init__(
-        self, process_group: Any, interrupt: Interrupt | None = None, store: Any | None = None
+        self,
+        process_group: Any,
+        interrupt: Interrupt | None = None,
+        store: Any | None = None,
+        *,
+        transport: str = "auto",
     ) -> None:
         self.process_group: Any = process_group
         self.interrupt = interrupt
+        self.transport = transport
         self._store = store
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()

@@ -134,7 +134,7 @@ def _beside(
         part = f" from rank {of_run[0]}" * (len(ranks) < group.size)
         name = f"{group.lane.name}, channel {number + 1}{part}"
         group.interrupt.activity.add(made, name, of_run)
-    return Group(made, group.interrupt, store)
+    return Group(made, group.interrupt, store, transport=group.transport)
 
 
 def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Any | None:

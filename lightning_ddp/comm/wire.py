@@ -43,6 +43,10 @@ class Codec(Protocol):
 class Wire(Protocol):
     """Sends flat tensors. Called in jobs of a channel, by all ranks in one order; communicates."""
 
+    def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """`count` tensors of `numel` elements, 1-D, that `begin` sends best; for one job at a time."""
+        ...
+
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts a `mean`; what is returned waits for it. Several may be under way, ended in this order."""
         ...
@@ -61,6 +65,10 @@ class PlainWire:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+
+    def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """1-D tensors, in memory that the ranks share where they do."""
+        return self._channel.empties(count, numel, dtype)
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
         """The mean in the tensor's own type and memory; divided before the sum, as torch does."""
@@ -88,6 +96,10 @@ class EncodedWire:
     def __init__(self, channel: Channel, codec: Codec) -> None:
         self._channel = channel
         self._codec = codec
+
+    def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """1-D tensors; what is sent is another one."""
+        return [torch.empty(numel, dtype=dtype, device=self._channel.device) for _ in range(count)]
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
         """The mean in float32, in new memory.

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.parallel.buckets import BucketSpec, ParameterSpec, plan_buckets
+from lightning_ddp.parallel.heap import keep_freed_memory
 from lightning_ddp.parallel.options import ReducerOptions
 from lightning_ddp.parallel.sparse import SparseBucket
 from lightning_ddp.parallel.storage import Bucket
@@ -22,6 +24,7 @@ class BucketLayout:
         names: their qualified names.
         options: caps of the buckets, and how gradients get in and out of them.
         sparse: positions of the parameters whose gradients are sparse tensors.
+        memory: where the buckets on the CPU go, if the ranks are to share it.
     """
 
     def __init__(
@@ -30,7 +33,9 @@ class BucketLayout:
         names: Sequence[str],
         options: ReducerOptions,
         sparse: frozenset[int] = frozenset(),
+        memory: SharedMemory | None = None,
     ) -> None:
+        self._memory = memory
         self.params = tuple(parameters)
         self.names = tuple(names)
         self._options = options
@@ -41,6 +46,7 @@ class BucketLayout:
         self._storage: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self.buckets: tuple[Bucket, ...] = ()
         self.where: dict[int, tuple[Bucket, int]] = {}
+        keep_freed_memory()
         self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
 
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
@@ -58,6 +64,7 @@ class BucketLayout:
             plan: holds every parameter once.
             late_only: parameters that get several gradients in one backward.
         """
+        self._late_only = late_only
         grads = self._release()
         flats = self._slice_storage(plan)
         self.buckets = tuple(
@@ -71,6 +78,17 @@ class BucketLayout:
             bucket, position = self.where[index]
             bucket.views[position].copy_(grad)
             self.params[index].grad = bucket.views[position]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether buckets are in memory that the ranks share."""
+        return self._memory is not None
+
+    def leave_shared_memory(self) -> None:
+        """Moves the buckets into plain memory; gradients in there move along."""
+        self._memory = None
+        self._storage.clear()
+        self.apply([bucket.spec for bucket in self.buckets], self._late_only)
 
     def _make_bucket(
         self, index: int, spec: BucketSpec, flat: torch.Tensor, *, is_last: bool, late_only: frozenset[int]
@@ -103,11 +121,16 @@ class BucketLayout:
             if kind not in self._storage:
                 same = [o for o in plan if (o.dtype, o.device) == kind and not o.is_sparse]
                 numel = sum(other.numel for other in same)
-                self._storage[kind] = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
+                self._storage[kind] = self._zeros(numel, *kind)
             start = offsets.get(kind, 0)
             offsets[kind] = start + spec.numel
             flats.append(self._storage[kind][start : start + spec.numel])
         return flats
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._memory is not None and device.type == "cpu":
+            return self._memory.zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def _release(self) -> dict[int, torch.Tensor]:
         """Lets go of the present buckets; copies of the gradients that live in them are kept."""

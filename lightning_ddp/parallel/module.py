@@ -10,6 +10,7 @@ import torch
 from torch.distributed.utils import _to_kwargs
 
 from lightning_ddp.comm.group import Group, Interrupt
+from lightning_ddp.comm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.errors import CommHookError, ConfigurationError
 from lightning_ddp.observe.record import StepRecorder
 from lightning_ddp.parallel import torch_words
@@ -105,6 +106,10 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             If False it is a `MissingGradientWarning` there and the error in the second step, as torch's DDP
             lets one backward pass. In all other steps, and where ranks differ, it is an error at once.
         interrupt: a failure that another thread may report; every wait raises it within 0.1 s.
+        transport: how gradients on the CPU travel. 'auto': through memory that the ranks of a host share,
+            and between hosts by gloo, one rank a host; through the process group where that cannot be, and
+            between ranks that are threads of one process. 'shared_memory': the same, or an error. 'gloo':
+            through the process group.
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -139,8 +144,10 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         *,
         raises_at_once: bool = False,
         interrupt: Interrupt | None = None,
+        transport: Transport = "auto",
     ) -> None:
         super().__init__()
+        check_transport(transport)
         if dim != 0:
             raise ConfigurationError(f"dim={dim}: inputs are scattered along dimension 0 only")
         if check_reduction:
@@ -173,11 +180,12 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
+        self.transport = transport
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.bucket_bytes_cap_list = [int(mb * 1024 * 1024) for mb in bucket_cap_mb_list or ()]
         self.bucket_bytes_cap = max(caps_bytes)
-        self._group = Group(group, interrupt)
+        self._group = Group(group, interrupt, transport=transport)
         token = "unverified"
         if init_sync:
             settings = {
@@ -187,6 +195,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
                 "bucket_cap_mb": bucket_cap_mb,
                 "bucket_cap_mb_list": bucket_cap_mb_list and list(bucket_cap_mb_list),
                 "delay_all_reduce_named_params": list(delayed) or None,
+                "transport": transport,
                 "reduce_dtype": str(getattr(mixed_precision, "reduce_dtype", None)),
             }
             token = verify_across_ranks(
@@ -207,7 +216,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             early_copy_bytes=ReducerOptions.early_copy_for(batched_grad_copy),
             dtype=self._mixed.reduce_dtype if self._mixed is not None else None,
         )
-        self._connect(token)
+        self._connect(token, find_hosts(self._group, self.device))
         self._delayed = None
         if param_to_hook_all_reduce is not None:
             params = list(delayed.values())
@@ -220,8 +229,8 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
                 self._module_buffers.copy()
         self._log = LoggingData(self)
 
-    def _connect(self, token: str) -> None:
-        """Makes what belongs to this process and its group."""
+    def _connect(self, token: str, hosts: Hosts | None) -> None:
+        """Makes what belongs to this process and its group. Communicates where ranks share hosts."""
         ignored = frozenset(self.parameters_to_ignore)
         named = trainable_parameters(self.module, ignored, may_be_none=True)
         sparse = sparse_parameters(self.module.modules())
@@ -237,6 +246,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             token=token,
             options=self._options,
             sparse=frozenset(i for i, (_, p) in enumerate(named) if id(p) in sparse),
+            hosts=hosts,
         )
         if self._mixed is not None:
             self.reducer.before_finish = self._mixed.restore_parameters
@@ -248,15 +258,16 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a pickled or copied wrapper on the default process group. Does not communicate.
 
-        All ranks are expected to restore the same. A communication hook has to be registered again.
+        All ranks are expected to restore the same. A communication hook has to be registered again, and
+        gradients travel through the process group.
 
         Raises:
             ConfigurationError: there is no default process group.
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self._group = Group(check_process_group(None, None))
+        self._group = Group(check_process_group(None, None), transport=self.transport)
         self._delayed = None
-        self._connect("restored")
+        self._connect("restored", None)
         self._log = LoggingData(self)
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
@@ -276,8 +287,8 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
     def update_process_group(self, process_group: Any) -> None:
         """Goes on with other ranks, for example after a rank was lost. All ranks of the new group call it.
 
-        The buckets are planned anew; gradients stay. Does not communicate: the ranks must hold the same
-        parameters. A communication hook has to be told by its owner.
+        The buckets are planned anew; gradients stay. The ranks must hold the same parameters. Communicates
+        only to share memory. A communication hook has to be told by its owner.
 
         Args:
             process_group: the new ranks.
@@ -285,8 +296,8 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         state, hook = self.reducer.state_and_hook
         step = self.reducer.step
         self.reducer.remove_hooks()
-        self._group = Group(process_group, self._group.interrupt)
-        self._connect(f"updated/{step}/{process_group.size()}")
+        self._group = Group(process_group, self._group.interrupt, transport=self.transport)
+        self._connect(f"updated/{step}/{process_group.size()}", find_hosts(self._group, self.device))
         if hook is not None:
             self.reducer.set_hook(state, hook)
         if self._delayed is not None:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.hosts import Hosts
+from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.errors import BackwardOrderError, CommHookError, MissingGradientError
 from lightning_ddp.observe.record import StepRecorder
 from lightning_ddp.parallel.expected import ExpectedGradients
@@ -71,6 +73,7 @@ class Reducer(ReducerTorchNames):
         token: the same on all ranks, different for every reducer.
         options: how gradients are bucketed and what is expected of a backward.
         sparse: positions of the parameters whose gradients are sparse tensors.
+        hosts: where the ranks are, if those of a host are to share memory. Construction communicates then.
     """
 
     def __init__(
@@ -83,14 +86,18 @@ class Reducer(ReducerTorchNames):
         token: str,
         options: ReducerOptions,
         sparse: frozenset[int] = frozenset(),
+        hosts: Hosts | None = None,
     ) -> None:
         self.options = options
-        self.layout = BucketLayout(parameters, names, options=options, sparse=sparse)
+        memory = SharedMemory(group, hosts) if hosts is not None else None
+        self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, memory=memory)
+        if memory is not None and not memory.connect():
+            memory = None
         self.times = RunTimes(device)
         self._params = self.layout.params
         self._device = device
         self._group = group
-        self._reduction = Reduction(group, device, token)
+        self._reduction = Reduction(group, device, token, memory)
         board = MissingGradients(group, token)
         self.failures = BackwardFailures(
             group, board, self.layout.names, raises_at_once=options.raises_at_once
@@ -101,6 +108,7 @@ class Reducer(ReducerTorchNames):
         self._lock = threading.Lock()
         self._ready: list[int] = []
         self._hooks = GradientHooks(self, self._ready)
+        weakref.finalize(self, self._hooks.remove).atexit = False  # else its hooks keep the buckets
         self._next = 0
         self._is_armed = False
         self._is_running = False
@@ -179,6 +187,12 @@ class Reducer(ReducerTorchNames):
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook` reduce the buckets from the next backward on."""
         self._reduction.set_hook(state, hook)
+        if self.layout.is_shared:  # a hook may do anything with its tensor, such as to resize it
+            self.remove_hooks()
+            self.layout.leave_shared_memory()
+            self._add_hooks()
+            if self._is_armed:
+                self._arm_buckets()
 
     @property
     def state_and_hook(self) -> tuple[Any, CommHook | None]:
@@ -212,10 +226,13 @@ class Reducer(ReducerTorchNames):
         self._is_armed = True
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
         self._expected.prepare(tensors, absent)
-        for bucket in self.buckets:
-            bucket.arm(self._expected.num_in(bucket))
+        self._arm_buckets()
         for tensor in tensors:
             tensor.register_hook(self._make_start_hook())
+
+    def _arm_buckets(self) -> None:
+        for bucket in self.buckets:
+            bucket.arm(self._expected.num_in(bucket))
 
     def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
         """A hook for an output: it runs first, and in the outermost of nested backwards."""

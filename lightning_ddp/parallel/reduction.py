@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_ddp.comm.group import Group, without_engine_context
 from lightning_ddp.comm.hook_identity import hook_name
+from lightning_ddp.comm.shared_memory import SharedMemory
+from lightning_ddp.comm.works import Worker
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.parallel import torch_words
 from lightning_ddp.parallel.hook_agreement import Disagreement, HookAgreement
@@ -27,10 +30,15 @@ class Reduction:
         group: the ranks.
         device: one that the group's backend serves.
         token: the same on all ranks, different for every reducer.
+        memory: what the flat buffers lie in, if the ranks share it; None to send them through the group.
     """
 
-    def __init__(self, group: Group, device: torch.device, token: str) -> None:
+    def __init__(
+        self, group: Group, device: torch.device, token: str, memory: SharedMemory | None = None
+    ) -> None:
         self._group = group
+        self._memory = memory
+        self._worker = Worker(group.interrupt.activity.busy if group.interrupt is not None else None)
         self._device = device
         self._token = token
         self._num_hooks = 0
@@ -49,6 +57,7 @@ class Reduction:
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook` reduce the buckets from the next backward on; it scales by itself."""
         self._hook = hook
+        self._memory = None
         self._state = state
         self._num_hooks += 1
         prefix = f"{self._token}/{self._num_hooks}"
@@ -80,7 +89,7 @@ class Reduction:
             return
         self.num_launched += 1
         if self._hook is None:
-            bucket.work = self._group.all_reduce(bucket.flat, label=f"reduce of bucket {bucket.index()}")
+            bucket.work = self._start_mean(bucket)
             return
         try:
             with without_engine_context():
@@ -108,6 +117,16 @@ class Reduction:
                 " make one of the flat gradient",
             )
         return future
+
+    def _start_mean(self, bucket: Bucket) -> Any:
+        memory, flat = self._memory, bucket.flat
+        label = f"reduce of bucket {bucket.index()}"
+        if memory is None or bucket.spec.is_sparse:
+            return self._group.all_reduce(flat, label=label)
+        job = partial(memory.all_reduce, flat)
+        if not bucket.contributes:
+            job = partial(memory.all_reduce_nothing, flat.numel(), flat.dtype)
+        return self._group.start("all_reduce", (flat,), partial(self._worker.submit, job), label=label)
 
     def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Waits until the flat buffer holds the result.

@@ -72,6 +72,8 @@ class Bucket:
         self._index = index
         self._is_last = is_last
         self._buffer = self.flat
+        self.contributes = True
+        """Whether there is anything in it; else it stands for a bucket of a rank that has no input."""
 
     # ------------------------------------------------------------------ for communication hooks
 
@@ -109,7 +111,7 @@ class Bucket:
 
     def zeros(self) -> Bucket:
         """A bucket of the same form in memory of its own, for a rank that contributes nothing."""
-        return type(self)(
+        bucket = type(self)(
             self._index,
             self.spec,
             torch.zeros_like(self.flat),
@@ -117,6 +119,8 @@ class Bucket:
             self.names,
             is_last=self._is_last,
         )
+        bucket.contributes = False
+        return bucket
 
     # ------------------------------------------------------------------ one backward
 
