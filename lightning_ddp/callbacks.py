@@ -8,6 +8,7 @@ import statistics
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from lightning_ddp._lightning import Callback, LightningModule, Trainer
@@ -15,6 +16,7 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.reconciliation import current
 from lightning_ddp.observe.lateness import Lateness, SlowRanks, lateness
 from lightning_ddp.observe.record import StepRecord, StepRecorder
+from lightning_ddp.observe.recording import Recording, save
 from lightning_ddp.parallel.module import BucketedDDP
 
 __all__ = ["CommunicationMonitor"]
@@ -49,13 +51,21 @@ class CommunicationMonitor(Callback):
         slow_after_steps: a rank that is late in so many steps in a row is named in a warning, which rank 0
             shows: at this number and whenever it has doubled.
         late_fraction: what counts as late: so much of a step after the rank in the middle.
+        timeline: folder into which each rank writes its last steps at the end of the fit, also where it
+            fails, as `rank<r>.json`; `python -m lightning_ddp timeline <folder>` draws them. One folder a
+            run. On nodes without a common disk, copy the files together.
 
     Raises:
         ConfigurationError: a number is out of range, or, in `fit`, the strategy is another one.
     """
 
     def __init__(
-        self, every_n_steps: int = 50, *, slow_after_steps: int = 100, late_fraction: float = 0.1
+        self,
+        every_n_steps: int = 50,
+        *,
+        slow_after_steps: int = 100,
+        late_fraction: float = 0.1,
+        timeline: str | Path | None = None,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("slow_after_steps", slow_after_steps)):
             if value < 1:
@@ -65,6 +75,7 @@ class CommunicationMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.slow_after_steps = slow_after_steps
         self.late_fraction = late_fraction
+        self.timeline = None if timeline is None else Path(timeline)
         self.recorder: StepRecorder | None = None
         """What the last steps of this rank did, while it fits and after."""
         self._wrapped: BucketedDDP | None = None
@@ -119,18 +130,33 @@ class CommunicationMonitor(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends recording."""
-        self._stop()
+        self._stop(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ends recording."""
-        self._stop()
+        self._stop(trainer)
 
-    def _stop(self) -> None:
+    def _stop(self, trainer: Trainer) -> None:
         if self._wrapped is not None:
             self._wrapped.record_steps(0)
             self._wrapped = None
+            self._save_timeline(trainer)
         if self._exchange is not None:
             self._exchange.close()
+
+    def _save_timeline(self, trainer: Trainer) -> None:
+        if self.timeline is None or self.recorder is None:
+            return
+        recording = Recording(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            host=socket.gethostname(),
+            steps=list(self.recorder.records),
+        )
+        try:
+            save(self.timeline, recording)
+        except OSError as error:  # a picture is not worth a run that has just ended
+            _log.warning("rank %d: the timeline cannot be written: %s", trainer.global_rank, error)
 
 
 def summarize(records: Sequence[StepRecord]) -> dict[str, float]:

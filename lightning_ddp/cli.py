@@ -13,7 +13,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.bench import BenchmarkError, allreduce, channel, failures, hooks, launch, memory, step
+from lightning_ddp.bench import (
+    BenchmarkError,
+    allreduce,
+    channel,
+    failures,
+    hooks,
+    launch,
+    memory,
+    step,
+    timeline,
+)
 from lightning_ddp.bench.report import format_table
 from lightning_ddp.doctor import command as doctor
 
@@ -50,7 +60,7 @@ class Variants:
         return 0
 
 
-_COMMANDS: Mapping[str, Command] = {"variants": Variants(), "doctor": doctor}
+_COMMANDS: Mapping[str, Command] = {"variants": Variants(), "doctor": doctor, "timeline": timeline}
 _BENCHES: Mapping[str, Command] = {
     "step": step,
     "memory": memory,

@@ -74,7 +74,9 @@ def main(arguments: list[str]) -> None:
     path = Path(folder)
     torch.manual_seed(0)
     rank = int(os.environ.get("LOCAL_RANK", 0))
-    monitor = lightning_ddp.callbacks.CommunicationMonitor(every_n_steps=2, slow_after_steps=4)
+    monitor = lightning_ddp.callbacks.CommunicationMonitor(
+        every_n_steps=2, slow_after_steps=4, timeline=path / "timeline"
+    )
     trainer = pl.Trainer(
         strategy=lightning_ddp.CustomDDPStrategy(
             debug=debug or None,

@@ -21,6 +21,7 @@ from lightning_ddp.comm.channel import Channel
 from lightning_ddp.comm.group import Group, Interrupt
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError
 from lightning_ddp.launch.inspection import Inspector
+from lightning_ddp.observe.recording import load_folder
 from lightning_ddp.reconcile.accounts import Account, LaneAccount, explain, join_ranks, split_ranks
 from lightning_ddp.reconcile.agreement import StepBoundary
 from lightning_ddp.reconcile.inspection import ANSWER_WAIT_S, Inspection
@@ -517,3 +518,5 @@ def test_a_slow_rank_is_logged_and_named(process, tmp_path) -> None:
     assert "rank 1 (host " in result.stderr
     assert "has been late for 4 steps in a row: " in result.stderr
     assert "rank 0 (host" not in result.stderr
+    recordings = load_folder(tmp_path / "timeline")
+    assert [[step.step for step in recording.steps] for recording in recordings] == [list(range(8))] * 2

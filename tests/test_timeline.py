@@ -1,0 +1,143 @@
+"""Recordings of steps as files, on one time axis, as a Chrome trace and as a picture."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_threads
+from torch import nn
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.cli import main
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.observe.record import BucketRecord, StepRecord
+from lightning_ddp.observe.recording import Recording, load_folder, save
+from lightning_ddp.observe.timeline import chrome_trace, lanes_of
+
+MS = 1_000_000
+
+
+def step_of(number: int, *buckets: tuple[int, int, int], start: int) -> StepRecord:
+    """Milliseconds: forward 0 to 5, backward 10 to 20; buckets are (ready, launched, done)."""
+    return StepRecord(
+        number,
+        *((start + moment) * MS for moment in (0, 5, 10, 20)),
+        comm_end=(start + max(done for _, _, done in buckets)) * MS,
+        buckets=[
+            BucketRecord(i, 1000 * (i + 1), *((start + moment) * MS for moment in moments))
+            for i, moments in enumerate(buckets)
+        ],
+    )
+
+
+def recording_of(rank: int, steps: list[StepRecord]) -> Recording:
+    return Recording(rank=rank, world_size=2, host=f"host{rank}", steps=steps)
+
+
+def two_ranks(clock_ms: int = 0) -> list[Recording]:
+    """Rank 1 becomes ready 3 ms later; its clock differs from rank 0's."""
+    first = [step_of(n, (12, 12, 18), (15, 16, 30), start=100 * n) for n in range(3)]
+    second = [step_of(n, (15, 15, 18), (18, 19, 30), start=100 * n + clock_ms) for n in range(1, 4)]
+    return [recording_of(0, first), recording_of(1, second)]
+
+
+@pytest.mark.parametrize("clock_ms", [0, 7_000_000, -31])
+def test_clocks_are_shifted_until_the_ends_of_collectives_agree(clock_ms) -> None:
+    lanes = lanes_of(two_ranks(clock_ms))
+    assert [(lane.rank, lane.host) for lane in lanes] == [(0, "host0"), (1, "host1")]
+    ends = [[s.end_ns for s in lane.spans if s.bucket == 1] for lane in lanes]
+    assert ends[0] == ends[1] == [30 * MS, 130 * MS], "steps 1 and 2, which both ranks have"
+    readies = [[s.ready_ns for s in lane.spans if s.bucket == 1] for lane in lanes]
+    assert [late - early for early, late in zip(*readies, strict=True)] == [3 * MS, 3 * MS]
+
+
+def test_only_the_last_steps_are_shown_when_asked() -> None:
+    lanes = lanes_of(two_ranks(), num_steps=1)
+    assert {span.step for lane in lanes for span in lane.spans} == {2}
+    assert min(span.start_ns for lane in lanes for span in lane.spans) == 0
+    assert lanes_of([]) == []
+
+
+def test_buckets_that_are_on_their_way_together_have_rows_of_their_own() -> None:
+    step = step_of(0, (11, 11, 20), (12, 12, 25), (13, 13, 14), (21, 21, 30), start=0)
+    (lane,) = lanes_of([recording_of(0, [step])])
+    rows = {span.bucket: span.row for span in lane.spans if span.bucket is not None}
+    assert rows == {0: 1, 1: 2, 2: 3, 3: 1}
+    assert lane.num_rows == 4
+
+
+def test_no_two_events_of_a_row_overlap_and_all_that_happened_is_in_the_trace() -> None:
+    recordings = two_ranks()
+    document = json.loads(json.dumps(chrome_trace(lanes_of(recordings))))
+    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    names = [event["name"] for event in events if event["pid"] == 1]
+    assert names == ["forward", "backward", "exposed", "bucket 0", "bucket 1"] * 2
+    for pid, tid in {(event["pid"], event["tid"]) for event in events}:
+        row = sorted((e["ts"], e["dur"]) for e in events if (e["pid"], e["tid"]) == (pid, tid))
+        assert all(start + length <= after for (start, length), (after, _) in pairwise(row))
+    first = next(event for event in events if event["name"] == "bucket 1")
+    assert first["args"] == {"step": 1, "bytes": 2000, "us from ready to launched": 1000.0}
+    assert (first["ts"], first["dur"]) == (16_000.0, 14_000.0)
+    processes = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
+    assert processes == ["rank 0 (host0)", "rank 1 (host1)"]
+
+
+def test_a_recording_survives_its_file(tmp_path: Path) -> None:
+    written = [*two_ranks(), recording_of(10, [])]
+    for recording in reversed(written):
+        save(tmp_path / "new" / "folder", recording)
+    assert load_folder(tmp_path / "new" / "folder") == written
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds no recording"),
+        ({"rank0.json": "{"}, r"rank0\.json is no recording: JSONDecodeError"),
+        ({"rank0.json": "[]"}, r"rank0\.json is no recording: TypeError"),
+        ({"rank0.json": '{"version": 2}'}, "has format 2, this version reads format 1"),
+        ({"rank0.json": '{"version": 1, "rank": 0}'}, "is no recording: KeyError: 'world_size'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(files, message, tmp_path: Path, capsys) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        load_folder(tmp_path)
+    assert main(["timeline", str(tmp_path)]) == 1
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_recordings_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    save(tmp_path, recording_of(0, []))
+    save(tmp_path, Recording(rank=1, world_size=4, host="b", steps=[]))
+    with pytest.raises(ConfigurationError, match="runs with 2 and 4 ranks"):
+        load_folder(tmp_path)
+
+
+def test_the_command_writes_trace_and_picture_of_a_folder(tmp_path: Path, capsys) -> None:
+    def rank_main(rank: int, world_size: int, process_group: Any) -> None:
+        model = BucketedDDP(nn.Linear(64, 64), process_group=process_group, bucket_cap_mb=0.001)
+        recorder = model.record_steps()
+        for _ in range(6):
+            model(torch.ones(4, 64)).sum().backward()
+        recording = Recording(rank=rank, world_size=3, host="here", steps=list(recorder.records))
+        save(tmp_path / "steps", recording)
+
+    run_threads(rank_main, 2)
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.svg"
+    arguments = ["--trace", str(trace), "--picture", str(picture), "--steps", "3"]
+    assert main(["timeline", str(tmp_path / "steps"), *arguments]) == 0
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {(e["pid"], e["args"]["step"]) for e in events} == {(r, s) for r in (0, 1) for s in (3, 4, 5)}
+    drawing = picture.read_text()
+    assert "<svg" in drawing
+    assert drawing.count("<path") > len(events)
+    printed = capsys.readouterr().out
+    assert "rank 1 (here): " in printed
+    assert "1 of 3 ranks have no file" in printed
