@@ -163,17 +163,14 @@ def test_every_benchmark_has_the_common_options(name: str, capsys: pytest.Captur
         assert option in described
 
 
-def test_variants_are_listed_with_their_descriptions(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        lightning_ddp, "available_variants", lambda: {"b_ddp": "second", "a_ddp": "first"}, raising=False
-    )
+def test_variants_are_listed_with_arguments_and_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["variants"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == [
-        ["a_ddp", "first"],
-        ["b_ddp", "second"],
-    ]
+    lines = capsys.readouterr().out.splitlines()[2:]
+    described = lightning_ddp.available_variants()
+    assert [line.split()[0] for line in lines] == sorted(described)
+    assert all(line.endswith(described[line.split()[0]]) for line in lines)
+    (bf16,) = [line for line in lines if line.startswith("custom_ddp_bf16 ")]
+    assert "ddp_comm_hook='bf16'" in bf16 or "ddp_comm_hook={'name': 'bf16'" in bf16
 
 
 def test_failed_benchmark_exits_with_1_and_says_why(

@@ -189,7 +189,7 @@ def counted_collectives() -> Iterator[dict[str, int]]:
 def collectives_by_forward(rank, world_size, name, program, options):
     """Collectives of each forward of the program, without those of its backward."""
     torch.manual_seed(7)
-    model = BucketedDDP(MAKERS[name](), **options)
+    model = BucketedDDP(MAKERS[name](), transport="gloo", **options)  # whose calls are counted
     generator = torch.Generator().manual_seed(rank)
     found = []
     with counted_collectives() as counts:

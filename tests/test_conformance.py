@@ -15,7 +15,13 @@ import pytest
 CONFORMANCE = Path(__file__).resolve().parents[2] / "shared" / "conformance"
 DEADLINE_S = 900
 
+_SHARED_MEMORY = (
+    "the profiler's events are searched for gloo:all_reduce, but gradients of ranks of one host are summed in"
+    " memory that they share; with transport='gloo' it passes"
+)
 EXCEPTIONS = {
+    "spawn:test_ddp_profiling_autograd_profiler": _SHARED_MEMORY,
+    "spawn:test_ddp_profiling_torch_profiler": _SHARED_MEMORY,
     "spawn:test_ddp_broadcast_buffers_deprecation_warning": (
         "torch deprecates broadcast_buffers=True and =False in favour of forward_sync_buffers; here it"
         " stays, as it carries the default 'auto', so naming another choice of it is no reason for a warning"

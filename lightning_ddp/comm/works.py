@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 __all__ = ["Deferred", "Work", "Worker", "check_not_ending"]
@@ -105,22 +106,17 @@ class Worker:
     def _main(self) -> None:
         while True:
             work: Work | None = None  # a thread that waits must not keep gradients
-            try:
+            with suppress(queue.Empty):
                 work = self._jobs.get(timeout=_IDLE_S)
-            except queue.Empty:
-                with self._lock:
-                    if not self._jobs.empty():
-                        continue
-                    self._thread = None
-                    return
             if work is not None:
                 self._busy.add(threading.get_ident())
                 work.run()
                 self._busy.discard(threading.get_ident())
                 continue
             with self._lock:
-                self._thread = None
-                return
+                if self._jobs.empty():  # otherwise a job came while this thread was to end
+                    self._thread = None
+                    return
 
     def end(self) -> None:
         """Lets the thread end after the jobs that it has, and waits for that a moment."""

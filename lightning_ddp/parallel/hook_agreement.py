@@ -2,12 +2,15 @@
 
 Collectives that do not match end in an error of the backend that names nothing, in a wrong sum, or in a wait
 without end. In the first backwards of a hook the ranks therefore meet before each collective that it starts
-over all of them, and none is started unless all ranks are about to start the same.
+over all of them, and none is started unless all ranks are about to start the same. Those that a callback of a
+future starts are left out: it runs in another thread, or in this one where the future is complete already,
+which differs between ranks that do the same.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -89,7 +92,7 @@ class HookAgreement:
             identity, self._identity = self._identity, None
             self.meet(f"has the {identity}", on_slice)
         try:
-            with _Observer(self._group, lambda what: self.meet(what, on_slice)):
+            with _callbacks.marked(), _Observer(self._group, lambda what: self.meet(what, on_slice)):
                 yield
         except Disagreement:
             raise
@@ -145,6 +148,61 @@ class Disagreement(Exception):
     """The hook does not do the same on all ranks; the text is a part of a `CommHookError`."""
 
 
+class _Callbacks:
+    """Tells whether this thread runs a callback of a future, of those that are added while it looks.
+
+    torch's class has no place for that: its two methods are replaced meanwhile, for all threads.
+    """
+
+    _METHODS = ("then", "add_done_callback")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._originals: dict[str, Any] = {}
+        self._thread = threading.local()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread runs one now."""
+        return bool(getattr(self._thread, "depth", 0))
+
+    @contextmanager
+    def marked(self) -> Generator[None, None, None]:
+        """Marks the callbacks that are added in here."""
+        with self._lock:
+            self._num_users += 1
+            if self._num_users == 1:
+                for name in self._METHODS:
+                    self._originals[name] = getattr(torch._C.Future, name)
+                    setattr(torch._C.Future, name, self._replacement(self._originals[name]))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if not self._num_users:
+                    for name, original in self._originals.items():
+                        setattr(torch._C.Future, name, original)
+
+    def _replacement(self, original: Any) -> Any:
+        def add(future: Any, callback: Callable[[Any], Any]) -> Any:
+            def marked(done: Any) -> Any:
+                depth = getattr(self._thread, "depth", 0)
+                self._thread.depth = depth + 1
+                try:
+                    return callback(done)
+                finally:
+                    self._thread.depth = depth
+
+            return original(future, marked)
+
+        return add
+
+
+_callbacks = _Callbacks()
+
+
 class _Observer(TorchDispatchMode):
     """Tells of each collective that this thread is about to start over as many ranks as the group has."""
 
@@ -156,7 +214,8 @@ class _Observer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func._schema.name)
-        if name in _CHECKED and self._spans_all([*args, *kwargs.values()]):
+        is_checked = name in _CHECKED and not _callbacks.is_inside
+        if is_checked and self._spans_all([*args, *kwargs.values()]):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             sizes = [f"{t.numel()} elements of {t.dtype}" for t in tensors[:_MOST_TENSORS]]
             if len(tensors) > _MOST_TENSORS:

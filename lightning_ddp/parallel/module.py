@@ -295,7 +295,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         """
         state, hook = self.reducer.state_and_hook
         step = self.reducer.step
-        self.reducer.remove_hooks()
+        self.reducer.close()
         self._group = Group(process_group, self._group.interrupt, transport=self.transport)
         self._connect(f"updated/{step}/{process_group.size()}", find_hosts(self._group, self.device))
         if hook is not None:
@@ -464,7 +464,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
 
     def teardown(self) -> None:
         """Takes the hooks off the parameters, so that the module can be used without this wrapper."""
-        self.reducer.remove_hooks()
+        self.reducer.close()
         if self._delayed is not None:
             self._delayed.remove_hook()
 

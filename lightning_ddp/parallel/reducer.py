@@ -143,6 +143,11 @@ class Reducer(ReducerTorchNames):
         """Takes the reducer's hooks off the parameters; their gradients are no longer averaged."""
         self._hooks.remove()
 
+    def close(self) -> None:
+        """Takes the hooks off, and ends the thread that reduces, if there is one."""
+        self.remove_hooks()
+        self._reduction.close()
+
     def make_static(self) -> None:
         """Takes every step to have the graph of the first one, which is still to come."""
         self._expected.is_static = self._expected.is_learning = True

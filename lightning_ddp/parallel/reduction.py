@@ -74,6 +74,10 @@ class Reduction:
         if self._hook is None:
             self.scale = 1.0 / divisor
 
+    def close(self) -> None:
+        """Ends the thread of the transport. A later launch would start another one."""
+        self._worker.end()
+
     def launch(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Starts the reduction of a full bucket.
 

@@ -312,9 +312,8 @@ class ControlServer:
 
     def _flush(self, peer: Peer) -> None:
         try:
-            del peer.unsent[: peer.connection.send(peer.unsent)]
-        except BlockingIOError:
-            pass
+            with suppress(BlockingIOError):  # sent once the socket can be written to
+                del peer.unsent[: peer.connection.send(peer.unsent)]
         except OSError:
             return  # reading from it will say the same, and that is where it is handled
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
