@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -283,6 +284,32 @@ def test_a_hook_that_differs_between_ranks_is_named_with_bucket_and_rank(what, m
             continue
         assert message in text
         assert "rank 1 " in text
+
+
+def test_a_collective_that_a_callback_starts_does_not_make_a_hook_differ() -> None:
+    """Rank 0's future is complete when the callback is added, so that it runs in the thread of the hook."""
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
+
+        def hook(state: Any, bucket: Any) -> Any:
+            def reduce(_: Any) -> torch.Tensor:
+                group.allreduce([bucket.buffer().div_(world_size)]).wait()
+                return bucket.buffer()
+
+            first: Any = torch.futures.Future()
+            if rank == 0:
+                first.set_result(None)
+                return first.then(reduce)
+            result = first.then(reduce)
+            threading.Thread(target=first.set_result, args=(None,)).start()
+            return result
+
+        model.register_comm_hook(None, hook)
+        model(x_of(rank)).backward()
+        return grads(model)
+
+    assert run_threads(rank_main, 2) == [MEAN] * 2
 
 
 @pytest.mark.parametrize(

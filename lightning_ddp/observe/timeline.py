@@ -138,8 +138,7 @@ def chrome_trace(lanes: Sequence[Lane]) -> Mapping[str, Any]:
     """The document that chrome://tracing and Perfetto open: a process a rank, a thread a row."""
     events: list[dict[str, Any]] = []
     for lane in lanes:
-        names = {"process_name": f"rank {lane.rank} ({lane.host})"}
-        events += [_metadata(lane.rank, 0, name, {"name": value}) for name, value in names.items()]
+        events.append(_metadata(lane.rank, 0, "process_name", {"name": f"rank {lane.rank} ({lane.host})"}))
         events.append(_metadata(lane.rank, 0, "process_sort_index", {"sort_index": lane.rank}))
         for row in range(lane.num_rows):
             title = "compute" if row == COMPUTE else f"buckets {row}" if lane.num_rows > 2 else "buckets"
