@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -77,6 +77,12 @@ class SharedMemory:
         self._plans: dict[Any, _Chunks] = {}
         self._number = 0
         self._failure: BaseException | None = None
+        self._on_slice: Callable[[float], None] | None = None
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all ranks are on this host, so that an all-reduce is a matter of memory alone."""
+        return not self._has_more_hosts
 
     # ------------------------------------------------------------------ set-up
 
@@ -159,45 +165,55 @@ class SharedMemory:
                 return number, offset
         return None
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, on_slice: Callable[[float], None] | None = None) -> None:
         """Replaces a contiguous tensor from `zeros`, or a part of one, by the sum over the ranks.
 
         Waits for the other ranks. Numbers of 16 bits are added in float32 from three ranks on.
 
+        Args:
+            tensor: what is added.
+            on_slice: called now and then with the seconds for which another rank is waited for; may raise.
+
         Raises:
             ValueError: it lies elsewhere.
             RuntimeError: another rank is gone, came too late, or reduces something else.
-            BaseException: what the group's interrupt holds.
+            BaseException: what the group's interrupt holds, or `on_slice` raised.
         """
         place = self.place_of(tensor)
         if place is None:
             raise ValueError("this tensor is not in shared memory")
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self._call((*place, real.numel(), _DTYPES.index(real.dtype)))
+        self._call((*place, real.numel(), _DTYPES.index(real.dtype)), on_slice)
 
-    def all_reduce_nothing(self, numel: int, dtype: torch.dtype) -> None:
+    def all_reduce_nothing(
+        self, numel: int, dtype: torch.dtype, on_slice: Callable[[float], None] | None = None
+    ) -> None:
         """Takes part in an all-reduce of the others to which this rank has nothing to add.
 
         Args:
             numel: elements of their tensors.
             dtype: type of their tensors.
+            on_slice: as of `all_reduce`.
 
         Raises:
             RuntimeError, BaseException: as `all_reduce`.
         """
         if dtype.is_complex:
             numel, dtype = 2 * numel, dtype.to_real()
-        self._call((_NOTHING, 0, numel, _DTYPES.index(dtype)))
+        self._call((_NOTHING, 0, numel, _DTYPES.index(dtype)), on_slice)
 
-    def _call(self, call: tuple[int, int, int, int]) -> None:
+    def _call(self, call: tuple[int, int, int, int], on_slice: Callable[[float], None] | None) -> None:
         if self._failure is not None:
             raise self._failure
         self._number += 1
+        self._on_slice = on_slice
         try:
             self._run(call)
         except BaseException as error:
             self._failure = error  # the ranks no longer agree on what comes next
             raise
+        finally:
+            self._on_slice = None
 
     def _run(self, call: tuple[int, int, int, int]) -> None:
         mine = self._calls[self._me]
@@ -298,6 +314,8 @@ class SharedMemory:
                 self._raise_gone(index)
             if is_gone:
                 return
+            if self._on_slice is not None:
+                self._on_slice(time.monotonic() - start)
             if time.monotonic() - start > self._timeout_s:
                 raise RuntimeError(
                     f"rank {self._group.rank}: rank {self._ranks[index]} did not come to all-reduce"

@@ -11,13 +11,17 @@ import torch
 from lightning_ddp.comm.group import Group, without_engine_context
 from lightning_ddp.comm.hook_identity import hook_name
 from lightning_ddp.comm.shared_memory import SharedMemory
-from lightning_ddp.comm.works import Worker
+from lightning_ddp.comm.works import Deferred, Worker
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.parallel import torch_words
 from lightning_ddp.parallel.hook_agreement import Disagreement, HookAgreement
 from lightning_ddp.parallel.storage import Bucket
 
 __all__ = ["CommHook", "Reduction"]
+
+_INLINE_BYTES = 2 * 1024 * 1024
+"""Up to this size the last bucket is reduced by the thread that waits for it, as a rule at once: waking
+another thread would take as long as the sum."""
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """`hook(state, bucket)`, called once a bucket is full; its future holds the reduced flat gradient."""
@@ -45,6 +49,7 @@ class Reduction:
         self._agreement: HookAgreement | None = None
         self._hook: CommHook | None = None
         self._state: Any = None
+        self._on_slice: Callable[[float], None] | None = None
         self.scale: float | None = 1.0 / group.size  # gradients are scaled so on their way into the bucket
         self.step = -1
         self.num_launched = 0  # in this step, without those that nobody needs
@@ -130,7 +135,14 @@ class Reduction:
         job = partial(memory.all_reduce, flat)
         if not bucket.contributes:
             job = partial(memory.all_reduce_nothing, flat.numel(), flat.dtype)
-        return self._group.start("all_reduce", (flat,), partial(self._worker.submit, job), label=label)
+        begin: Callable[[], Any] = partial(self._worker.submit, job)
+        if bucket.is_last() and flat.nbytes <= _INLINE_BYTES and memory.is_one_host:
+            begin = partial(Deferred, partial(job, on_slice=self._note_slice))
+        return self._group.start("all_reduce", (flat,), begin, label=label)
+
+    def _note_slice(self, waited_s: float) -> None:
+        if self._on_slice is not None:
+            self._on_slice(waited_s)
 
     def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Waits until the flat buffer holds the result.
@@ -145,6 +157,7 @@ class Reduction:
         """
         work = bucket.work
         if self._hook is None:
+            self._on_slice = on_slice  # for a job that this thread does now
             self._group.wait(work, bucket.spec.device, on_slice)
             return
         bucket.work = None  # its result may hold another copy of the gradients
