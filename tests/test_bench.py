@@ -207,10 +207,16 @@ def test_ranks_have_the_same_weights_and_different_gradients(name: str) -> None:
 
 
 class FixedState:
-    """A finished run whose averaged state is given."""
+    """A finished run whose averaged state is given, whatever its weights are and how often it steps."""
 
     def __init__(self, gradient: float, buffer: float) -> None:
         self._state = {"gradients": torch.full((4,), gradient), "buffers": torch.full((2,), buffer)}
+
+    def take_weights(self, other: FixedState) -> None:
+        """As a run does."""
+
+    def step(self) -> None:
+        """As a run does."""
 
     def averaged_state(self) -> dict[str, torch.Tensor]:
         return self._state
@@ -228,6 +234,17 @@ def test_contender_that_computes_something_else_is_not_timed(
     runs[OURS] = FixedState(gradient, buffer)
     with pytest.raises(RuntimeError, match=f"the {kind} of ours differ"):
         check_agreement(runs)  # type: ignore[arg-type]  # stands in for a run
+
+
+class DriftedState(FixedState):
+    """A run that computes the same as another one from the same weights, and has other weights by now."""
+
+    def take_weights(self, other: FixedState) -> None:
+        self._state = other.averaged_state()
+
+
+def test_weights_that_drifted_apart_in_many_steps_are_no_difference() -> None:
+    check_agreement({TORCH_DEFAULT: FixedState(1.0, 1.0), OURS: DriftedState(2.0, 1.0)})  # type: ignore[dict-item]  # stands in
 
 
 def test_order_of_contenders_changes_between_rounds_and_not_between_ranks() -> None:

@@ -59,7 +59,8 @@ class TrainingRun:
     def __init__(self, contender: str, workload: Workload, device: torch.device) -> None:
         self.contender = contender
         self._batch = workload.batch.to(device)
-        self._wrapped = wrap(contender, workload.module.to(device), device)
+        self._module = workload.module.to(device)
+        self._wrapped = wrap(contender, self._module, device)
         # A small rate: it does not change the time of a step, and weights stay finite in any number of steps.
         self._optimizer = torch.optim.SGD(self._wrapped.parameters(), lr=1e-6)
 
@@ -68,6 +69,10 @@ class TrainingRun:
         self._optimizer.zero_grad(set_to_none=True)
         compute_loss(self._wrapped(self._batch)).backward()
         self._optimizer.step()
+
+    def take_weights(self, other: TrainingRun) -> None:
+        """Overwrite weights and buffers with those of another run of the same model."""
+        self._module.load_state_dict(other._module.state_dict())
 
     def averaged_state(self) -> dict[str, Tensor]:
         """Return copies of what a wrapper keeps in step across ranks; all ranks, communicates.
