@@ -13,7 +13,8 @@ from harness import run_threads
 from test_collective_kinds import CPU, KINDS, group_of, on_threads
 
 from lightning_ddp import comm
-from lightning_ddp.comm.group import Group, Interrupt
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
 
 SOON = timedelta(seconds=0.15)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from harness import run_threads
 
 from lightning_ddp.comm import collectives
-from lightning_ddp.comm.group import Group, Interrupt
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.parallel.buffers import BufferSync
 from lightning_ddp.parallel.states import broadcast_coalesced

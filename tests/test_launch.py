@@ -14,7 +14,7 @@ import psutil
 import pytest
 from harness import run_script
 
-from lightning_ddp.comm.group import Interrupt
+from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.children import ChildExit, Children

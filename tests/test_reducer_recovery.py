@@ -10,7 +10,7 @@ from harness import run_threads
 from torch import nn
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.comm.group import Interrupt
+from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import MissingGradientError
 
 NUM_STEPS = 5

@@ -18,7 +18,8 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.activity import Activity, Lane
 from lightning_ddp.comm.channel import Channel
-from lightning_ddp.comm.group import Group, Interrupt
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError
 from lightning_ddp.launch.inspection import Inspector
 from lightning_ddp.observe.recording import load_folder

@@ -16,7 +16,7 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.bench.models import Workload, build_workload, compute_loss
 from lightning_ddp.bench.processes import RankContext
 from lightning_ddp.bench.workers import shuffled
-from lightning_ddp.comm.group import Interrupt
+from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.launch.inspection import Inspector
 from lightning_ddp.reconcile.agreement import StepBoundary
 from lightning_ddp.reconcile.record import FailureRecord, Identity, Where

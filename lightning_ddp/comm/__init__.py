@@ -27,7 +27,8 @@ from lightning_ddp.comm.collectives import (
     send_object,
     sub_group,
 )
-from lightning_ddp.comm.group import Group, Interrupt
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.interrupt import Interrupt
 
 __all__ = [
     "Group",

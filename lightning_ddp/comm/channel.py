@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.group import JOB_MARK, Group
+from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.staging import Staging, open_staging
 from lightning_ddp.comm.subgroups import part_group, sibling_group
+from lightning_ddp.comm.waits import JOB_MARK
 from lightning_ddp.comm.works import Deferred
 from lightning_ddp.errors import LightningDDPError
 

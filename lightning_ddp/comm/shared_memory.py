@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from lightning_ddp.comm import semaphores
 from lightning_ddp.comm.arenas import Arena, Lifeline, OwnArena, open_arena
-from lightning_ddp.comm.group import SLICE_S, Group
+from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hosts import Hosts, give_up
 from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.comm.subgroups import sub_group
+from lightning_ddp.comm.waits import SLICE_S
 from lightning_ddp.comm.works import check_not_ending
 
 __all__ = ["SharedMemory"]

@@ -19,7 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ddp.comm.activity import Entry, Lane, Waiting
-from lightning_ddp.comm.group import SLICE_S, Interrupt
+from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.waits import SLICE_S
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
 from lightning_ddp.reconcile.accounts import Account, LaneAccount, join_ranks
 from lightning_ddp.reconcile.inspection import ANSWER_WAIT_S

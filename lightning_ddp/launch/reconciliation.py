@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_ddp._lightning import SIGTERMException, TunerExitException
 from lightning_ddp.comm.abort import abort_groups
-from lightning_ddp.comm.group import Interrupt
+from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailure
 from lightning_ddp.launch.inspection import Inspector
 from lightning_ddp.launch.orphans import is_child, outlive_parent

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch.distributed.utils import _to_kwargs
 
-from lightning_ddp.comm.group import Group, Interrupt
+from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hosts import Hosts, Transport, check_transport, find_hosts
+from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CommHookError, ConfigurationError
 from lightning_ddp.observe.record import StepRecorder
 from lightning_ddp.parallel import torch_words
