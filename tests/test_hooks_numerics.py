@@ -325,22 +325,28 @@ def test_packed_signs_are_an_eighth_of_a_byte_each(world_size, numel):
     assert unpack_signs(packed, numel).tolist() == [1 if x >= 0 else -1 for x in flat.tolist()]
 
 
-@pytest.mark.parametrize(("ratio", "momentum"), [(0.02, 0.0), (0.5, 0.0), (0.1, 0.9)])
-def test_randomk_sends_the_mean_at_the_same_random_positions(world_size, ratio, momentum):
-    inputs = inputs_of(world_size, 12)
-    spec = {"name": "randomk", "ratio": ratio, "momentum": momentum}
+@pytest.mark.parametrize(
+    ("ratio", "momentum", "start_step"), [(0.02, 0.0, 0), (0.5, 0.0, 0), (0.1, 0.9, 0), (0.1, 0.9, 2)]
+)
+def test_randomk_sends_the_mean_at_the_same_random_positions(world_size, ratio, momentum, start_step):
+    inputs = inputs_of(world_size, 12 + start_step)
+    spec = {"name": "randomk", "ratio": ratio, "momentum": momentum, "start_step": start_step}
     answers = reduce_steps(spec, inputs, finish=lambda run: run.state())
     velocities = [{n: torch.zeros(s).double() for n, s in SHAPES.items()} for _ in range(world_size)]
     waiting = [{n: torch.zeros(s).double() for n, s in SHAPES.items()} for _ in range(world_size)]
     chosen = {n: torch.zeros(s) for n, s in SHAPES.items()}
     for step, output in enumerate(answers[0][0]):
         for name, shape in SHAPES.items():
+            for r in range(world_size):
+                velocities[r][name] = momentum * velocities[r][name] + inputs[r][step][name]
+            if step < start_step:
+                assert_close(output[name], mean([velocities[r][name] for r in range(world_size)]))
+                continue
+            for r in range(world_size):
+                waiting[r][name] += velocities[r][name]
             sent = output[name] != 0
             assert int(sent.sum()) == math.ceil(ratio * math.prod(shape))
             chosen[name] += sent
-            for r in range(world_size):
-                velocities[r][name] = momentum * velocities[r][name] + inputs[r][step][name]
-                waiting[r][name] += velocities[r][name]
             assert_close(output[name][sent], mean([waiting[r][name] for r in range(world_size)])[sent])
             for r in range(world_size):
                 waiting[r][name][sent] = 0

@@ -26,10 +26,13 @@ class RandomKOptions(MomentumOptions):
     """Part of each parameter's elements that is sent, at least one element."""
     seed: int = 0
     """Of the choice of elements; the same on all ranks."""
+    start_step: int = 0
+    """Synchronised backwards with the plain mean before compression starts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.ratio <= 1, f"ratio={self.ratio}: expected above 0 and at most 1")
+        require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
 
 
 class RandomK(MomentumHook):
@@ -48,6 +51,9 @@ class RandomK(MomentumHook):
     def reduce(self, part: Part) -> torch.Tensor:
         """The mean at the chosen positions, zero elsewhere."""
         velocity = self.add_momentum(part)
+        if self.step < self.options.start_step:
+            self.remember_velocity(part, velocity)
+            return check_finite(self.wire.mean(part.flat))
         self.add_errors(part)
         indices = self._choose(part)
         if not indices.numel():
