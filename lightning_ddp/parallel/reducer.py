@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,34 +31,12 @@ from lightning_ddp.parallel.ready import GradientHooks
 from lightning_ddp.parallel.reduction import CommHook, Reduction
 from lightning_ddp.parallel.run_times import RunTimes
 from lightning_ddp.parallel.second_order import refuse_double_backward
+from lightning_ddp.parallel.step_facts import StepFacts
 from lightning_ddp.parallel.storage import Bucket
 from lightning_ddp.parallel.torch_compat import ReducerTorchNames
 from lightning_ddp.parallel.unused import UsageExchange, find_tensors, settle_absent
 
 __all__ = ["Reducer"]
-
-
-@dataclass
-class StepFacts:
-    """What is known of the synchronised backwards so far, on this rank."""
-
-    has_rebuilt: bool = False
-    """Whether the buckets were planned anew after the first one."""
-    order: list[int] = field(default_factory=list)
-    """Parameters in the order in which their gradients became ready on rank 0, as of that."""
-    absent: frozenset[int] | None = None
-    """Parameters without a gradient in the last one."""
-    is_absent_static: bool = True
-    """Whether it were always the same."""
-    num_reduced: int = 0
-    """Buckets reduced in the last one."""
-
-    def note(self, absent: Iterable[int], num_reduced: int) -> None:
-        """One ends."""
-        missing = frozenset(absent)
-        self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
-        self.absent = missing
-        self.num_reduced = num_reduced
 
 
 class Reducer(ReducerTorchNames):
