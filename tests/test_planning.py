@@ -6,13 +6,13 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.parallel.buckets import ParameterSpec, cut_buckets, plan_buckets
-from lightning_ddp.parallel.planning import BackwardTimes, best_ends
+from lightning_ddp.parallel.planning import BackwardTimes, best_ends, safe_ends
 
 
 @st.composite
@@ -34,6 +34,7 @@ def all_plans(size: int) -> list[tuple[int, ...]]:
     return [(*cuts, size) for count in range(size) for cuts in combinations(inner, count)]
 
 
+@settings(deadline=None)
 @given(backward_times())
 def test_no_plan_ends_sooner_and_none_with_fewer_buckets_ends_as_soon(times: BackwardTimes) -> None:
     ends = best_ends(times, tolerance=0.0)
@@ -44,6 +45,7 @@ def test_no_plan_ends_sooner_and_none_with_fewer_buckets_ends_as_soon(times: Bac
             assert times.finish_s(other) > finish_s - 1e-9
 
 
+@settings(deadline=None)
 @given(backward_times())
 def test_a_plan_with_fewer_buckets_is_taken_if_it_ends_a_little_later(times: BackwardTimes) -> None:
     soonest_s = min(map(times.finish_s, all_plans(len(times.ready_s))))
@@ -74,6 +76,21 @@ def test_the_time_of_a_plan_is_that_of_the_closed_form() -> None:
         launch_s=0.25,
     )
     assert fast.finish_s([1, 2]) == 5.5
+
+
+def test_a_safe_plan_stays_good_where_the_transport_is_slower_than_measured() -> None:
+    times = BackwardTimes(
+        ready_s=tuple(range(1, 101)),
+        num_bytes=(10,) * 100,
+        backward_s=100.0,
+        cost=TransferCost(latency_s=0.01, seconds_per_byte=0.04),
+    )
+    soonest, safe = best_ends(times), safe_ends(times)
+    slow = times.slowed(4)
+    assert soonest[0] > 20  # as all is hidden, it may begin late
+    assert slow.finish_s(soonest) > 1.1 * slow.finish_s(best_ends(slow))
+    assert times.finish_s(safe) < 1.03 * times.finish_s(soonest)
+    assert slow.finish_s(safe) < 1.03 * slow.finish_s(best_ends(slow))
 
 
 def test_a_gradient_that_comes_late_holds_up_the_buckets_behind_it() -> None:

@@ -19,7 +19,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.parallel.buckets import BucketSpec, cut_buckets
 from lightning_ddp.parallel.layout import BucketLayout
 from lightning_ddp.parallel.plan_report import BucketPlanReport, sizes_of
-from lightning_ddp.parallel.planning import BackwardTimes, best_ends
+from lightning_ddp.parallel.planning import BackwardTimes, safe_ends
 from lightning_ddp.parallel.probing import TransportCost, agree_on_max, measure_transport
 from lightning_ddp.parallel.ready_times import ReadyTimes, TimedBackward
 from lightning_ddp.parallel.reduction import Reduction
@@ -196,7 +196,7 @@ class AutoPlan:
         sizes = [len(spec.indices) for spec in self._default]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         default_s = times.finish_s(ends)
-        computed = self._broadcast(best_ends(times) if self._group.rank == 0 else ())
+        computed = self._broadcast(safe_ends(times) if self._group.rank == 0 else ())
         computed_s = times.finish_s(computed)
         report = BucketPlanReport(
             choice="default",

@@ -9,19 +9,20 @@ the same problem is in Shi et al., "MG-WFBP", INFOCOM 2019.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise
 
 import torch
 
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["BackwardTimes", "best_ends"]
+__all__ = ["BackwardTimes", "best_ends", "safe_ends"]
 
-_MOST_ATOMS = 256
+_MOST_ATOMS = 128
 _MOST_BUCKETS = 64
 _TOLERANCE = 0.01
+_SLOWDOWNS = (1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +66,44 @@ class BackwardTimes:
             finish_s = start_s + self.cost.seconds(sent[end] - sent[start])
         return max(finish_s, self.backward_s + len(ends) * self.launch_s)
 
+    def slowed(self, factor: float) -> BackwardTimes:
+        """The same, with collectives that take `factor` times as long."""
+        cost = TransferCost(
+            latency_s=factor * self.cost.latency_s, seconds_per_byte=factor * self.cost.seconds_per_byte
+        )
+        return replace(self, cost=cost)
+
+
+def safe_ends(times: BackwardTimes) -> tuple[int, ...]:
+    """A plan that is about the best one, and still is where collectives take up to four times as long.
+
+    They compete with backward for processors, which nobody can measure beforehand. Where backward hides all
+    communication, the very best plan may leave the transport idle for most of it, and is a bad one as soon as
+    backward is shorter or the transport slower. Looked at are the best plans for collectives that take 1, 2
+    and 4 times as long, and those that end buckets wherever some of these do. Of them it is the one whose
+    loss, as a part of the time of the best plan for the case, is smallest in its worst case.
+
+    Args:
+        times: what the plan has to do with.
+    """
+    cases = [times.slowed(factor) for factor in _SLOWDOWNS]
+    plans = [best_ends(case) for case in cases]
+    best_s = [case.finish_s(plan) for case, plan in zip(cases, plans, strict=True)]
+    if not min(best_s):
+        return plans[0]
+
+    def worst_loss(plan: tuple[int, ...]) -> float:
+        return max(case.finish_s(plan) / best for case, best in zip(cases, best_s, strict=True))
+
+    chosen = [parts for count in range(1, len(plans) + 1) for parts in combinations(plans, count)]
+    candidates = [tuple(sorted(set().union(*parts))) for parts in chosen]
+    return min(candidates, key=lambda plan: (round(worst_loss(plan), 3), len(plan)))
+
 
 def best_ends(times: BackwardTimes, *, tolerance: float = _TOLERANCE) -> tuple[int, ...]:
     """The plan that is finished soonest, of those with at most 64 buckets; of equal ones that with fewest.
 
-    Exact for up to 256 parameters; of more, neighbours are taken together until they have a 256th of all
+    Exact for up to 128 parameters; of more, neighbours are taken together until they have a 128th of all
     bytes.
 
     Args:
@@ -130,7 +164,7 @@ def _finish_by_count(
 
 
 def _atom_ends(num_bytes: Sequence[int]) -> list[int]:
-    """Where parts of similar size end that are not divided, at most 256 of them."""
+    """Where parts of similar size end that are not divided, at most 128 of them."""
     if len(num_bytes) <= _MOST_ATOMS:
         return list(range(1, len(num_bytes) + 1))
     total = sum(num_bytes)
