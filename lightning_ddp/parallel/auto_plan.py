@@ -169,7 +169,7 @@ class AutoPlan:
             float(len(backwards)),
             float(len(kinds) > 1),
             _median([b.backward_s for b in backwards]),
-            *(_median([b.ready_s.get(i, 0.0) for b in backwards]) for i in self._order),
+            *self._launchable_s(backwards),
         ]
         num_backwards, has_changed, backward_s, *ready_s = agree_on_max(self._group, own)
         if has_changed or num_backwards < _LEAST_SAMPLES:
@@ -190,6 +190,20 @@ class AutoPlan:
             launch_s=self.transport.launch_s,
         )
         return self._compare(step, times)
+
+    def _launchable_s(self, backwards: Sequence[TimedBackward]) -> list[float]:
+        """When a bucket could be launched that ended with each parameter, in their order.
+
+        That is after its gradient, and after those of its bucket have been copied there. So the time that a
+        bucket of the default plan takes for that is divided among its parameters.
+        """
+        launchable_s = []
+        for index, spec in enumerate(self._default):
+            fill_s = _median([b.fill_s.get(index, 0.0) for b in backwards])
+            for position, i in enumerate(spec.indices, start=1):
+                ready_s = _median([b.ready_s.get(i, 0.0) for b in backwards])
+                launchable_s.append(ready_s + fill_s * position / len(spec.indices))
+        return launchable_s
 
     def _compare(self, step: int, times: BackwardTimes) -> _Plan:
         """Begins the contest of the two plans, if the computed one promises enough."""

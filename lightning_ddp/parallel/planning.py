@@ -34,7 +34,8 @@ class BackwardTimes:
     """
 
     ready_s: tuple[float, ...]
-    """Seconds from the beginning of backward to each gradient, in the order in which they go into buckets."""
+    """Seconds from the beginning of backward until a bucket could be launched that ended with this gradient,
+    in the order in which they go into buckets."""
     num_bytes: tuple[int, ...]
     """Size of each gradient in its bucket."""
     backward_s: float

@@ -17,6 +17,8 @@ class TimedBackward:
     """Its number, the same on all ranks."""
     ready_s: dict[int, float]
     """By parameter, when its last gradient was there; empty if that was not asked for."""
+    fill_s: dict[int, float]
+    """By bucket, from its last gradient to the end of its launch; empty if that was not asked for."""
     backward_s: float
     """When all gradients were there."""
     finish_s: float
@@ -37,6 +39,7 @@ class ReadyTimes:
         """Those since `clear`, in their order."""
         self._ready = ready
         self._moments: list[float] = []
+        self._fill_s: dict[int, float] = {}
         self._begin_s = 0.0
         self._end_s = 0.0
 
@@ -57,6 +60,12 @@ class ReadyTimes:
     def start_backward(self) -> None:
         """The first gradient is there, or that of an output."""
         self._begin_s = self.clock()
+        self._fill_s = {}
+
+    def launched(self, index: int) -> None:
+        """Bucket `index` has got its last gradient just now, and what could be launched then is."""
+        if self._moments:
+            self._fill_s[index] = self.clock() - self._moments[-1]
 
     def end_backward(self) -> None:
         """All gradients are there."""
@@ -72,6 +81,7 @@ class ReadyTimes:
             TimedBackward(
                 step=step,
                 ready_s={i: moment - begin_s for i, moment in zip(self._ready, moments, strict=False)},
+                fill_s=self._fill_s,
                 backward_s=self._end_s - begin_s,
                 finish_s=finish_s - begin_s,
             )

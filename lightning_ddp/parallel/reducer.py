@@ -342,6 +342,8 @@ class Reducer(ReducerTorchNames):
                 if recorder is not None:
                     recorder.launched(self._next, self.buckets[self._next].work)
                 self._next += 1
+        if self.auto_plan is not None:
+            self.auto_plan.times.launched(bucket.index())
 
     def copy_early(self, bucket: Bucket, position: int) -> None:
         """A large gradient is there: into the bucket while it is in the cache."""
