@@ -226,7 +226,8 @@ def test_the_plan_that_proves_faster_stays_on_all_ranks_whatever_each_has_measur
     assert len(computed) > len(default) == 1
     assert sum(computed) == sum(default) == 4 * NUM_LAYERS * (WIDTH + 1) * WIDTH
     assert report.bucket_bytes == (computed if choice == "measured" else default)
-    # gradients come a reading apart, and the launch a reading after the last one; a step counts with the rank that came last, which is the fast one
+    # gradients come a reading apart, and the launch a reading after the last one;
+    # a step counts with the rank that came last, which is the fast one
     assert report.backward_s == pytest.approx(3.0 * (2 * NUM_LAYERS + 2))
     assert report.predicted_default_s == pytest.approx(
         3.0 * (2 * NUM_LAYERS + 1) + 0.1 + 0.001 * sum(default)
