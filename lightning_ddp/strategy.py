@@ -36,6 +36,7 @@ from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
 from lightning_ddp.launch.reconciliation import current
 from lightning_ddp.launch.step_stop import StepStop
 from lightning_ddp.parallel.module import BucketedDDP
+from lightning_ddp.parallel.options import bucket_caps_bytes
 from lightning_ddp.parallel.states import broadcast_coalesced
 from lightning_ddp.reconcile.record import Where
 from lightning_ddp.reconcile.settings import ReconcileSettings
@@ -74,7 +75,8 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         timeout: of collectives.
         start_method: 'popen' re-runs the script in child processes; 'spawn', 'fork' and 'forkserver' run the
             Trainer's function in new processes.
-        bucket_cap_mb: cap of a bucket in MiB; None for 25. The first bucket has 1 MiB.
+        bucket_cap_mb: cap of a bucket in MiB; None for 25. The first bucket has 1 MiB. 'auto' times the first
+            steps on the CPU and keeps the plan that hides most of the communication, if it proves faster.
         gradient_as_bucket_view: whether `.grad` is a view of the bucket after backward.
         find_unused_parameters: whether parameters may take no part in the loss; searched for in every step.
         static_graph: whether every step has the graph of the first one, unused parameters included.
@@ -136,7 +138,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -158,6 +160,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         debug: Literal["detail"] | None = None,
     ) -> None:
         check_transport(transport)
+        bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)  # says what is wrong with them, at once
         if start_method not in _START_METHODS:
             raise ConfigurationError(
                 f"start_method={start_method!r}; there are {', '.join(map(repr, _START_METHODS))}"

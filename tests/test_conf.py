@@ -73,7 +73,7 @@ def test_every_argument_of_the_strategy_is_an_option_with_its_default_and_a_desc
     }
     assert [name for name, option in options.items() if not option.description] == []
     assert options["start_method"].choices == ("popen", "spawn", "fork", "forkserver")
-    assert (options["bucket_cap_mb"].type, options["init_sync"].type) == (float | None, bool)
+    assert (options["bucket_cap_mb"].type, options["init_sync"].type) == (float | str | int | None, bool)
 
 
 @pytest.mark.parametrize(("schemas", "owners"), [(HOOKS, hook_options()), (AVERAGERS, averager_options())])
@@ -136,6 +136,12 @@ def test_a_trainer_is_built_with_the_chosen_strategy_and_plain_values():
     assert trainer.strategy._timeout == timedelta(minutes=10)
     assert trainer.strategy._reconcile_settings.stall_timeout_s == 300
     assert type(trainer.strategy._ddp_kwargs["bucket_cap_mb_list"]) is list
+
+
+@pytest.mark.parametrize(("text", "value"), [("50", 50), ("2.5", 2.5), ("auto", "auto"), ("null", None)])
+def test_the_cap_of_buckets_is_a_number_of_either_type_or_auto(text, value):
+    strategy = hydra.utils.instantiate(composed(f"strategy.bucket_cap_mb={text}").strategy)
+    assert strategy._ddp_kwargs["bucket_cap_mb"] == value
 
 
 def test_options_are_typed_and_survive_a_pickle_and_a_copy():
@@ -219,7 +225,7 @@ def test_launchers(monkeypatch):
         ),
         ("strategy.start_method=spwan", "strategy.start_method", "'spawn'"),
         ("strategy.broadcast_buffers=atuo", "strategy.broadcast_buffers", "'auto'"),
-        ("strategy.bucket_cap_mb=25MB", "strategy.bucket_cap_mb", "Float"),
+        ("strategy.bucket_cap_mb=25MB", "strategy.bucket_cap_mb", "There are auto. A number"),
         ("strategy.bucket_cap_mb_list=[1,two]", "strategy.bucket_cap_mb_list[1]", "Float"),
         ("strategy.timeout.minuets=3", "strategy.timeout.minuets", "'minutes'"),
         ("strategy.stall_timeout.minutes=soon", "strategy.stall_timeout.minutes", "Float"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddp.comm.cost import TransferCost
@@ -12,6 +12,7 @@ from lightning_ddp.errors import ConfigurationError
 SIZES = [0, 4096, 1 << 20, 1 << 24]
 
 
+@settings(deadline=None)
 @given(latency_s=st.floats(1e-6, 1e-1), rate=st.floats(1e6, 1e11))
 def test_a_line_is_found_again(latency_s: float, rate: float) -> None:
     exact = TransferCost(latency_s=latency_s, seconds_per_byte=1 / rate)
@@ -20,6 +21,7 @@ def test_a_line_is_found_again(latency_s: float, rate: float) -> None:
         assert fitted.seconds(size) == pytest.approx(exact.seconds(size), rel=1e-6)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(1e-6, 1e3)), min_size=1, max_size=8))
 def test_no_part_is_negative_whatever_was_measured(samples: list[tuple[int, float]]) -> None:
     cost = TransferCost.fit(samples)

@@ -60,6 +60,8 @@ def type_of_annotation(annotation: Any) -> tuple[Any, tuple[Any, ...], tuple[typ
     if len(kinds) == 1 and _is_expressible(kinds[0]):
         kind = _as_config_type(kinds[0])
     elif kinds and all(kind in _PRIMITIVES for kind in kinds):
+        if float in kinds and int not in kinds:  # in a union OmegaConf takes no int for a float
+            kinds.append(int)
         kind = Union[tuple(kinds)]  # noqa: UP007 (a tuple of types that is not known here)
     else:
         return Any, (), ()

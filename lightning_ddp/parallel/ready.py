@@ -14,6 +14,7 @@ from lightning_ddp.parallel.storage import Bucket
 __all__ = ["GradientHooks"]
 
 _Hook = Callable[[torch.Tensor], None]
+_Mark = Callable[[int], None]
 
 
 class _Listener(Protocol):
@@ -39,7 +40,8 @@ class GradientHooks:
 
     def __init__(self, listener: _Listener, ready: list[int]) -> None:
         self._listener = weakref.ref(listener)
-        self._mark = ready.append
+        self.mark: _Mark = ready.append
+        """What the hooks that are added from now on call with a parameter's index."""
         self._handles: list[Any] = []
 
     def add(
@@ -67,7 +69,7 @@ class GradientHooks:
         self._handles = []
 
     def _make_learning_hook(self, bucket: Bucket, index: int) -> _Hook:
-        owner, mark = self._listener, self._mark
+        owner, mark = self._listener, self.mark
 
         def ready(_parameter: torch.Tensor) -> None:
             if not bucket.armed:
@@ -82,7 +84,7 @@ class GradientHooks:
     def _make_hook(
         self, bucket: Bucket, position: int, index: int, note: Callable[[int], None] | None
     ) -> _Hook:
-        owner, mark = self._listener, self._mark
+        owner, mark = self._listener, self.mark
         is_early = position in bucket.early
 
         def ready(_parameter: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,43 +22,24 @@ from lightning_ddp.comm.hosts import Hosts
 from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.errors import BackwardOrderError, CommHookError, MissingGradientError
 from lightning_ddp.observe.record import StepRecorder
+from lightning_ddp.parallel.auto_plan import AutoPlan, obstacle_to_planning
+from lightning_ddp.parallel.buckets import BucketSpec
 from lightning_ddp.parallel.expected import ExpectedGradients
 from lightning_ddp.parallel.failures import BackwardFailures
 from lightning_ddp.parallel.layout import BucketLayout
 from lightning_ddp.parallel.missing import MissingGradients
 from lightning_ddp.parallel.options import ReducerOptions
+from lightning_ddp.parallel.plan_report import BucketPlanReport
 from lightning_ddp.parallel.ready import GradientHooks
 from lightning_ddp.parallel.reduction import CommHook, Reduction
 from lightning_ddp.parallel.run_times import RunTimes
 from lightning_ddp.parallel.second_order import refuse_double_backward
+from lightning_ddp.parallel.step_facts import StepFacts
 from lightning_ddp.parallel.storage import Bucket
 from lightning_ddp.parallel.torch_compat import ReducerTorchNames
 from lightning_ddp.parallel.unused import UsageExchange, find_tensors, settle_absent
 
 __all__ = ["Reducer"]
-
-
-@dataclass
-class StepFacts:
-    """What is known of the synchronised backwards so far, on this rank."""
-
-    has_rebuilt: bool = False
-    """Whether the buckets were planned anew after the first one."""
-    order: list[int] = field(default_factory=list)
-    """Parameters in the order in which their gradients became ready on rank 0, as of that."""
-    absent: frozenset[int] | None = None
-    """Parameters without a gradient in the last one."""
-    is_absent_static: bool = True
-    """Whether it were always the same."""
-    num_reduced: int = 0
-    """Buckets reduced in the last one."""
-
-    def note(self, absent: Iterable[int], num_reduced: int) -> None:
-        """One ends."""
-        missing = frozenset(absent)
-        self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
-        self.absent = missing
-        self.num_reduced = num_reduced
 
 
 class Reducer(ReducerTorchNames):
@@ -125,6 +105,13 @@ class Reducer(ReducerTorchNames):
         """What is told of each moment of a step, if somebody wants to know."""
         self.facts = StepFacts()
         self.step = -1  # number of the synchronised backward that runs or ran last
+        self.plan_report: BucketPlanReport | None = None
+        """What an automatic plan was chosen by, once it is."""
+        self.auto_plan: AutoPlan | None = None
+        """What chooses the plan, as long as it does."""
+        if options.is_auto:
+            obstacle = obstacle_to_planning(self.layout, group, finds_unused=self._expected.may_lack)
+            self.auto_plan = AutoPlan(self.layout, group, self._reduction, self._ready, obstacle)
         self._add_hooks()
 
     # ------------------------------------------------------------------ plan
@@ -137,6 +124,9 @@ class Reducer(ReducerTorchNames):
     def _add_hooks(self) -> None:
         expected = self._expected
         note = self.usage.unsynced.add if expected.finds_unused else None
+        self._hooks.mark = self._ready.append
+        if self.auto_plan is not None and self.auto_plan.is_timing:
+            self._hooks.mark = self.auto_plan.times.make_mark()
         self._hooks.add(self.layout, is_learning=expected.is_learning, note_unsynced=note)
 
     def remove_hooks(self) -> None:
@@ -157,13 +147,14 @@ class Reducer(ReducerTorchNames):
     def rebuild(self) -> bool:
         """Plans the buckets anew, once, in the order in which gradients became ready on rank 0.
 
-        Called before each forward on all ranks. Communicates before the second synchronised step.
+        Called before each forward on all ranks. Communicates before the second synchronised step, and with
+        an automatic plan in some of the first ones. That may change the buckets several times.
 
         Returns:
             Whether the buckets have changed.
         """
         if self._first_order is None:
-            return False
+            return self.auto_plan is not None and self._follow(self.auto_plan)
         device = self._device
         arrived = list(dict.fromkeys(self._first_order))
         present = set(arrived)
@@ -174,13 +165,28 @@ class Reducer(ReducerTorchNames):
         self._group.wait(self._group.broadcast(order, 0), device)
         self.facts.order = [int(i) for i in order.tolist()]
         plan = self.layout.plan(self.facts.order)
-        if self.layout.holds(plan) and not self._expected.is_static:
+        if self.auto_plan is not None:
+            self.auto_plan.start(self.step, self.facts.order, plan)
+        elif self.layout.holds(plan) and not self._expected.is_static:
             return False  # a static graph's hooks must stop learning, even where the plan stays
+        self._apply(plan)
+        return True
+
+    def _follow(self, auto_plan: AutoPlan) -> bool:
+        """Does what the automatic plan says. Returns whether the buckets have changed."""
+        plan = auto_plan.next_plan(self.step)
+        if auto_plan.report is not None:
+            self.plan_report = auto_plan.report
+            self.auto_plan = None
+        if plan is not None:
+            self._apply(plan)
+        return plan is not None
+
+    def _apply(self, plan: Sequence[BucketSpec]) -> None:
         self.remove_hooks()
         several = frozenset(i for i, count in enumerate(self._expected.counts) if count > 1)
         self.layout.apply(plan, several)
         self._add_hooks()
-        return True
 
     # ------------------------------------------------------------------ start of a backward
 
@@ -278,6 +284,8 @@ class Reducer(ReducerTorchNames):
         self._count_step()
         if self.recorder is not None:
             self.recorder.start_backward(self.step)
+        if self.auto_plan is not None:
+            self.auto_plan.times.start_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         expected = self._expected
         if expected.is_learning:
@@ -334,6 +342,8 @@ class Reducer(ReducerTorchNames):
                 if recorder is not None:
                     recorder.launched(self._next, self.buckets[self._next].work)
                 self._next += 1
+        if self.auto_plan is not None:
+            self.auto_plan.times.launched(bucket.index())
 
     def copy_early(self, bucket: Bucket, position: int) -> None:
         """A large gradient is there: into the bucket while it is in the cache."""
@@ -363,6 +373,8 @@ class Reducer(ReducerTorchNames):
         recorder = self.recorder
         if recorder is not None:
             recorder.end_backward()
+        if self.auto_plan is not None:
+            self.auto_plan.times.end_backward()
         self.disarm()
         if self._expected.is_learning:
             self._learn()
@@ -391,6 +403,8 @@ class Reducer(ReducerTorchNames):
         self.times.end_comm()
         if recorder is not None:
             recorder.finish()
+        if self.auto_plan is not None:
+            self.auto_plan.times.finish(self.step)
         self._is_running = False
 
     def _note_order(self, absent: Sequence[int]) -> None:

@@ -132,17 +132,30 @@ class Reduction:
         label = f"reduce of bucket {bucket.index()}"
         if memory is None or bucket.spec.is_sparse:
             return self._group.all_reduce(flat, label=label)
-        job = partial(memory.all_reduce, flat)
+        job: Callable[..., None] = partial(memory.all_reduce, flat)
         if not bucket.contributes:
             job = partial(memory.all_reduce_nothing, flat.numel(), flat.dtype)
-        begin: Callable[[], Any] = partial(self._worker.submit, job)
         if bucket.is_last() and flat.nbytes <= _INLINE_BYTES and memory.is_one_host:
             begin = partial(Deferred, partial(job, on_slice=self._note_slice))
-        return self._group.start("all_reduce", (flat,), begin, label=label)
+            return self._group.start("all_reduce", (flat,), begin, label=label)
+        return self._submit(job, flat, label)
 
     def _note_slice(self, waited_s: float) -> None:
         if self._on_slice is not None:
             self._on_slice(waited_s)
+
+    def start_sum(self, flat: torch.Tensor, label: str) -> Any:
+        """Starts the sum over the ranks of a part of the buckets' dense memory, as that of a bucket.
+
+        Returns:
+            Its work, for `Group.wait`.
+        """
+        if self._memory is None:
+            return self._group.all_reduce(flat, label=label)
+        return self._submit(partial(self._memory.all_reduce, flat), flat, label)
+
+    def _submit(self, job: Callable[[], None], flat: torch.Tensor, label: str) -> Any:
+        return self._group.start("all_reduce", (flat,), partial(self._worker.submit, job), label=label)
 
     def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Waits until the flat buffer holds the result.
