@@ -282,6 +282,24 @@ def test_topk_warms_up(world_size):
             assert_close(output[name], reference[name])
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_topk_begins_with_the_plain_mean_and_then_warms_up(world_size, momentum):
+    inputs = inputs_of(world_size)
+    spec = {"name": "topk", "ratio": 0.01, "warmup_steps": 2, "start_step": 2, "momentum": momentum}
+    outputs = reduce_steps(spec, inputs)[0][0]
+    for name in SHAPES:
+        first, second = (mean([rank[step][name] for rank in inputs]) for step in range(2))
+        assert_close(outputs[0][name], first)
+        assert_close(outputs[1][name], momentum * first + second)
+    if momentum:
+        return  # the reference begins without a velocity
+    later = [rank[2:] for rank in inputs]
+    expected, _, _ = reference_dgc(later, ratios=[0.25, 0.015625, 0.01, 0.01], momentum=0.0, nesterov=False)
+    for output, reference in zip(outputs[2:], expected, strict=True):
+        for name in SHAPES:
+            assert_close(output[name], reference[name])
+
+
 # ---------------------------------------------------------------- sign, random-k
 
 

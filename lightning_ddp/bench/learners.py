@@ -20,7 +20,11 @@ class Learner:
     averaging: Mapping[str, Any] | None = None
     """Specification of an averager."""
     start: float = 0.0
-    """Part of the steps before compression or local training; with `topk`, in which its ratio falls."""
+    """Part of the steps with averaged gradients, before compression or local training."""
+    text_start: float | None = None
+    """The same for the characters; None for `start`."""
+    warmup: float = 0.0
+    """Part of the steps in which the ratio of `topk` falls."""
     takes_momentum: bool = False
     """Whether the hook applies the momentum where the task trains with SGD, and the optimizer none."""
 
@@ -32,10 +36,10 @@ class Learner:
         """
         key, spec = ("hook", self.hook) if self.hook is not None else ("averaging", self.averaging)
         chosen = dict(spec or {})
-        if self.start:
-            chosen["warmup_steps" if chosen["name"] == "topk" else "start_step"] = round(
-                self.start * num_steps
-            )
+        start = self.text_start if task == "text" and self.text_start is not None else self.start
+        for option, part in (("start_step", start), ("warmup_steps", self.warmup)):
+            if part:
+                chosen[option] = round(part * num_steps)
         if self.takes_momentum and task == "digits":
             chosen |= _SGD
         return {key: chosen}

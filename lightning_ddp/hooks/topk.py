@@ -29,18 +29,24 @@ class TopKOptions(MomentumOptions):
     """Part of each parameter's elements that is sent, at least one element."""
     warmup_steps: int = 0
     """Steps over which the ratio falls to its value: a quarter, a sixteenth and so on, for equal times."""
+    start_step: int = 0
+    """Synchronised backwards with the plain mean before compression, and the warm-up, start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.ratio <= 1, f"ratio={self.ratio}: expected above 0 and at most 1")
         require(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps}: expected 0 or more")
+        require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
 
     def ratio_at(self, step: int) -> float:
-        """The ratio of a step.
+        """The ratio of a step; 1 where the mean is plain.
 
         >>> [TopKOptions(ratio=0.01, warmup_steps=8).ratio_at(step) for step in (0, 2, 4, 6, 8)]
         [0.25, 0.0625, 0.015625, 0.01, 0.01]
         """
+        step -= self.start_step
+        if step < 0:
+            return 1.0
         if step >= self.warmup_steps or self.ratio >= _WARMUP_FACTOR:
             return self.ratio
         num_stages = math.ceil(math.log(self.ratio) / math.log(_WARMUP_FACTOR))
@@ -64,6 +70,9 @@ class TopK(MomentumHook):
     def reduce(self, part: Part) -> torch.Tensor:
         """The mean over the ranks of what each of them sends."""
         velocity = self.add_momentum(part)
+        if self.step < self.options.start_step:
+            self.remember_velocity(part, velocity)
+            return check_finite(self.wire.mean(part.flat))
         self.add_errors(part)
         indices = self._select(part)
         if not indices.numel():
