@@ -231,10 +231,10 @@ def test_contender_that_computes_something_else_is_not_timed(
 
 
 def test_order_of_contenders_changes_between_rounds_and_not_between_ranks() -> None:
-    orders = [tuple(shuffled(step.CONTENDERS, seed=seed)) for seed in range(30)]
-    assert orders == [tuple(shuffled(step.CONTENDERS, seed=seed)) for seed in range(30)]
+    orders = [tuple(shuffled(step.DEFAULT_CONTENDERS, seed=seed)) for seed in range(30)]
+    assert orders == [tuple(shuffled(step.DEFAULT_CONTENDERS, seed=seed)) for seed in range(30)]
     assert len(set(orders)) == 6
-    assert all(sorted(order) == sorted(step.CONTENDERS) for order in orders)
+    assert all(sorted(order) == sorted(step.DEFAULT_CONTENDERS) for order in orders)
 
 
 # Processes
@@ -313,7 +313,7 @@ def test_bench_step_prints_and_writes_every_model_and_contender(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    pairs = [[model, contender] for model in models for contender in step.CONTENDERS]
+    pairs = [[model, contender] for model in models for contender in step.DEFAULT_CONTENDERS]
     assert [row[:2] for row in rows[2 : 2 + len(pairs)]] == pairs
     for row in rows[2 : 2 + len(pairs)]:
         assert all(math.isfinite(float(value)) for value in row[2:])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 MODEL_NAMES: Final = ("linear500", "linear16", "transformer6", "convbn40")
 """The models of `lightning_ddp.bench.models`, in the order in which they are measured."""
@@ -20,6 +22,27 @@ TORCH_VIEW: Final = "torch_ddp_view"
 
 TORCH_FLAGS: Final = "torch_ddp_flags"
 """torch's DistributedDataParallel with every flag on that makes a static model's step faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A way to wrap a module."""
+
+    is_ours: bool = False
+    """Whether `lightning_ddp.BucketedDDP` wraps it; otherwise torch's DistributedDataParallel."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the wrapper besides the module and its device."""
+
+
+CONTENDERS: Final[Mapping[str, Contender]] = {
+    OURS: Contender(is_ours=True),
+    TORCH_DEFAULT: Contender(),
+    TORCH_VIEW: Contender(flags={"gradient_as_bucket_view": True}),
+    TORCH_FLAGS: Contender(
+        flags={"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True}
+    ),
+}
+"""Name -> how it wraps; a new contender is one line here."""
 
 SHARED: Final = "shared_memory"
 """An all-reduce in memory that the ranks share."""
@@ -78,6 +101,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         default="cpu",
         help="cpu with gloo, or cuda with NCCL and one GPU per process (default: %(default)s)",
+    )
+
+
+def add_contender_argument(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """Declare the option that chooses among `CONTENDERS`."""
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=tuple(CONTENDERS),
+        default=list(default),
+        metavar="NAME",
+        help=f"what takes turns, any of {', '.join(CONTENDERS)} (default: {' '.join(default)})",
     )
 
 

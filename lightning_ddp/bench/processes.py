@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from lightning_ddp.bench import BenchmarkError
 SettingsT = TypeVar("SettingsT")
 
 _HOST = "127.0.0.1"
-_PROGRESS_KEY = "progress"
+PROGRESS_KEY: Final = "progress"
+"""Where the store counts units of progress."""
+
 _FAILURE_KEY = "first_failure"
 _POLL_INTERVAL_S = 0.25  # rare enough not to take the CPU from the ranks that are being timed
 
@@ -46,7 +48,7 @@ class RankContext:
     def advance(self) -> None:
         """Count one unit of progress, on rank 0 only; one round trip to the parent."""
         if self.rank == 0:
-            self.store.add(_PROGRESS_KEY, 1)
+            self.store.add(PROGRESS_KEY, 1)
 
     def synchronize(self) -> None:
         """Wait for all work queued on the device; nothing to wait for on a CPU."""
@@ -108,7 +110,7 @@ def _watch(
     seen = 0
     try:
         while not context.join(timeout=_POLL_INTERVAL_S):
-            count = store.add(_PROGRESS_KEY, 0)
+            count = store.add(PROGRESS_KEY, 0)
             on_progress(count - seen)
             seen = count
             if time.monotonic() > deadline:
