@@ -355,13 +355,15 @@ def test_bench_channel_prints_and_writes_every_way_to_run(tmp_path: Path, capsys
 
 def test_bench_allreduce_prints_and_writes_every_size_and_transport(tmp_path: Path, capsys) -> None:
     path = tmp_path / "allreduce.json"
-    assert main(["bench", "allreduce", "--rounds", "2", "--sizes-kib", "4", "64", "--json", str(path)]) == 0
+    options = ["--json", str(path), "--plot", str(tmp_path / "allreduce.svg")]
+    assert main(["bench", "allreduce", "--rounds", "2", "--sizes-kib", "4", "64", *options]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     pairs = [[size, name] for size in ("4", "64") for name in (SHARED, GLOO)]
-    assert [[row[0], row[2]] for row in rows[2:]] == pairs
+    assert [[row[0], row[2]] for row in rows[2:6]] == pairs
     document = json.loads(path.read_text())
     for size, name in pairs:
         samples = document["samples"][size][name]
         assert len(samples) == 2
         assert all(math.isfinite(value) and value > 0 for value in samples)
     assert rows[2][-1] == rows[4][-1] == "1.000"
+    assert f"<!-- {GLOO} -->" in (tmp_path / "allreduce.svg").read_text()

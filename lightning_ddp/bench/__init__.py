@@ -10,7 +10,9 @@ all of them, and reports medians of ratios that were paired round by round.
 * ``channel``: the command for the control channel; ``switching``: what each rank does;
 * ``timeline``: the command that draws recorded steps; ``recorders``: what each rank does where it has none;
 * ``models``, ``contenders``: what is trained, and what wraps it;
-* ``arguments``, ``report``: shared options; statistics, tables and JSON.
+* ``linked_steps``: the work of ``step`` on two ranks that a shaped link joins;
+* ``arguments``, ``report``: shared options; statistics, tables and JSON; ``outputs``, ``pictures``: the files
+  that were asked for.
 """
 
 from lightning_ddp.errors import LightningDDPError

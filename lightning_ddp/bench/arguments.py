@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,9 @@ CONTENDERS: Final[Mapping[str, Contender]] = {
 }
 """Name -> how it wraps; a new contender is one line here."""
 
+PICTURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
+"""Formats of pictures."""
+
 SHARED: Final = "shared_memory"
 """An all-reduce in memory that the ranks share."""
 
@@ -83,6 +87,18 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, rounds: int, timeou
     )
     parser.add_argument(
         "--json", type=output_path, metavar="PATH", help="write all samples and the summary to this file"
+    )
+    add_plot_argument(parser)
+
+
+def add_plot_argument(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Declare the option for a picture, also under further names."""
+    parser.add_argument(
+        "--plot",
+        *names,
+        type=picture_path,
+        metavar="PATH",
+        help="draw the figures (PNG, SVG or PDF; needs matplotlib)",
     )
 
 
@@ -161,4 +177,19 @@ def output_path(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {text!r}")
+    return path
+
+
+def picture_path(text: str) -> Path:
+    """Parse a picture to draw, and refuse one that could not be drawn before anything long has run.
+
+    Raises:
+        argparse.ArgumentTypeError: As `output_path`; if the suffix is none of `PICTURE_SUFFIXES`; or if
+            matplotlib is not installed.
+    """
+    path = output_path(text)
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PICTURE_SUFFIXES)}, got {text!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install matplotlib")
     return path

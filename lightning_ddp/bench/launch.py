@@ -17,7 +17,8 @@ from typing import Final
 
 from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.arguments import add_common_arguments
-from lightning_ddp.bench.report import compare, format_table, progress_bar, write_report
+from lightning_ddp.bench.outputs import write_outputs
+from lightning_ddp.bench.report import compare, format_table, progress_bar
 from lightning_ddp.bench.scripts import PACKAGE_ROOT, read_output, started
 
 OURS: Final = "custom_ddp"
@@ -76,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and write the JSON that was asked for.
+    """Measure, print the table, and write the files that were asked for.
 
     Returns:
         The exit status, 0.
@@ -88,15 +89,15 @@ def run(args: argparse.Namespace) -> int:
     comparisons = compare(samples, reference=OURS)
     rows = [(name, figures.median, figures.iqr, figures.ratio) for name, figures in comparisons.items()]
     print(format_table(("strategy", "median s", "IQR s", f"{OURS}/strategy"), rows))
-    if args.json is not None:
-        write_report(
-            args.json,
-            benchmark="launch",
-            unit="s",
-            settings={"rounds": args.rounds, "world_size": args.world_size},
-            samples={_SUBJECT: samples},
-            comparisons={_SUBJECT: comparisons},
-        )
+    write_outputs(
+        args,
+        benchmark="launch",
+        unit="s",
+        settings={"rounds": args.rounds, "world_size": args.world_size},
+        samples={_SUBJECT: samples},
+        comparisons={_SUBJECT: comparisons},
+        title=f"medians with quartiles; the ratio is {OURS} / strategy",
+    )
     return 0
 
 

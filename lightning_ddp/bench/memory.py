@@ -19,7 +19,8 @@ from lightning_ddp.bench.arguments import (
     add_model_arguments,
     positive_int,
 )
-from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar, write_report
+from lightning_ddp.bench.outputs import write_outputs
+from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar
 
 CONTENDERS: Final = (OURS, TORCH_VIEW)
 QUANTITIES: Final = ("peak", "growth")
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and write the JSON that was asked for.
+    """Measure, print the table, and write the files that were asked for.
 
     Returns:
         The exit status, 0.
@@ -49,16 +50,16 @@ def run(args: argparse.Namespace) -> int:
     samples = _measure(args)
     comparisons = {subject: compare(rounds, reference=OURS) for subject, rounds in samples.items()}
     print(format_report(comparisons))
-    if args.json is not None:
-        write_report(
-            args.json,
-            benchmark="memory",
-            unit="MiB",
-            settings={"rounds": args.rounds, "steps": args.steps, "world_size": args.world_size}
-            | {"device": args.device},
-            samples=samples,
-            comparisons=comparisons,
-        )
+    write_outputs(
+        args,
+        benchmark="memory",
+        unit="MiB",
+        settings={"rounds": args.rounds, "steps": args.steps, "world_size": args.world_size}
+        | {"device": args.device},
+        samples=samples,
+        comparisons=comparisons,
+        title=f"medians with quartiles; the ratio is {OURS} / contender",
+    )
     return 0
 
 

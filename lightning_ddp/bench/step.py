@@ -24,7 +24,8 @@ from lightning_ddp.bench.arguments import (
     positive_float,
     positive_int,
 )
-from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar, write_report
+from lightning_ddp.bench.outputs import write_outputs
+from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar
 
 if TYPE_CHECKING:
     from lightning_ddp.bench.workers import StepSettings
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and write the JSON that was asked for.
+    """Measure, print the table, and write the files that were asked for.
 
     Returns:
         The exit status, 0.
@@ -85,17 +86,17 @@ def run(args: argparse.Namespace) -> int:
     comparisons = {subject: compare(rounds, reference=reference) for subject, rounds in samples.items()}
     flags = {name: constructor_flags(name) for name in contenders}
     print(format_report(comparisons, flags))
-    if args.json is not None:
-        write_report(
-            args.json,
-            benchmark="step",
-            unit="ms",
-            settings={"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup}
-            | {"world_size": args.world_size, "device": args.device, "links": args.links, "flags": flags},
-            samples=samples,
-            comparisons=comparisons,
-            extra={"geometric_mean": geometric_means(comparisons)},
-        )
+    write_outputs(
+        args,
+        benchmark="step",
+        unit="ms",
+        settings={"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup}
+        | {"world_size": args.world_size, "device": args.device, "links": args.links, "flags": flags},
+        samples=samples,
+        comparisons=comparisons,
+        extra={"geometric_mean": geometric_means(comparisons)},
+        title=f"medians with quartiles; the ratio is {reference} / contender",
+    )
     return 0
 
 
