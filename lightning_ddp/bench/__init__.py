@@ -9,6 +9,7 @@ all of them, and reports medians of ratios that were paired round by round.
   between them; ``tasks``: what they are trained on; ``traffic``: what each rank does;
 * ``channel``: the command for the control channel; ``switching``: what each rank does;
 * ``timeline``: the command that draws recorded steps; ``recorders``: what each rank does where it has none;
+* ``imports``: the time of ``import lightning_ddp``; ``scripts``: scripts that are timed;
 * ``models``, ``contenders``: what is trained, and what wraps it;
 * ``linked_steps``: the work of ``step`` on two ranks that a shaped link joins;
 * ``arguments``, ``report``: shared options; statistics, tables and JSON; ``outputs``, ``pictures``: the files

@@ -55,13 +55,16 @@ GLOO: Final = "gloo"
 """An all-reduce by gloo."""
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, *, rounds: int, timeout_s: float) -> None:
+def add_common_arguments(
+    parser: argparse.ArgumentParser, *, rounds: int, timeout_s: float, has_many_world_sizes: bool = False
+) -> None:
     """Declare the options that every benchmark has.
 
     Args:
         parser: The benchmark's own parser.
         rounds: Default number of rounds; in a round every contender is measured once.
         timeout_s: Default deadline in seconds.
+        has_many_world_sizes: Whether ``--world-size`` takes several numbers, to be measured in turns.
     """
     parser.add_argument(
         "--rounds",
@@ -74,9 +77,10 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, rounds: int, timeou
         "--world-size",
         "--devices",
         type=positive_int,
-        default=2,
+        nargs="+" if has_many_world_sizes else None,
+        default=[2] if has_many_world_sizes else 2,
         metavar="N",
-        help="number of processes (default: %(default)s)",
+        help="number of processes (default: 2)",
     )
     parser.add_argument(
         "--timeout-s",

@@ -1,5 +1,7 @@
 """Time from starting a training script to its first batch: strategy "custom_ddp" beside Lightning's "ddp".
 
+Beside it stands what ``import lightning_ddp`` adds to the import of Lightning.
+
 Each sample starts a real script, which starts its other ranks itself, on the CPU. Strategies take turns, and
 one run of each that is not counted warms the file cache.
 """
@@ -17,14 +19,16 @@ from typing import Final
 
 from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.arguments import add_common_arguments
+from lightning_ddp.bench.imports import WITH_OURS, added_ms, installed_namespaces, time_imports
 from lightning_ddp.bench.outputs import write_outputs
 from lightning_ddp.bench.report import compare, format_table, progress_bar
-from lightning_ddp.bench.scripts import PACKAGE_ROOT, read_output, started
+from lightning_ddp.bench.scripts import compiled_package, read_output, started
 
 OURS: Final = "custom_ddp"
 STRATEGIES: Final = (OURS, "ddp")
 
-_SUBJECT = "launch"
+PARTS: Final = ("first_batch", "import")
+
 _MARK = re.compile(r"^FIRST_BATCH (\d+\.\d+)$", re.MULTILINE)
 
 SCRIPT: Final = """\
@@ -36,7 +40,7 @@ import torch
 
 strategy, devices, package_root = sys.argv[1:]
 if strategy == "custom_ddp":
-    sys.path.append(package_root)
+    sys.path.insert(0, package_root)
     import lightning_ddp
 
 
@@ -73,7 +77,15 @@ trainer.fit(Probe(), torch.utils.data.DataLoader(torch.randn(64, 32), batch_size
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench launch``; its deadline holds for each script."""
-    add_common_arguments(parser, rounds=10, timeout_s=120.0)
+    add_common_arguments(parser, rounds=10, timeout_s=120.0, has_many_world_sizes=True)
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=f"what is measured, any of {', '.join(PARTS)} (default: all)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,18 +97,35 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a script fails or its deadline passes.
     """
-    samples = _measure(args)
-    comparisons = compare(samples, reference=OURS)
-    rows = [(name, figures.median, figures.iqr, figures.ratio) for name, figures in comparisons.items()]
-    print(format_table(("strategy", "median s", "IQR s", f"{OURS}/strategy"), rows))
+    samples: dict[str, dict[str, list[float]]] = {}
+    added: dict[str, float] = {}
+    if "first_batch" in args.parts:
+        samples |= _measure(args)
+    if "import" in args.parts:
+        imports = _measure_imports(args)
+        added = {subject: added_ms(rounds) for subject, rounds in imports.items()}
+        samples |= imports
+    comparisons = {
+        subject: compare(rounds, reference=WITH_OURS if subject in added else OURS)
+        for subject, rounds in samples.items()
+    }
+    rows = [
+        (subject, name, figures.median, figures.iqr, figures.ratio)
+        for subject, contenders in comparisons.items()
+        for name, figures in contenders.items()
+    ]
+    print(format_table(("start", "contender", "median s", "IQR s", "ours/contender"), rows))
+    for subject, milliseconds in added.items():
+        print(f"{subject}: lightning_ddp adds {milliseconds:.1f} ms (median of the rounds' differences)")
     write_outputs(
         args,
         benchmark="launch",
         unit="s",
-        settings={"rounds": args.rounds, "world_size": args.world_size},
-        samples={_SUBJECT: samples},
-        comparisons={_SUBJECT: comparisons},
-        title=f"medians with quartiles; the ratio is {OURS} / strategy",
+        settings={"rounds": args.rounds, "world_size": args.world_size, "parts": args.parts},
+        samples=samples,
+        comparisons=comparisons,
+        extra={"import_adds_ms": added},
+        title="medians with quartiles; the ratio is ours / contender",
     )
     return 0
 
@@ -135,21 +164,33 @@ def time_first_batch(
     return float(mark.group(1)) - start
 
 
-def _measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    samples: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+def _measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    sizes = tuple(dict.fromkeys(args.world_size))
+    samples = {_subject(size): {name: list[float]() for name in STRATEGIES} for size in sizes}
     with (
         tempfile.TemporaryDirectory() as folder,
-        progress_bar((args.rounds + 1) * len(STRATEGIES), "bench launch") as bar,
+        compiled_package() as package_root,
+        progress_bar((args.rounds + 1) * len(sizes) * len(STRATEGIES), "bench launch") as bar,
     ):
         script = Path(folder, "first_batch.py")
         script.write_text(SCRIPT, encoding="utf-8")
         for round_index in range(args.rounds + 1):
-            for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
-                arguments = [name, str(args.world_size), str(PACKAGE_ROOT)]
-                seconds = time_first_batch(
-                    script, arguments, timeout_s=args.timeout_s, may_fail_later=name != OURS
-                )
-                if round_index > 0:
-                    samples[name].append(seconds)
-                bar.update()
+            for size in sizes:
+                for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
+                    arguments = [name, str(size), str(package_root)]
+                    seconds = time_first_batch(
+                        script, arguments, timeout_s=args.timeout_s, may_fail_later=name != OURS
+                    )
+                    if round_index > 0:
+                        samples[_subject(size)][name].append(seconds)
+                    bar.update()
     return samples
+
+
+def _subject(world_size: int) -> str:
+    return f"first batch, {world_size} devices"
+
+
+def _measure_imports(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    with progress_bar((args.rounds + 1) * len(installed_namespaces()), "imports") as bar:
+        return time_imports(args.rounds, timeout_s=args.timeout_s, advance=bar.update)

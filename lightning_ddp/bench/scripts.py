@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import compileall
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PACKAGE_ROOT", "read_output", "started"]
+__all__ = ["PACKAGE_ROOT", "compiled_package", "read_output", "started"]
 
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
 """Where a script finds this package."""
 
 _TAIL: Final = 4000  # characters of a failed script's output to show
+
+
+@contextmanager
+def compiled_package() -> Iterator[Path]:
+    """A folder with a copy of this package and its bytecode, as an installer leaves it.
+
+    Without it a script would compile a source tree at each start, where Python may write no bytecode.
+    """
+    with tempfile.TemporaryDirectory(prefix="lightning_ddp_") as folder:
+        package = PACKAGE_ROOT / "lightning_ddp"
+        shutil.copytree(package, Path(folder, package.name), ignore=shutil.ignore_patterns("__pycache__"))
+        compileall.compile_dir(folder, quiet=1)
+        yield Path(folder)
 
 
 @contextmanager
