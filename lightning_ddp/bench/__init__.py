@@ -11,6 +11,7 @@ all of them, and reports medians of ratios that were paired round by round.
 * ``timeline``: the command that draws recorded steps; ``recorders``: what each rank does where it has none;
 * ``imports``: the time of ``import lightning_ddp``; ``scripts``: scripts that are timed;
 * ``models``, ``contenders``: what is trained, and what wraps it;
+* ``session``: the ranks of a benchmark, its own processes or those of torchrun;
 * ``linked_steps``: the work of ``step`` on two ranks that a shaped link joins;
 * ``arguments``, ``report``: shared options; statistics, tables and JSON; ``outputs``, ``pictures``: the files
   that were asked for.

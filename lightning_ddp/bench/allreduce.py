@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_ddp.bench.arguments import GLOO, SHARED, add_common_arguments, positive_int
 from lightning_ddp.bench.outputs import write_outputs
 from lightning_ddp.bench.pictures import draw_lines
-from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar
+from lightning_ddp.bench.report import Comparison, compare, format_table
+
+if TYPE_CHECKING:
+    from lightning_ddp.bench.session import Session
 
 CONTENDERS: Final = (SHARED, GLOO)
 SIZES_KIB: Final = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -24,7 +27,7 @@ RankSeconds = Mapping[str, Mapping[str, Sequence[float]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench allreduce``."""
-    add_common_arguments(parser, rounds=30, timeout_s=900.0)
+    add_common_arguments(parser, rounds=30, timeout_s=900.0, world_size=None)
     parser.add_argument(
         "--sizes-kib",
         nargs="+",
@@ -44,14 +47,19 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a rank fails, the deadline passes, or shared memory cannot be used here.
     """
-    samples = reduce_ranks(_measure(args))
+    from lightning_ddp.bench.session import open_session
+
+    with open_session(args) as session:
+        samples = reduce_ranks(_measure(args, session))
+    if not session.is_first:
+        return 0
     comparisons = {size: compare(rounds, reference=SHARED) for size, rounds in samples.items()}
     print(format_report(comparisons))
     write_outputs(
         args,
         benchmark="allreduce",
         unit="ms",
-        settings={"rounds": args.rounds, "world_size": args.world_size},
+        settings={"rounds": args.rounds, "world_size": session.world_size},
         samples=samples,
         comparisons=comparisons,
         title=f"medians with quartiles; the ratio is {SHARED} / {GLOO}",
@@ -83,17 +91,10 @@ def format_report(comparisons: Mapping[str, Mapping[str, Comparison]]) -> str:
     return format_table(("size", "contender", "median ms", "IQR ms", f"times of {SHARED}"), rows)
 
 
-def _measure(args: argparse.Namespace) -> list[RankSeconds]:
-    from lightning_ddp.bench.processes import run_ranks
+def _measure(args: argparse.Namespace, session: Session) -> list[RankSeconds]:
     from lightning_ddp.bench.workers import AllReduceSettings, time_all_reduces
 
     sizes = tuple(dict.fromkeys(args.sizes_kib))
-    with progress_bar(len(sizes) * args.rounds, "bench allreduce") as bar:
-        return run_ranks(
-            time_all_reduces,
-            AllReduceSettings(sizes_kib=sizes, num_rounds=args.rounds),
-            world_size=args.world_size,
-            device="cpu",
-            timeout_s=args.timeout_s,
-            on_progress=bar.update,
-        )
+    settings = AllReduceSettings(sizes_kib=sizes, num_rounds=args.rounds)
+    with session.progress_bar(len(sizes) * args.rounds, "bench allreduce") as bar:
+        return session.run(time_all_reduces, settings, bar.update)

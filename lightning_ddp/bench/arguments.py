@@ -56,7 +56,7 @@ GLOO: Final = "gloo"
 
 
 def add_common_arguments(
-    parser: argparse.ArgumentParser, *, rounds: int, timeout_s: float, has_many_world_sizes: bool = False
+    parser: argparse.ArgumentParser, *, rounds: int, timeout_s: float, world_size: object = 2
 ) -> None:
     """Declare the options that every benchmark has.
 
@@ -64,7 +64,8 @@ def add_common_arguments(
         parser: The benchmark's own parser.
         rounds: Default number of rounds; in a round every contender is measured once.
         timeout_s: Default deadline in seconds.
-        has_many_world_sizes: Whether ``--world-size`` takes several numbers, to be measured in turns.
+        world_size: Default number of processes: a list, if several numbers can be given, to be measured in
+            turns; None where ranks that torchrun has started are joined.
     """
     parser.add_argument(
         "--rounds",
@@ -77,10 +78,10 @@ def add_common_arguments(
         "--world-size",
         "--devices",
         type=positive_int,
-        nargs="+" if has_many_world_sizes else None,
-        default=[2] if has_many_world_sizes else 2,
+        nargs="+" if isinstance(world_size, list) else None,
+        default=world_size,
         metavar="N",
-        help="number of processes (default: 2)",
+        help="number of processes (default: 2" + (")" if world_size else ", or those of torchrun)"),
     )
     parser.add_argument(
         "--timeout-s",

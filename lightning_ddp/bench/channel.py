@@ -42,9 +42,11 @@ def run(args: argparse.Namespace) -> int:
         BenchmarkError: If a rank fails or the deadline passes.
     """
     from lightning_ddp.bench.processes import run_ranks
+    from lightning_ddp.bench.session import refuse_launched
     from lightning_ddp.bench.step import reduce_ranks
     from lightning_ddp.bench.switching import Switches, SwitchSettings, time_switched
 
+    refuse_launched("channel")
     models = tuple(dict.fromkeys(args.models))
     contenders = (
         Switches(name=_REFERENCE, channel=False),

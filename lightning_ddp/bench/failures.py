@@ -116,6 +116,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a script never reaches its fault.
     """
+    from lightning_ddp.bench.session import refuse_launched
+
+    refuse_launched("failures")
     samples = _measure(args)
     rows = [_row(*cell, found, args.world_size - 1) for cell, found in sorted(samples.items())]
     headers = (

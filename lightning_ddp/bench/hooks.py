@@ -103,6 +103,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a rank fails, the deadline passes, or links cannot be shaped.
     """
+    from lightning_ddp.bench.session import refuse_launched
+
+    refuse_launched("hooks")
     if not args.links and not args.tasks:
         raise BenchmarkError("nothing is left to measure: give --links or --tasks")
     links = {mbit: _time_link(args, mbit) for mbit in args.links}

@@ -77,7 +77,7 @@ trainer.fit(Probe(), torch.utils.data.DataLoader(torch.randn(64, 32), batch_size
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench launch``; its deadline holds for each script."""
-    add_common_arguments(parser, rounds=10, timeout_s=120.0, has_many_world_sizes=True)
+    add_common_arguments(parser, rounds=10, timeout_s=120.0, world_size=[2])
     parser.add_argument(
         "--parts",
         nargs="+",
@@ -97,6 +97,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a script fails or its deadline passes.
     """
+    from lightning_ddp.bench.session import refuse_launched
+
+    refuse_launched("launch")
     samples: dict[str, dict[str, list[float]]] = {}
     added: dict[str, float] = {}
     if "first_batch" in args.parts:

@@ -28,6 +28,7 @@ from lightning_ddp.bench.outputs import write_outputs
 from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar
 
 if TYPE_CHECKING:
+    from lightning_ddp.bench.session import Session
     from lightning_ddp.bench.workers import StepSettings
 
 DEFAULT_CONTENDERS: Final = (OURS, TORCH_DEFAULT, TORCH_FLAGS)
@@ -43,7 +44,7 @@ Comparisons = Mapping[str, Mapping[str, Comparison]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench step``."""
-    add_common_arguments(parser, rounds=30, timeout_s=1800.0)
+    add_common_arguments(parser, rounds=30, timeout_s=1800.0, world_size=None)
     add_model_arguments(parser)
     add_contender_argument(parser, DEFAULT_CONTENDERS)
     parser.add_argument(
@@ -79,10 +80,14 @@ def run(args: argparse.Namespace) -> int:
         BenchmarkError: If a rank fails, the deadline passes, or links are asked for that cannot be made.
     """
     from lightning_ddp.bench.contenders import constructor_flags
+    from lightning_ddp.bench.session import open_session
 
     contenders = tuple(dict.fromkeys(args.contenders))
     reference = reference_of(contenders)
-    samples = _measure(args, contenders)
+    with open_session(args) as session:
+        samples = _measure(args, contenders, session)
+    if not session.is_first:
+        return 0
     comparisons = {subject: compare(rounds, reference=reference) for subject, rounds in samples.items()}
     flags = {name: constructor_flags(name) for name in contenders}
     print(format_report(comparisons, flags))
@@ -91,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         benchmark="step",
         unit="ms",
         settings={"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup}
-        | {"world_size": args.world_size, "device": args.device, "links": args.links, "flags": flags},
+        | {"world_size": session.world_size, "device": args.device, "links": args.links, "flags": flags},
         samples=samples,
         comparisons=comparisons,
         extra={"geometric_mean": geometric_means(comparisons)},
@@ -165,8 +170,9 @@ def format_report(comparisons: Comparisons, flags: Mapping[str, Mapping[str, obj
     return "\n".join(lines)
 
 
-def _measure(args: argparse.Namespace, contenders: tuple[str, ...]) -> dict[str, dict[str, list[float]]]:
-    from lightning_ddp.bench.processes import run_ranks
+def _measure(
+    args: argparse.Namespace, contenders: tuple[str, ...], session: Session
+) -> dict[str, dict[str, list[float]]]:
     from lightning_ddp.bench.workers import StepSettings, time_steps
 
     models = tuple(dict.fromkeys(args.models))
@@ -178,25 +184,16 @@ def _measure(args: argparse.Namespace, contenders: tuple[str, ...]) -> dict[str,
         num_warmup_steps=args.warmup,
     )
     if args.links is not None:
+        if session.world_size != 2 or session.device != "cpu" or session.launch is not None:
+            raise BenchmarkError("--links joins two ranks on the CPU that it starts itself")
         return _measure_links(args, settings)
-    with progress_bar(len(models) * args.rounds, "bench step") as bar:
-        return reduce_ranks(
-            run_ranks(
-                time_steps,
-                settings,
-                world_size=args.world_size,
-                device=args.device,
-                timeout_s=args.timeout_s,
-                on_progress=bar.update,
-            )
-        )
+    with session.progress_bar(len(models) * args.rounds, "bench step") as bar:
+        return reduce_ranks(session.run(time_steps, settings, bar.update))
 
 
 def _measure_links(args: argparse.Namespace, settings: StepSettings) -> dict[str, dict[str, list[float]]]:
     from lightning_ddp.bench.linked_steps import time_linked_steps
 
-    if args.world_size != 2 or args.device != "cpu":
-        raise BenchmarkError("--links joins two ranks on the CPU: leave out --world-size and --device")
     samples: dict[str, dict[str, list[float]]] = {}
     links = tuple(dict.fromkeys(args.links))
     with progress_bar(len(links) * len(settings.models) * args.rounds, "bench step") as bar:
