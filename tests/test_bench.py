@@ -270,7 +270,7 @@ def test_time_to_first_batch_is_counted_from_the_start_of_the_script(tmp_path: P
     ("source", "message"),
     [
         ("import sys; print('the reason'); sys.exit(3)", "(?s)ended with status 3.*the reason"),
-        ("print('the reason')", "(?s)reached no training batch.*the reason"),
+        ("print('the reason')", "(?s)did not reach its first batch.*the reason"),
     ],
 )
 def test_script_without_a_first_batch_is_an_error_with_its_output(

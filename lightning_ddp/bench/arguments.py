@@ -24,6 +24,9 @@ TORCH_VIEW: Final = "torch_ddp_view"
 TORCH_FLAGS: Final = "torch_ddp_flags"
 """torch's DistributedDataParallel with every flag on that makes a static model's step faster."""
 
+BARE: Final = "bare"
+"""The module itself, on one rank."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
@@ -31,8 +34,15 @@ class Contender:
 
     is_ours: bool = False
     """Whether `lightning_ddp.BucketedDDP` wraps it; otherwise torch's DistributedDataParallel."""
+    is_bare: bool = False
+    """Whether nothing wraps it, for the overhead of a wrapper on one rank."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the wrapper besides the module and its device."""
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether torch's DistributedDataParallel wraps it."""
+        return not (self.is_ours or self.is_bare)
 
 
 CONTENDERS: Final[Mapping[str, Contender]] = {
@@ -42,6 +52,7 @@ CONTENDERS: Final[Mapping[str, Contender]] = {
     TORCH_FLAGS: Contender(
         flags={"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True}
     ),
+    BARE: Contender(is_bare=True),
 }
 """Name -> how it wraps; a new contender is one line here."""
 

@@ -23,7 +23,7 @@ def constructor_flags(contender: str) -> dict[str, Any]:
         KeyError: If there is no contender of that name.
     """
     chosen = CONTENDERS[contender]
-    if chosen.is_ours:
+    if not chosen.is_torch:
         return dict(chosen.flags)
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {name: value for name, value in chosen.flags.items() if name in known}
@@ -42,6 +42,8 @@ def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         KeyError: If there is no contender of that name.
     """
+    if CONTENDERS[contender].is_bare:
+        return module
     wrapper = BucketedDDP if CONTENDERS[contender].is_ours else DistributedDataParallel
     device_ids = [device.index] if device.type == "cuda" else None
     return wrapper(module, device_ids=device_ids, **constructor_flags(contender))

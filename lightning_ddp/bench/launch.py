@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Final
 
-from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.arguments import add_common_arguments
 from lightning_ddp.bench.imports import WITH_OURS, added_ms, installed_namespaces, time_imports
 from lightning_ddp.bench.outputs import write_outputs
 from lightning_ddp.bench.report import compare, format_table, progress_bar
-from lightning_ddp.bench.scripts import compiled_package, read_output, started
+from lightning_ddp.bench.scripts import compiled_package, run_to_mark
 
 OURS: Final = "custom_ddp"
 STRATEGIES: Final = (OURS, "ddp")
@@ -148,23 +144,15 @@ def time_first_batch(
     Raises:
         BenchmarkError: If the script fails, is not done in time or never prints the line. No process is left.
     """
-    label = " ".join([script.name, *arguments])
-    output = script.with_suffix(".log")
-    start = time.time()
-    with started(script, arguments, output) as process:
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            tail = read_output(output, tail=True)
-            raise BenchmarkError(f"{label} was still running after {timeout_s:g} s:\n{tail}") from error
-    mark = _MARK.search(read_output(output))
-    if status != 0 and may_fail_later and mark is not None:
-        print(f"note: {label} ended with status {status}, after its first batch", file=sys.stderr)
-    elif status != 0:
-        raise BenchmarkError(f"{label} ended with status {status}:\n{read_output(output, tail=True)}")
-    if mark is None:
-        raise BenchmarkError(f"{label} reached no training batch:\n{read_output(output, tail=True)}")
-    return float(mark.group(1)) - start
+    start, found = run_to_mark(
+        script,
+        arguments,
+        _MARK,
+        what="its first batch",
+        timeout_s=timeout_s,
+        may_fail_later=may_fail_later,
+    )
+    return float(found) - start
 
 
 def _measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.arguments import (
+    BARE,
     CONTENDERS,
     OURS,
     TORCH_DEFAULT,
@@ -26,6 +27,7 @@ from lightning_ddp.bench.arguments import (
 )
 from lightning_ddp.bench.outputs import write_outputs
 from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar
+from lightning_ddp.bench.trainer_steps import STRATEGIES, TRAINER_OURS, time_trainer_steps
 
 if TYPE_CHECKING:
     from lightning_ddp.bench.session import Session
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 DEFAULT_CONTENDERS: Final = (OURS, TORCH_DEFAULT, TORCH_FLAGS)
 FASTEST_TORCH: Final = "fastest_torch"
 """Label of the ratio against whichever of torch's sets of flags has the lowest median on a model."""
+
+_NUM_TRAINER_STEPS: Final = 8  # times --steps: a script's start is long, so that it is used for more of them
 
 RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
 """One rank's times: model -> contender -> round -> seconds of each timed step."""
@@ -53,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         metavar="MBIT",
         help="between two network namespaces, on links of these speeds in Mbit/s (Linux, as root)",
+    )
+    parser.add_argument(
+        "--trainer",
+        type=positive_int,
+        metavar="N",
+        help="also N whole runs of a Trainer with each of the strategies custom_ddp and ddp, in turns",
     )
     parser.add_argument(
         "--steps",
@@ -80,27 +90,39 @@ def run(args: argparse.Namespace) -> int:
         BenchmarkError: If a rank fails, the deadline passes, or links are asked for that cannot be made.
     """
     from lightning_ddp.bench.contenders import constructor_flags
-    from lightning_ddp.bench.session import open_session
+    from lightning_ddp.bench.session import open_session, refuse_launched
 
     contenders = tuple(dict.fromkeys(args.contenders))
     reference = reference_of(contenders)
+    if args.trainer is not None:
+        refuse_launched("step --trainer")
+        if args.links is not None:
+            raise BenchmarkError("--trainer starts its scripts on this host: leave out --links")
     with open_session(args) as session:
+        if BARE in contenders and session.world_size > 1:
+            raise BenchmarkError(f"{BARE} averages nothing: measure it with --world-size 1")
         samples = _measure(args, contenders, session)
+        trained = _measure_trainer(args, session) if args.trainer is not None else {}
     if not session.is_first:
         return 0
     comparisons = {subject: compare(rounds, reference=reference) for subject, rounds in samples.items()}
+    in_trainer = {subject: compare(rounds, reference=TRAINER_OURS) for subject, rounds in trained.items()}
     flags = {name: constructor_flags(name) for name in contenders}
     print(format_report(comparisons, flags))
+    means = geometric_means(comparisons)
+    if in_trainer:
+        print("\n" + format_trainer(in_trainer))
+        means["Trainer ddp"] = trainer_mean(in_trainer)
     write_outputs(
         args,
         benchmark="step",
         unit="ms",
-        settings={"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup}
+        settings={"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup, "trainer": args.trainer}
         | {"world_size": session.world_size, "device": args.device, "links": args.links, "flags": flags},
-        samples=samples,
-        comparisons=comparisons,
-        extra={"geometric_mean": geometric_means(comparisons)},
-        title=f"medians with quartiles; the ratio is {reference} / contender",
+        samples=samples | trained,
+        comparisons=comparisons | in_trainer,
+        extra={"geometric_mean": means},
+        title="medians with quartiles; the ratio is ours / contender",
     )
     return 0
 
@@ -144,7 +166,7 @@ def geometric_means(comparisons: Comparisons) -> dict[str, float]:
         for name in names
         if name != reference
     }
-    rivals = [name for name in means if not CONTENDERS[name].is_ours]
+    rivals = [name for name in means if CONTENDERS[name].is_torch]
     if len(rivals) > 1:
         means[FASTEST_TORCH] = statistics.geometric_mean(
             min((contenders[name] for name in rivals), key=lambda figures: figures.median).ratio
@@ -168,6 +190,22 @@ def format_report(comparisons: Comparisons, flags: Mapping[str, Mapping[str, obj
         described = ", ".join(f"{flag}={value}" for flag, value in values.items()) or "defaults"
         lines.append(f"{name}: {described}")
     return "\n".join(lines)
+
+
+def trainer_mean(comparisons: Comparisons) -> float:
+    """Return the geometric mean over the models of custom_ddp / ddp inside a Trainer."""
+    return statistics.geometric_mean(contenders["ddp"].ratio for contenders in comparisons.values())
+
+
+def format_trainer(comparisons: Comparisons) -> str:
+    """Lay out the table of the strategies, with the geometric mean under it."""
+    rows = [
+        (subject, name, comparison.median, comparison.iqr, comparison.ratio)
+        for subject, contenders in comparisons.items()
+        for name, comparison in contenders.items()
+    ]
+    table = format_table(("model", "strategy", "median ms", "IQR ms", f"{TRAINER_OURS}/strategy"), rows)
+    return f"{table}\n\ngeometric mean of {TRAINER_OURS}/ddp: {trainer_mean(comparisons):.3f}"
 
 
 def _measure(
@@ -204,3 +242,18 @@ def _measure_links(args: argparse.Namespace, settings: StepSettings) -> dict[str
             for model, rounds in reduce_ranks(per_rank).items():
                 samples[f"{model}, {mbit:g} Mbit/s"] = rounds
     return samples
+
+
+def _measure_trainer(args: argparse.Namespace, session: Session) -> dict[str, dict[str, list[float]]]:
+    models = tuple(dict.fromkeys(args.models))
+    with session.progress_bar(args.trainer * len(models) * len(STRATEGIES), "bench step --trainer") as bar:
+        return time_trainer_steps(
+            models,
+            num_rounds=args.trainer,
+            num_warmup_steps=args.warmup,
+            num_steps=_NUM_TRAINER_STEPS * args.steps,
+            world_size=session.world_size,
+            device=session.device,
+            timeout_s=args.timeout_s,
+            advance=bar.update,
+        )
