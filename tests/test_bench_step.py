@@ -43,7 +43,7 @@ def test_links_join_two_ranks_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--links", "100", "--trainer", "1"], "leave out --links"),
+        (["--links", "100", "--trainer", "1"], "without --links, not by torchrun"),
         (["--contenders", "ours", "bare"], "bare averages nothing: measure it with --world-size 1"),
     ],
 )

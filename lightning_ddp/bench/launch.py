@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from lightning_ddp.bench.arguments import add_common_arguments
 from lightning_ddp.bench.imports import WITH_OURS, added_ms, installed_namespaces, time_imports
 from lightning_ddp.bench.outputs import write_outputs
-from lightning_ddp.bench.report import compare, format_table, progress_bar
+from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar
 from lightning_ddp.bench.scripts import compiled_package, run_to_mark
 
 OURS: Final = "custom_ddp"
@@ -108,14 +109,7 @@ def run(args: argparse.Namespace) -> int:
         subject: compare(rounds, reference=WITH_OURS if subject in added else OURS)
         for subject, rounds in samples.items()
     }
-    rows = [
-        (subject, name, figures.median, figures.iqr, figures.ratio)
-        for subject, contenders in comparisons.items()
-        for name, figures in contenders.items()
-    ]
-    print(format_table(("start", "contender", "median s", "IQR s", "ours/contender"), rows))
-    for subject, milliseconds in added.items():
-        print(f"{subject}: lightning_ddp adds {milliseconds:.1f} ms (median of the rounds' differences)")
+    print(format_report(comparisons, added))
     write_outputs(
         args,
         benchmark="launch",
@@ -127,6 +121,21 @@ def run(args: argparse.Namespace) -> int:
         title="medians with quartiles; the ratio is ours / contender",
     )
     return 0
+
+
+def format_report(comparisons: Mapping[str, Mapping[str, Comparison]], added_ms: Mapping[str, float]) -> str:
+    """Lay out one row per start and contender, and what the import adds under them."""
+    rows = [
+        (subject, name, figures.median, figures.iqr, figures.ratio)
+        for subject, contenders in comparisons.items()
+        for name, figures in contenders.items()
+    ]
+    lines = [format_table(("start", "contender", "median s", "IQR s", "ours/contender"), rows)]
+    for subject, milliseconds in added_ms.items():
+        lines.append(
+            f"{subject}: lightning_ddp adds {milliseconds:.1f} ms (median of the rounds' differences)"
+        )
+    return "\n".join(lines)
 
 
 def time_first_batch(

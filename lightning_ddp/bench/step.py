@@ -90,17 +90,12 @@ def run(args: argparse.Namespace) -> int:
         BenchmarkError: If a rank fails, the deadline passes, or links are asked for that cannot be made.
     """
     from lightning_ddp.bench.contenders import constructor_flags
-    from lightning_ddp.bench.session import open_session, refuse_launched
+    from lightning_ddp.bench.session import open_session
 
     contenders = tuple(dict.fromkeys(args.contenders))
     reference = reference_of(contenders)
-    if args.trainer is not None:
-        refuse_launched("step --trainer")
-        if args.links is not None:
-            raise BenchmarkError("--trainer starts its scripts on this host: leave out --links")
     with open_session(args) as session:
-        if BARE in contenders and session.world_size > 1:
-            raise BenchmarkError(f"{BARE} averages nothing: measure it with --world-size 1")
+        _check(args, contenders, session)
         samples = _measure(args, contenders, session)
         trained = _measure_trainer(args, session) if args.trainer is not None else {}
     if not session.is_first:
@@ -125,6 +120,19 @@ def run(args: argparse.Namespace) -> int:
         title="medians with quartiles; the ratio is ours / contender",
     )
     return 0
+
+
+def _check(args: argparse.Namespace, contenders: Sequence[str], session: Session) -> None:
+    """Raise if what was asked for does not go together."""
+    is_launched = session.launch is not None
+    if BARE in contenders and session.world_size > 1:
+        raise BenchmarkError(f"{BARE} averages nothing: measure it with --world-size 1")
+    if args.links is not None and (session.world_size != 2 or session.device != "cpu" or is_launched):
+        raise BenchmarkError("--links joins two ranks on the CPU that it starts itself")
+    if args.trainer is not None and (args.links is not None or is_launched):
+        raise BenchmarkError(
+            "--trainer starts its own scripts on this host: without --links, not by torchrun"
+        )
 
 
 def reference_of(contenders: Sequence[str]) -> str:
@@ -222,8 +230,6 @@ def _measure(
         num_warmup_steps=args.warmup,
     )
     if args.links is not None:
-        if session.world_size != 2 or session.device != "cpu" or session.launch is not None:
-            raise BenchmarkError("--links joins two ranks on the CPU that it starts itself")
         return _measure_links(args, settings)
     with session.progress_bar(len(models) * args.rounds, "bench step") as bar:
         return reduce_ranks(session.run(time_steps, settings, bar.update))

@@ -132,20 +132,25 @@ def time_trainer_steps(
         for round_index in range(num_rounds):
             for model in models:
                 for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
-                    arguments = [name, world_size, device, model, num_warmup_steps + num_steps, package_root]
-                    _, found = run_to_mark(
-                        script,
-                        [str(argument) for argument in arguments],
-                        _MARK,
-                        what="the end of its steps",
-                        timeout_s=timeout_s,
-                        may_fail_later=name != TRAINER_OURS,
-                    )
-                    seconds = json.loads(found)[num_warmup_steps:]
-                    if len(seconds) != num_steps:
-                        raise BenchmarkError(
-                            f"{name} trained {len(seconds)} steps after the warm-up, {num_steps} expected"
-                        )
-                    samples[f"{model}, Trainer"][name].append(1e3 * statistics.median(seconds))
+                    arguments = (name, world_size, device, model, num_warmup_steps + num_steps, package_root)
+                    seconds = _train(script, [str(argument) for argument in arguments], timeout_s)
+                    if len(seconds) != num_warmup_steps + num_steps:
+                        raise BenchmarkError(f"{name} trained {len(seconds)} steps, not as many as asked for")
+                    milliseconds = 1e3 * statistics.median(seconds[num_warmup_steps:])
+                    samples[f"{model}, Trainer"][name].append(milliseconds)
                     advance()
     return samples
+
+
+def _train(script: Path, arguments: list[str], timeout_s: float) -> list[float]:
+    """The seconds of each step of a script."""
+    _, found = run_to_mark(
+        script,
+        arguments,
+        _MARK,
+        what="the end of its steps",
+        timeout_s=timeout_s,
+        may_fail_later=arguments[0] != TRAINER_OURS,
+    )
+    seconds: list[float] = json.loads(found)
+    return seconds
