@@ -248,10 +248,10 @@ def test_weights_that_drifted_apart_in_many_steps_are_no_difference() -> None:
 
 
 def test_order_of_contenders_changes_between_rounds_and_not_between_ranks() -> None:
-    orders = [tuple(shuffled(step.CONTENDERS, seed=seed)) for seed in range(30)]
-    assert orders == [tuple(shuffled(step.CONTENDERS, seed=seed)) for seed in range(30)]
+    orders = [tuple(shuffled(step.DEFAULT_CONTENDERS, seed=seed)) for seed in range(30)]
+    assert orders == [tuple(shuffled(step.DEFAULT_CONTENDERS, seed=seed)) for seed in range(30)]
     assert len(set(orders)) == 6
-    assert all(sorted(order) == sorted(step.CONTENDERS) for order in orders)
+    assert all(sorted(order) == sorted(step.DEFAULT_CONTENDERS) for order in orders)
 
 
 # Processes
@@ -287,7 +287,7 @@ def test_time_to_first_batch_is_counted_from_the_start_of_the_script(tmp_path: P
     ("source", "message"),
     [
         ("import sys; print('the reason'); sys.exit(3)", "(?s)ended with status 3.*the reason"),
-        ("print('the reason')", "(?s)reached no training batch.*the reason"),
+        ("print('the reason')", "(?s)did not reach its first batch.*the reason"),
     ],
 )
 def test_script_without_a_first_batch_is_an_error_with_its_output(
@@ -330,7 +330,7 @@ def test_bench_step_prints_and_writes_every_model_and_contender(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    pairs = [[model, contender] for model in models for contender in step.CONTENDERS]
+    pairs = [[model, contender] for model in models for contender in step.DEFAULT_CONTENDERS]
     assert [row[:2] for row in rows[2 : 2 + len(pairs)]] == pairs
     for row in rows[2 : 2 + len(pairs)]:
         assert all(math.isfinite(float(value)) for value in row[2:])
@@ -372,13 +372,15 @@ def test_bench_channel_prints_and_writes_every_way_to_run(tmp_path: Path, capsys
 
 def test_bench_allreduce_prints_and_writes_every_size_and_transport(tmp_path: Path, capsys) -> None:
     path = tmp_path / "allreduce.json"
-    assert main(["bench", "allreduce", "--rounds", "2", "--sizes-kib", "4", "64", "--json", str(path)]) == 0
+    options = ["--json", str(path), "--plot", str(tmp_path / "allreduce.svg")]
+    assert main(["bench", "allreduce", "--rounds", "2", "--sizes-kib", "4", "64", *options]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     pairs = [[size, name] for size in ("4", "64") for name in (SHARED, GLOO)]
-    assert [[row[0], row[2]] for row in rows[2:]] == pairs
+    assert [[row[0], row[2]] for row in rows[2:6]] == pairs
     document = json.loads(path.read_text())
     for size, name in pairs:
         samples = document["samples"][size][name]
         assert len(samples) == 2
         assert all(math.isfinite(value) and value > 0 for value in samples)
     assert rows[2][-1] == rows[4][-1] == "1.000"
+    assert f"<!-- {GLOO} -->" in (tmp_path / "allreduce.svg").read_text()

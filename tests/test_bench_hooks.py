@@ -71,7 +71,7 @@ def test_learning_is_compared_and_written(tmp_path, capsys, monkeypatch):
     command = ["bench", "hooks", "--links", "--tasks", "digits", "--hooks", "allreduce", "bf16", "diloco_h20"]
     assert main([*command, "--seeds", "1", "--json", str(path)]) == 0
     document = json.loads(path.read_text())
-    learned = document["learned"]["digits"]
+    learned = document["summary"]["learned"]["digits"]
     assert learned["allreduce"][0]["part"] == pytest.approx(1.0)
     assert learned["bf16"][0]["part"] == pytest.approx(0.5, abs=0.01)
     # 15 of 60 steps before the local phase, two rounds in 45 steps, and one agreement at the end

@@ -9,8 +9,13 @@ all of them, and reports medians of ratios that were paired round by round.
   between them; ``tasks``: what they are trained on; ``traffic``: what each rank does;
 * ``channel``: the command for the control channel; ``switching``: what each rank does;
 * ``timeline``: the command that draws recorded steps; ``recorders``: what each rank does where it has none;
+* ``imports``: the time of ``import lightning_ddp``; ``scripts``: scripts that are timed;
+* ``trainer_steps``: steps inside a Trainer;
 * ``models``, ``contenders``: what is trained, and what wraps it;
-* ``arguments``, ``report``: shared options; statistics, tables and JSON.
+* ``session``: the ranks of a benchmark, its own processes or those of torchrun;
+* ``linked_steps``: the work of ``step`` on two ranks that a shaped link joins;
+* ``arguments``, ``report``: shared options; statistics, tables and JSON; ``outputs``, ``pictures``: the files
+  that were asked for.
 """
 
 from lightning_ddp.errors import LightningDDPError

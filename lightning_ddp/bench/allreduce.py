@@ -7,13 +7,16 @@ on tensors that lie where each of them finds its own; ratios are paired by round
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from lightning_ddp.bench.arguments import GLOO, SHARED, add_common_arguments, output_path, positive_int
-from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar, write_report
+from lightning_ddp.bench.arguments import GLOO, SHARED, add_common_arguments, positive_int
+from lightning_ddp.bench.outputs import write_outputs
+from lightning_ddp.bench.pictures import draw_lines
+from lightning_ddp.bench.report import Comparison, compare, format_table
+
+if TYPE_CHECKING:
+    from lightning_ddp.bench.session import Session
 
 CONTENDERS: Final = (SHARED, GLOO)
 SIZES_KIB: Final = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -24,7 +27,7 @@ RankSeconds = Mapping[str, Mapping[str, Sequence[float]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench allreduce``."""
-    add_common_arguments(parser, rounds=30, timeout_s=900.0)
+    add_common_arguments(parser, rounds=30, timeout_s=900.0, world_size=None)
     parser.add_argument(
         "--sizes-kib",
         nargs="+",
@@ -33,11 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sizes of the tensor in KiB (default: %(default)s)",
     )
-    parser.add_argument("--plot", type=output_path, metavar="PATH", help="draw the times (PNG or SVG)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, and write the JSON and the picture that were asked for.
+    """Measure, print the table, and write the files that were asked for.
 
     Returns:
         The exit status, 0.
@@ -45,20 +47,24 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a rank fails, the deadline passes, or shared memory cannot be used here.
     """
-    samples = reduce_ranks(_measure(args))
+    from lightning_ddp.bench.session import open_session
+
+    with open_session(args) as session:
+        samples = reduce_ranks(_measure(args, session))
+    if not session.is_first:
+        return 0
     comparisons = {size: compare(rounds, reference=SHARED) for size, rounds in samples.items()}
     print(format_report(comparisons))
-    if args.json is not None:
-        write_report(
-            args.json,
-            benchmark="allreduce",
-            unit="ms",
-            settings={"rounds": args.rounds, "world_size": args.world_size},
-            samples=samples,
-            comparisons=comparisons,
-        )
-    if args.plot is not None:
-        draw(comparisons, args.plot)
+    write_outputs(
+        args,
+        benchmark="allreduce",
+        unit="ms",
+        settings={"rounds": args.rounds, "world_size": session.world_size},
+        samples=samples,
+        comparisons=comparisons,
+        title=f"medians with quartiles; the ratio is {SHARED} / {GLOO}",
+        draw=draw_lines,
+    )
     return 0
 
 
@@ -85,37 +91,10 @@ def format_report(comparisons: Mapping[str, Mapping[str, Comparison]]) -> str:
     return format_table(("size", "contender", "median ms", "IQR ms", f"times of {SHARED}"), rows)
 
 
-def draw(comparisons: Mapping[str, Mapping[str, Comparison]], path: Path) -> None:
-    """Draw the median times against the size, both on logarithmic axes."""
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
-
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    sizes = [int(size) for size in comparisons]
-    for name in CONTENDERS:
-        rows = [contenders[name] for contenders in comparisons.values()]
-        axes.errorbar(
-            sizes, [row.median for row in rows], yerr=[row.iqr / 2 for row in rows], marker="o", label=name
-        )
-    axes.set(xscale="log", yscale="log", xlabel="size (KiB)", ylabel="all-reduce (ms)")
-    faster = statistics.geometric_mean(1 / contenders[GLOO].ratio for contenders in comparisons.values())
-    axes.set_title(f"shared memory is {faster:.1f} times as fast as gloo (geometric mean)")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-def _measure(args: argparse.Namespace) -> list[RankSeconds]:
-    from lightning_ddp.bench.processes import run_ranks
+def _measure(args: argparse.Namespace, session: Session) -> list[RankSeconds]:
     from lightning_ddp.bench.workers import AllReduceSettings, time_all_reduces
 
     sizes = tuple(dict.fromkeys(args.sizes_kib))
-    with progress_bar(len(sizes) * args.rounds, "bench allreduce") as bar:
-        return run_ranks(
-            time_all_reduces,
-            AllReduceSettings(sizes_kib=sizes, num_rounds=args.rounds),
-            world_size=args.world_size,
-            device="cpu",
-            timeout_s=args.timeout_s,
-            on_progress=bar.update,
-        )
+    settings = AllReduceSettings(sizes_kib=sizes, num_rounds=args.rounds)
+    with session.progress_bar(len(sizes) * args.rounds, "bench allreduce") as bar:
+        return session.run(time_all_reduces, settings, bar.update)

@@ -13,7 +13,8 @@ import argparse
 from typing import Final
 
 from lightning_ddp.bench.arguments import add_common_arguments, add_model_arguments, positive_int
-from lightning_ddp.bench.report import compare, format_table, progress_bar, write_report
+from lightning_ddp.bench.outputs import write_outputs
+from lightning_ddp.bench.report import compare, format_table, progress_bar
 
 _REFERENCE: Final = "off"
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and write the JSON that was asked for.
+    """Measure, print the table, and write the files that were asked for.
 
     Returns:
         The exit status, 0.
@@ -41,9 +42,11 @@ def run(args: argparse.Namespace) -> int:
         BenchmarkError: If a rank fails or the deadline passes.
     """
     from lightning_ddp.bench.processes import run_ranks
+    from lightning_ddp.bench.session import refuse_launched
     from lightning_ddp.bench.step import reduce_ranks
     from lightning_ddp.bench.switching import Switches, SwitchSettings, time_switched
 
+    refuse_launched("channel")
     models = tuple(dict.fromkeys(args.models))
     contenders = (
         Switches(name=_REFERENCE, channel=False),
@@ -70,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
         for name, figures in comparisons[model].items():
             rows.append((model, name, figures.median, figures.iqr, 100 * (1 / figures.ratio - 1)))
     print(format_table(("time", "channel", "median ms", "IQR ms", "more than off %"), rows))
-    if args.json is not None:
-        write_report(
-            args.json,
-            benchmark="channel",
-            unit="ms",
-            settings={"rounds": args.rounds, "steps": args.steps, "world_size": args.world_size}
-            | {"device": args.device},
-            samples=samples,
-            comparisons=comparisons,
-        )
+    write_outputs(
+        args,
+        benchmark="channel",
+        unit="ms",
+        settings={"rounds": args.rounds, "steps": args.steps, "world_size": args.world_size}
+        | {"device": args.device},
+        samples=samples,
+        comparisons=comparisons,
+        title=f"medians with quartiles; the ratio is {_REFERENCE} / channel",
+    )
     return 0

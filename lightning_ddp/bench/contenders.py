@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.bench.arguments import OURS, TORCH_DEFAULT, TORCH_FLAGS, TORCH_VIEW
+from lightning_ddp.bench.arguments import CONTENDERS
 from lightning_ddp.bench.models import Workload, compute_loss
 
 
-def constructor_flags(contender: str) -> dict[str, bool]:
+def constructor_flags(contender: str) -> dict[str, Any]:
     """Return the arguments with which a contender is built, besides the module and its device.
 
     Flags that the installed torch does not have are left out.
@@ -23,8 +22,11 @@ def constructor_flags(contender: str) -> dict[str, bool]:
     Raises:
         KeyError: If there is no contender of that name.
     """
+    chosen = CONTENDERS[contender]
+    if not chosen.is_torch:
+        return dict(chosen.flags)
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {name: value for name, value in _FLAGS[contender].items() if name in known}
+    return {name: value for name, value in chosen.flags.items() if name in known}
 
 
 def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
@@ -33,25 +35,25 @@ def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
     Called by all ranks; communicates.
 
     Args:
-        contender: A name from `lightning_ddp.bench.arguments`.
+        contender: A name of `lightning_ddp.bench.arguments.CONTENDERS`.
         module: The module, already on ``device``.
         device: The rank's device.
 
     Raises:
         KeyError: If there is no contender of that name.
     """
-    flags: dict[str, Any] = constructor_flags(contender)
+    if CONTENDERS[contender].is_bare:
+        return module
+    wrapper = BucketedDDP if CONTENDERS[contender].is_ours else DistributedDataParallel
     device_ids = [device.index] if device.type == "cuda" else None
-    if contender == OURS:
-        return BucketedDDP(module, device_ids=device_ids)
-    return DistributedDataParallel(module, device_ids=device_ids, **flags)
+    return wrapper(module, device_ids=device_ids, **constructor_flags(contender))
 
 
 class TrainingRun:
     """One contender in training: a wrapped model, its optimizer and its batch.
 
     Args:
-        contender: A name from `lightning_ddp.bench.arguments`.
+        contender: A name of `lightning_ddp.bench.arguments.CONTENDERS`.
         workload: Model and batch; the model is moved and trained in place.
         device: The rank's device.
     """
@@ -99,11 +101,3 @@ class TrainingRun:
         if buffers:
             state["buffers"] = torch.cat(buffers)
         return state
-
-
-_FLAGS: Mapping[str, Mapping[str, bool]] = {
-    OURS: {},
-    TORCH_DEFAULT: {},
-    TORCH_VIEW: {"gradient_as_bucket_view": True},
-    TORCH_FLAGS: {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True},
-}

@@ -19,7 +19,8 @@ from typing import Final
 
 from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.arguments import add_common_arguments
-from lightning_ddp.bench.report import format_table, progress_bar, write_report
+from lightning_ddp.bench.outputs import write_outputs
+from lightning_ddp.bench.report import compare, format_table, progress_bar
 from lightning_ddp.bench.scripts import PACKAGE_ROOT, read_output, started
 
 OURS: Final = "custom_ddp"
@@ -107,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and write the JSON that was asked for.
+    """Measure, print the table, and write the files that were asked for.
 
     Returns:
         The exit status, 0.
@@ -115,6 +116,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a script never reaches its fault.
     """
+    from lightning_ddp.bench.session import refuse_launched
+
+    refuse_launched("failures")
     samples = _measure(args)
     rows = [_row(*cell, found, args.world_size - 1) for cell, found in sorted(samples.items())]
     headers = (
@@ -129,16 +133,20 @@ def run(args: argparse.Namespace) -> int:
         "exit",
     )
     print(format_table(headers, rows))
-    if args.json is not None:
-        write_report(
-            args.json,
-            benchmark="failures",
-            unit="s",
-            settings={"rounds": args.rounds, "world_size": args.world_size},
-            samples={"/".join(cell): {"gone": [s.gone_s for s in found]} for cell, found in samples.items()},
-            comparisons={},
-            extra={"/".join(cell): [vars(s) for s in found] for cell, found in samples.items()},
-        )
+    gone: dict[str, dict[str, list[float]]] = {}
+    for (fault, victim, strategy), found in samples.items():
+        subject = gone.setdefault(f"{fault}, {victim} rank", {})
+        subject[strategy] = [sample.gone_s for sample in found]
+    write_outputs(
+        args,
+        benchmark="failures",
+        unit="s",
+        settings={"rounds": args.rounds, "world_size": args.world_size},
+        samples=gone,
+        comparisons={subject: compare(rounds, reference=OURS) for subject, rounds in gone.items()},
+        extra={"scripts": {"/".join(cell): [vars(s) for s in found] for cell, found in samples.items()}},
+        title=f"until all processes were gone; the ratio is {OURS} / strategy",
+    )
     return 0
 
 

@@ -14,9 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_ddp.bench.arguments import OURS, TORCH_DEFAULT, output_path, positive_float, positive_int
+from lightning_ddp.bench import BenchmarkError
+from lightning_ddp.bench.arguments import (
+    OURS,
+    TORCH_DEFAULT,
+    add_plot_argument,
+    output_path,
+    positive_float,
+    positive_int,
+)
 from lightning_ddp.bench.learners import Learner
-from lightning_ddp.bench.report import format_table, paired_ratio, progress_bar
+from lightning_ddp.bench.outputs import write_outputs
+from lightning_ddp.bench.pictures import draw_bars
+from lightning_ddp.bench.report import compare, format_table, paired_ratio, progress_bar
 
 LINK_HOOKS: Final[Mapping[str, Any]] = {
     OURS: None,
@@ -86,13 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout-s", type=positive_float, default=7200.0, metavar="S", help="deadline of each part"
     )
     parser.add_argument("--json", type=output_path, metavar="PATH", help="write all figures to this file")
-    parser.add_argument(
-        "--picture",
-        "--plot",
-        type=output_path,
-        metavar="PATH",
-        help="draw what was learned against bytes (PNG, SVG or PDF)",
-    )
+    add_plot_argument(parser, "--picture")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,6 +108,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a rank fails, the deadline passes, or links cannot be shaped.
     """
+    from lightning_ddp.bench.session import refuse_launched
+
+    refuse_launched("hooks")
+    if not args.links and not args.tasks:
+        raise BenchmarkError("nothing is left to measure: give --links or --tasks")
     links = {mbit: _time_link(args, mbit) for mbit in args.links}
     for mbit, rows in links.items():
         print(f"\n16 x Linear(1024), two ranks, {mbit:g} Mbit/s each way")
@@ -112,11 +121,7 @@ def run(args: argparse.Namespace) -> int:
     for task, scores in learned.items():
         print(f"\n{task}: {'test accuracy in %' if task == 'digits' else 'perplexity'}, {args.seeds} seeds")
         print(format_learned(scores, is_perplexity=task != "digits"))
-    if args.json is not None:
-        _write_json(args, links, learned)
-    if args.picture is not None and learned:
-        draw(learned, args.picture)
-        print(f"\npicture: {args.picture}")
+    _write_files(args, links, learned)
     return 0
 
 
@@ -210,18 +215,28 @@ def _learn(args: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float
     return learned
 
 
-def _write_json(args: argparse.Namespace, links: Mapping[float, Any], learned: Mapping[str, Any]) -> None:
-    import json
-
-    from lightning_ddp.bench.report import describe_environment
-
-    document = {
-        "benchmark": "hooks",
-        "environment": describe_environment(),
-        "links": {str(mbit): rows for mbit, rows in links.items()},
-        "learned": learned,
+def _write_files(args: argparse.Namespace, links: Mapping[float, Any], learned: Mapping[str, Any]) -> None:
+    samples = {
+        f"linear16, {mbit:g} Mbit/s": {
+            name: [1e3 * row["seconds"] for row in entries] for name, entries in rows.items()
+        }
+        for mbit, rows in links.items()
     }
-    args.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def draw_learned(*_: object, **__: object) -> None:
+        draw(learned, args.plot)
+
+    write_outputs(
+        args,
+        benchmark="hooks",
+        unit="ms",
+        settings={"rounds": args.rounds, "links": args.links, "tasks": args.tasks, "seeds": args.seeds},
+        samples=samples,
+        comparisons={subject: compare(rounds, reference=OURS) for subject, rounds in samples.items()},
+        extra={"links": {str(mbit): rows for mbit, rows in links.items()}, "learned": learned},
+        title=f"a step; the ratio is {OURS} / contender",
+        draw=draw_learned if learned else draw_bars,
+    )
 
 
 def draw(learned: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]], path: Path) -> None:

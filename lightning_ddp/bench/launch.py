@@ -1,5 +1,7 @@
 """Time from starting a training script to its first batch: strategy "custom_ddp" beside Lightning's "ddp".
 
+Beside it stands what ``import lightning_ddp`` adds to the import of Lightning.
+
 Each sample starts a real script, which starts its other ranks itself, on the CPU. Strategies take turns, and
 one run of each that is not counted warms the file cache.
 """
@@ -8,22 +10,22 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
-import sys
 import tempfile
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.arguments import add_common_arguments
-from lightning_ddp.bench.report import compare, format_table, progress_bar, write_report
-from lightning_ddp.bench.scripts import PACKAGE_ROOT, read_output, started
+from lightning_ddp.bench.imports import WITH_OURS, added_ms, installed_namespaces, time_imports
+from lightning_ddp.bench.outputs import write_outputs
+from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar
+from lightning_ddp.bench.scripts import compiled_package, run_to_mark
 
 OURS: Final = "custom_ddp"
 STRATEGIES: Final = (OURS, "ddp")
 
-_SUBJECT = "launch"
+PARTS: Final = ("first_batch", "import")
+
 _MARK = re.compile(r"^FIRST_BATCH (\d+\.\d+)$", re.MULTILINE)
 
 SCRIPT: Final = """\
@@ -35,7 +37,7 @@ import torch
 
 strategy, devices, package_root = sys.argv[1:]
 if strategy == "custom_ddp":
-    sys.path.append(package_root)
+    sys.path.insert(0, package_root)
     import lightning_ddp
 
 
@@ -72,11 +74,19 @@ trainer.fit(Probe(), torch.utils.data.DataLoader(torch.randn(64, 32), batch_size
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench launch``; its deadline holds for each script."""
-    add_common_arguments(parser, rounds=10, timeout_s=120.0)
+    add_common_arguments(parser, rounds=10, timeout_s=120.0, world_size=[2])
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=f"what is measured, any of {', '.join(PARTS)} (default: all)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and write the JSON that was asked for.
+    """Measure, print the table, and write the files that were asked for.
 
     Returns:
         The exit status, 0.
@@ -84,20 +94,48 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a script fails or its deadline passes.
     """
-    samples = _measure(args)
-    comparisons = compare(samples, reference=OURS)
-    rows = [(name, figures.median, figures.iqr, figures.ratio) for name, figures in comparisons.items()]
-    print(format_table(("strategy", "median s", "IQR s", f"{OURS}/strategy"), rows))
-    if args.json is not None:
-        write_report(
-            args.json,
-            benchmark="launch",
-            unit="s",
-            settings={"rounds": args.rounds, "world_size": args.world_size},
-            samples={_SUBJECT: samples},
-            comparisons={_SUBJECT: comparisons},
-        )
+    from lightning_ddp.bench.session import refuse_launched
+
+    refuse_launched("launch")
+    samples: dict[str, dict[str, list[float]]] = {}
+    added: dict[str, float] = {}
+    if "first_batch" in args.parts:
+        samples |= _measure(args)
+    if "import" in args.parts:
+        imports = _measure_imports(args)
+        added = {subject: added_ms(rounds) for subject, rounds in imports.items()}
+        samples |= imports
+    comparisons = {
+        subject: compare(rounds, reference=WITH_OURS if subject in added else OURS)
+        for subject, rounds in samples.items()
+    }
+    print(format_report(comparisons, added))
+    write_outputs(
+        args,
+        benchmark="launch",
+        unit="s",
+        settings={"rounds": args.rounds, "world_size": args.world_size, "parts": args.parts},
+        samples=samples,
+        comparisons=comparisons,
+        extra={"import_adds_ms": added},
+        title="medians with quartiles; the ratio is ours / contender",
+    )
     return 0
+
+
+def format_report(comparisons: Mapping[str, Mapping[str, Comparison]], added_ms: Mapping[str, float]) -> str:
+    """Lay out one row per start and contender, and what the import adds under them."""
+    rows = [
+        (subject, name, figures.median, figures.iqr, figures.ratio)
+        for subject, contenders in comparisons.items()
+        for name, figures in contenders.items()
+    ]
+    lines = [format_table(("start", "contender", "median s", "IQR s", "ours/contender"), rows)]
+    for subject, milliseconds in added_ms.items():
+        lines.append(
+            f"{subject}: lightning_ddp adds {milliseconds:.1f} ms (median of the rounds' differences)"
+        )
+    return "\n".join(lines)
 
 
 def time_first_batch(
@@ -115,40 +153,44 @@ def time_first_batch(
     Raises:
         BenchmarkError: If the script fails, is not done in time or never prints the line. No process is left.
     """
-    label = " ".join([script.name, *arguments])
-    output = script.with_suffix(".log")
-    start = time.time()
-    with started(script, arguments, output) as process:
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            tail = read_output(output, tail=True)
-            raise BenchmarkError(f"{label} was still running after {timeout_s:g} s:\n{tail}") from error
-    mark = _MARK.search(read_output(output))
-    if status != 0 and may_fail_later and mark is not None:
-        print(f"note: {label} ended with status {status}, after its first batch", file=sys.stderr)
-    elif status != 0:
-        raise BenchmarkError(f"{label} ended with status {status}:\n{read_output(output, tail=True)}")
-    if mark is None:
-        raise BenchmarkError(f"{label} reached no training batch:\n{read_output(output, tail=True)}")
-    return float(mark.group(1)) - start
+    start, found = run_to_mark(
+        script,
+        arguments,
+        _MARK,
+        what="its first batch",
+        timeout_s=timeout_s,
+        may_fail_later=may_fail_later,
+    )
+    return float(found) - start
 
 
-def _measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    samples: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+def _measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    sizes = tuple(dict.fromkeys(args.world_size))
+    samples = {_subject(size): {name: list[float]() for name in STRATEGIES} for size in sizes}
     with (
         tempfile.TemporaryDirectory() as folder,
-        progress_bar((args.rounds + 1) * len(STRATEGIES), "bench launch") as bar,
+        compiled_package() as package_root,
+        progress_bar((args.rounds + 1) * len(sizes) * len(STRATEGIES), "bench launch") as bar,
     ):
         script = Path(folder, "first_batch.py")
         script.write_text(SCRIPT, encoding="utf-8")
         for round_index in range(args.rounds + 1):
-            for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
-                arguments = [name, str(args.world_size), str(PACKAGE_ROOT)]
-                seconds = time_first_batch(
-                    script, arguments, timeout_s=args.timeout_s, may_fail_later=name != OURS
-                )
-                if round_index > 0:
-                    samples[name].append(seconds)
-                bar.update()
+            for size in sizes:
+                for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
+                    arguments = [name, str(size), str(package_root)]
+                    seconds = time_first_batch(
+                        script, arguments, timeout_s=args.timeout_s, may_fail_later=name != OURS
+                    )
+                    if round_index > 0:
+                        samples[_subject(size)][name].append(seconds)
+                    bar.update()
     return samples
+
+
+def _subject(world_size: int) -> str:
+    return f"first batch, {world_size} devices"
+
+
+def _measure_imports(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    with progress_bar((args.rounds + 1) * len(installed_namespaces()), "imports") as bar:
+        return time_imports(args.rounds, timeout_s=args.timeout_s, advance=bar.update)

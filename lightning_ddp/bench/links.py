@@ -92,7 +92,11 @@ def read_sent_bytes() -> int:
 
 
 def run_linked(
-    worker: Callable[[int, Any], object], settings: Any, mbit: float, timeout_s: float
+    worker: Callable[[int, Any], object],
+    settings: Any,
+    mbit: float,
+    timeout_s: float,
+    on_poll: Callable[[], object] = lambda: None,
 ) -> list[Any]:
     """Runs `worker(rank, settings)` on two ranks that share a default gloo group over a shaped link.
 
@@ -101,6 +105,7 @@ def run_linked(
         settings: passed on; must pickle.
         mbit: speed of the link in Mbit/s, each way.
         timeout_s: seconds after which the processes are killed.
+        on_poll: called twice a second meanwhile, by this process.
 
     Returns:
         One result a rank.
@@ -114,6 +119,7 @@ def run_linked(
         deadline = time.monotonic() + timeout_s
         try:
             while not context.join(timeout=0.5):
+                on_poll()
                 if time.monotonic() > deadline:
                     raise BenchmarkError(f"ranks were still running after {timeout_s:g} s and were killed")
         except (RuntimeError, ChildProcessError) as error:

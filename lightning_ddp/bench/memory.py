@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_ddp.bench.arguments import (
     OURS,
@@ -19,7 +19,11 @@ from lightning_ddp.bench.arguments import (
     add_model_arguments,
     positive_int,
 )
-from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar, write_report
+from lightning_ddp.bench.outputs import write_outputs
+from lightning_ddp.bench.report import Comparison, compare, format_table
+
+if TYPE_CHECKING:
+    from lightning_ddp.bench.session import Session
 
 CONTENDERS: Final = (OURS, TORCH_VIEW)
 QUANTITIES: Final = ("peak", "growth")
@@ -30,7 +34,7 @@ _MIB = 2**20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench memory``; its deadline holds for each spawned run."""
-    add_common_arguments(parser, rounds=3, timeout_s=300.0)
+    add_common_arguments(parser, rounds=3, timeout_s=300.0, world_size=None)
     add_model_arguments(parser)
     parser.add_argument(
         "--steps", type=positive_int, default=8, metavar="N", help="training steps (default: %(default)s)"
@@ -38,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and write the JSON that was asked for.
+    """Measure, print the table, and write the files that were asked for.
 
     Returns:
         The exit status, 0.
@@ -46,19 +50,24 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BenchmarkError: If a rank fails or the deadline passes.
     """
-    samples = _measure(args)
+    from lightning_ddp.bench.session import open_session
+
+    with open_session(args) as session:
+        samples = _measure(args, session)
+    if not session.is_first:
+        return 0
     comparisons = {subject: compare(rounds, reference=OURS) for subject, rounds in samples.items()}
     print(format_report(comparisons))
-    if args.json is not None:
-        write_report(
-            args.json,
-            benchmark="memory",
-            unit="MiB",
-            settings={"rounds": args.rounds, "steps": args.steps, "world_size": args.world_size}
-            | {"device": args.device},
-            samples=samples,
-            comparisons=comparisons,
-        )
+    write_outputs(
+        args,
+        benchmark="memory",
+        unit="MiB",
+        settings={"rounds": args.rounds, "steps": args.steps, "world_size": session.world_size}
+        | {"device": args.device},
+        samples=samples,
+        comparisons=comparisons,
+        title=f"medians with quartiles; the ratio is {OURS} / contender",
+    )
     return 0
 
 
@@ -76,8 +85,7 @@ def format_report(comparisons: Mapping[str, Mapping[str, Comparison]]) -> str:
     return format_table(("model, quantity", "contender", "median MiB", "IQR MiB", "ours/contender"), rows)
 
 
-def _measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    from lightning_ddp.bench.processes import run_ranks
+def _measure(args: argparse.Namespace, session: Session) -> dict[str, dict[str, list[float]]]:
     from lightning_ddp.bench.workers import MemorySettings, measure_memory
 
     models = tuple(dict.fromkeys(args.models))
@@ -86,17 +94,12 @@ def _measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
         for model in models
         for quantity in QUANTITIES
     }
-    with progress_bar(args.rounds * len(models) * len(CONTENDERS), "bench memory") as bar:
+    with session.progress_bar(args.rounds * len(models) * len(CONTENDERS), "bench memory") as bar:
         for _ in range(args.rounds):
             for model in models:
                 for name in CONTENDERS:
-                    ranks = run_ranks(
-                        measure_memory,
-                        MemorySettings(model=model, contender=name, num_steps=args.steps),
-                        world_size=args.world_size,
-                        device=args.device,
-                        timeout_s=args.timeout_s,
-                    )
+                    settings = MemorySettings(model=model, contender=name, num_steps=args.steps)
+                    ranks = session.run(measure_memory, settings)
                     for quantity in QUANTITIES:
                         largest = max(rank[f"{quantity}_bytes"] for rank in ranks)
                         samples[f"{model} {quantity}"][name].append(largest / _MIB)

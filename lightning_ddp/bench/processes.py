@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from lightning_ddp.bench import BenchmarkError
 SettingsT = TypeVar("SettingsT")
 
 _HOST = "127.0.0.1"
-_PROGRESS_KEY = "progress"
+PROGRESS_KEY: Final = "progress"
+"""Where the store counts units of progress."""
+
 _FAILURE_KEY = "first_failure"
 _POLL_INTERVAL_S = 0.25  # rare enough not to take the CPU from the ranks that are being timed
 
@@ -46,12 +48,41 @@ class RankContext:
     def advance(self) -> None:
         """Count one unit of progress, on rank 0 only; one round trip to the parent."""
         if self.rank == 0:
-            self.store.add(_PROGRESS_KEY, 1)
+            self.store.add(PROGRESS_KEY, 1)
 
     def synchronize(self) -> None:
         """Wait for all work queued on the device; nothing to wait for on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks of one measurement meet, and which of them are started here."""
+
+    host: str
+    """Of the store."""
+
+    port: int
+    """Of the store."""
+
+    prefix: str = ""
+    """Before all keys in the store; empty for a store of this measurement's own."""
+
+    world_size: int
+    """Ranks, here and elsewhere."""
+
+    first_rank: int = 0
+    """The first rank that is started here."""
+
+    first_local_rank: int = 0
+    """Its number on this host, which is that of its GPU."""
+
+    device: str
+    """``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one GPU per process)."""
+
+    timeout_s: float
+    """Seconds after which the ranks that were started here are killed."""
 
 
 Worker = Callable[[RankContext, SettingsT], object]
@@ -89,58 +120,87 @@ def run_ranks(
             f"--world-size {world_size} needs as many GPUs, found {torch.cuda.device_count()}"
         )
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    arguments = (worker, settings, world_size, device, store.port, timeout_s)
-    context = spawn(_run_rank, arguments, nprocs=world_size, join=False, daemon=True)
+    meeting = Meeting(host=_HOST, port=store.port, world_size=world_size, device=device, timeout_s=timeout_s)
+    return run_meeting(worker, settings, meeting, store, num_processes=world_size, on_progress=on_progress)
+
+
+def run_meeting(
+    worker: Worker[SettingsT],
+    settings: SettingsT,
+    meeting: Meeting,
+    store: Store,
+    *,
+    num_processes: int,
+    on_progress: Callable[[int], object],
+) -> list[Any]:
+    """Start some of a measurement's ranks in fresh processes, and wait for the results of all.
+
+    Args:
+        worker: Called in each process; must be importable by name.
+        settings: Passed to each worker; must pickle.
+        meeting: Where the ranks meet.
+        store: The meeting's store, with its prefix.
+        num_processes: Ranks to start here.
+        on_progress: Called with the number of units of progress since its last call.
+
+    Returns:
+        One result per rank, in the order of the ranks.
+
+    Raises:
+        BenchmarkError: If a process fails (the message holds its traceback) or the deadline passes. Either
+            way no process that was started here is left.
+    """
+    arguments = (worker, settings, meeting)
+    context = spawn(_run_rank, arguments, nprocs=num_processes, join=False, daemon=True)
     try:
-        _watch(context, store, timeout_s, on_progress)
+        _watch(context, store, meeting, on_progress)
     finally:
         for process in context.processes:
             if process.is_alive():
                 process.kill()
             process.join()
-    return [json.loads(store.get(_result_key(rank))) for rank in range(world_size)]
+    return [json.loads(store.get(_result_key(rank))) for rank in range(meeting.world_size)]
 
 
 def _watch(
-    context: ProcessContext, store: Store, timeout_s: float, on_progress: Callable[[int], object]
+    context: ProcessContext, store: Store, meeting: Meeting, on_progress: Callable[[int], object]
 ) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + meeting.timeout_s
     seen = 0
     try:
         while not context.join(timeout=_POLL_INTERVAL_S):
-            count = store.add(_PROGRESS_KEY, 0)
+            count = store.add(PROGRESS_KEY, 0)
             on_progress(count - seen)
             seen = count
             if time.monotonic() > deadline:
-                raise BenchmarkError(f"ranks were still running after {timeout_s:g} s and were killed")
+                raise BenchmarkError(
+                    f"ranks were still running after {meeting.timeout_s:g} s and were killed"
+                )
     except ProcessRaisedException as error:
         # Not the text of `error`: it is that of the rank which ended first, often one that a peer took along.
         first = store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else str(error)
         raise BenchmarkError(first) from error
     except ProcessExitedException as error:
-        raise BenchmarkError(f"rank {error.error_index} (pid {error.error_pid}) died: {error}") from error
+        rank = meeting.first_rank + error.error_index
+        raise BenchmarkError(f"rank {rank} (pid {error.error_pid}) died: {error}") from error
 
 
-def _run_rank(
-    rank: int,
-    worker: Worker[SettingsT],
-    settings: SettingsT,
-    world_size: int,
-    device_type: str,
-    port: int,
-    timeout_s: float,
-) -> None:
+def _run_rank(index: int, worker: Worker[SettingsT], settings: SettingsT, meeting: Meeting) -> None:
     torch.set_num_threads(1)  # ranks share the cores; more threads each would measure the scheduler
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(_HOST, port, is_master=False, timeout=timeout)
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    rank = meeting.first_rank + index
+    timeout = timedelta(seconds=meeting.timeout_s)
+    store: Store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+    if meeting.prefix:
+        store = PrefixStore(meeting.prefix, store)
+    device = torch.device(meeting.device)
     if device.type == "cuda":
+        device = torch.device("cuda", meeting.first_local_rank + index)
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore("process_group", store),
         rank=rank,
-        world_size=world_size,
+        world_size=meeting.world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )

@@ -165,14 +165,15 @@ def describe_environment() -> dict[str, object]:
     }
 
 
-def progress_bar(total: int, label: str) -> tqdm[None]:
+def progress_bar(total: int, label: str, *, is_shown: bool = True) -> tqdm[None]:
     """Return a progress bar on standard error; it stays silent where that is no terminal.
 
     Args:
         total: Number of updates until it is full.
         label: Text before the bar.
+        is_shown: Whether it may show at all.
     """
-    return tqdm(total=total, desc=label, file=sys.stderr, disable=None, leave=False)
+    return tqdm(total=total, desc=label, file=sys.stderr, disable=None if is_shown else True, leave=False)
 
 
 def _installed_version(name: str) -> str | None:

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import compileall
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PACKAGE_ROOT", "read_output", "started"]
+from lightning_ddp.bench import BenchmarkError
+
+__all__ = ["PACKAGE_ROOT", "compiled_package", "read_output", "run_to_mark", "started"]
 
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
 """Where a script finds this package."""
 
 _TAIL: Final = 4000  # characters of a failed script's output to show
+
+
+@contextmanager
+def compiled_package() -> Iterator[Path]:
+    """A folder with a copy of this package and its bytecode, as an installer leaves it.
+
+    Without it a script would compile a source tree at each start, where Python may write no bytecode.
+    """
+    with tempfile.TemporaryDirectory(prefix="lightning_ddp_") as folder:
+        package = PACKAGE_ROOT / "lightning_ddp"
+        shutil.copytree(package, Path(folder, package.name), ignore=shutil.ignore_patterns("__pycache__"))
+        compileall.compile_dir(folder, quiet=1)
+        yield Path(folder)
 
 
 @contextmanager
@@ -40,6 +60,50 @@ def started(script: Path, arguments: Sequence[str], output: Path) -> Iterator[su
             yield process
         finally:
             _kill_group(process)
+
+
+def run_to_mark(
+    script: Path,
+    arguments: Sequence[str],
+    mark: re.Pattern[str],
+    *,
+    what: str,
+    timeout_s: float,
+    may_fail_later: bool = False,
+) -> tuple[float, str]:
+    """Run a script to its end.
+
+    Args:
+        script: The file to run with this interpreter.
+        arguments: The script's own arguments.
+        mark: Is looked for in what it printed; its first group is the answer.
+        what: Of what the mark tells, for a message.
+        timeout_s: Seconds after which the script and all processes of its group are killed.
+        may_fail_later: Whether a failure after the mark is reported on standard error only.
+
+    Returns:
+        When it was started, in seconds since the epoch, and the text of the mark's first group.
+
+    Raises:
+        BenchmarkError: If the script fails, is not done in time or never prints the mark. No process is left.
+    """
+    label = " ".join([script.name, *arguments])
+    output = script.with_suffix(".log")
+    start = time.time()
+    with started(script, arguments, output) as process:
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            tail = read_output(output, tail=True)
+            raise BenchmarkError(f"{label} was still running after {timeout_s:g} s:\n{tail}") from error
+    found = mark.search(read_output(output))
+    if status != 0 and may_fail_later and found is not None:
+        print(f"note: {label} ended with status {status}, after {what}", file=sys.stderr)
+    elif status != 0:
+        raise BenchmarkError(f"{label} ended with status {status}:\n{read_output(output, tail=True)}")
+    if found is None:
+        raise BenchmarkError(f"{label} did not reach {what}:\n{read_output(output, tail=True)}")
+    return start, found.group(1)
 
 
 def read_output(path: Path, *, tail: bool = False) -> str:
