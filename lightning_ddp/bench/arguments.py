@@ -15,6 +15,9 @@ MODEL_NAMES: Final = ("linear500", "linear16", "transformer6", "convbn40")
 OURS: Final = "ours"
 """`lightning_ddp.BucketedDDP` with its default arguments."""
 
+OURS_AUTO: Final = "ours_auto"
+"""`lightning_ddp.BucketedDDP` with ``bucket_cap_mb="auto"``: it has its plan after 31 steps of `--warmup`."""
+
 TORCH_DEFAULT: Final = "torch_ddp"
 """torch's DistributedDataParallel with its default arguments."""
 
@@ -47,6 +50,7 @@ class Contender:
 
 CONTENDERS: Final[Mapping[str, Contender]] = {
     OURS: Contender(is_ours=True),
+    OURS_AUTO: Contender(is_ours=True, flags={"bucket_cap_mb": "auto"}),
     TORCH_DEFAULT: Contender(),
     TORCH_VIEW: Contender(flags={"gradient_as_bucket_view": True}),
     TORCH_FLAGS: Contender(
