@@ -21,7 +21,7 @@ def test_ranks_that_torchrun_has_started_are_joined_and_the_first_one_speaks(tmp
     result = run_script(
         "lightning_ddp",
         ["bench", "allreduce", "--rounds", "1", "--sizes-kib", "4", "--json", str(path)],
-        timeout_s=300,
+        timeout_s=600,
         launcher=launcher.split(),
         is_module=True,
     )
