@@ -191,10 +191,13 @@ def test_a_backward_that_fails_on_all_ranks_is_no_obstacle() -> None:
                     loss.backward()
             else:
                 loss.backward()
+        timed = model.reducer.auto_plan.times.backwards
+        assert [backward.step for backward in timed] == [0, 1, 3]
+        # the readings of the failed one are not among those of the next
+        assert sorted(timed[-1].ready_s.values()) == list(range(1, 2 * NUM_LAYERS + 1))
         seen = step_through(model, rank)
         return len(set(seen)), model.bucket_plan_report.backward_s
 
-    # the readings of the failed one are not among those of the next
     assert run_threads(rank_main, 2) == [(2, 2.0 * NUM_LAYERS + 2)] * 2
 
 
