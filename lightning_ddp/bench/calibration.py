@@ -26,7 +26,7 @@ from lightning_ddp.comm.wire import PlainWire
 from lightning_ddp.hooks.allreduce import NoOp
 from lightning_ddp.hooks.base import HookOptions, Part
 from lightning_ddp.observe.recording import Recording, load_folder, save
-from lightning_ddp.scaling import HookModel, HookTracer, StepProfile, trace_hook
+from lightning_ddp.scaling import HookModel, HookTracer, StepProfile, merge_traces
 from lightning_ddp.scaling.profile import Shapes
 
 __all__ = [
@@ -44,7 +44,8 @@ _NUM_WARMUP_STEPS = 5
 _PROBE_BYTES = (4_096, 65_536, 262_144, 1_048_576, 4_194_304, 8_388_608)
 _PROBE_BLOCK_BYTES = 2_097_152
 _MOST_IN_BLOCK = 16
-_MANY_BURSTS = 8
+_BURSTS = 2
+_TRACES = "traces{}.pickle"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +86,27 @@ class Measured:
     def of(cls, probes: Sequence[Sequence[Sequence[float]]], burst_bytes: float = 0.0) -> Measured:
         """Of all-reduces of two ranks: two messages in a row, each with half of the bytes.
 
+        A link that saves up while idle does so during a latency, too, and makes up for it: there the smallest
+        size tells the latency, and those of several bursts tell the speed without it.
+
         Args:
             probes: of each rank: bytes, seconds and CPU seconds of an all-reduce, one a size and round.
-            burst_bytes: what the link saves up while idle, which it does during a latency too. So sizes that
-                are no multiple of it tell nothing of its speed; the smallest one tells the latency.
+            burst_bytes: what the link saves up.
         """
         by_size: dict[float, list[Sequence[float]]] = {}
         for rows in probes:
             for row in rows:
                 by_size.setdefault(row[0], []).append(row)
-        smallest, largest = min(by_size), max(by_size)
+        largest = max(by_size)
         samples = [
-            (int(size), statistics.median(row[1] for row in rows))
-            for size, rows in by_size.items()
-            if size in (smallest, largest) or size > _MANY_BURSTS * burst_bytes
+            (int(size), statistics.median(row[1] for row in by_size[size])) for size in sorted(by_size)
         ]
+        if burst_bytes:
+            slopes = [seconds / size for size, seconds in samples if size >= _BURSTS * burst_bytes]
+            line = TransferCost(latency_s=samples[0][1], seconds_per_byte=statistics.median(slopes))
+        else:
+            line = TransferCost.fit(samples)
         cpu_s = statistics.median(row[2] for row in by_size[largest])
-        line = TransferCost.fit(samples)
         hop = TransferCost(latency_s=line.latency_s / 2, seconds_per_byte=line.seconds_per_byte)
         return cls(hop=hop, cpu_seconds_per_byte=cpu_s / largest)
 
@@ -159,12 +164,14 @@ class Subject:
         """Shapes of the parameters of each bucket, once there was a second step."""
         return tuple(shapes for _, shapes in sorted(self._look.shapes.items()))
 
-    def save(self, folder: Path) -> float:
+    def save(self, folder: Path, every: int = 1) -> float:
         """Leaves the recording of this rank; returns the seconds of a step that are not in it.
 
-        These are what lies between the end of backward and the next forward.
+        These are what lies between the end of backward and the next forward. Of `every` steps only the last
+        counts: the ones before it warm the caches.
         """
-        records = list(self._recorder.records)
+        records = list(self._recorder.records)[every - 1 :: every]
+        wholes = self._seconds[-len(self._recorder.records) :][every - 1 :: every]
         save(
             folder,
             Recording(
@@ -177,7 +184,7 @@ class Subject:
         rests = [
             whole
             - (max(record.backward_end, *(b.ready for b in record.buckets)) - record.forward_start) / 1e9
-            for whole, record in zip(self._seconds[-len(records) :], records, strict=True)
+            for whole, record in zip(wholes, records, strict=True)
         ]
         return max(0.0, float(statistics.median(rests)))
 
@@ -195,13 +202,15 @@ def calibrate(context: RankContext, settings: CalibrationSettings) -> dict[str, 
         for _ in range(_NUM_WARMUP_STEPS + settings.num_steps):
             subject.step()
         rests[model] = subject.save(folder / model)
-        dist.barrier()  # the ranks' cores share the way to memory: all trace at the same time
-        traced = {
-            name: trace_hook(spec, subject.buckets, device=context.device, num_runs=settings.num_steps)
+        tracers = {
+            name: HookTracer(spec, subject.buckets, device=context.device)
             for name, spec in settings.hooks.items()
         }
-        if context.rank == 0:
-            (folder / f"{model}.pickle").write_bytes(pickle.dumps((subject.buckets, traced)))
+        for _ in range(_NUM_WARMUP_STEPS + settings.num_steps):
+            for tracer in tracers.values():
+                dist.barrier()
+                tracer.run()
+        _leave_traces(folder / model, context.rank, subject, tracers)
         context.advance()
     probes = [row for number in range(settings.num_probes) for row in _probe(context.device, number)]
     return {"rests": rests, "probes": probes}
@@ -217,8 +226,15 @@ def load_figures(folder: Path, model: str, rests: Sequence[Mapping[str, float]])
     """
     rest_s = max(of_rank[model] for of_rank in rests)
     profile = StepProfile.from_recordings(load_folder(folder / model), rest_s)
-    buckets, hooks = pickle.loads((folder / f"{model}.pickle").read_bytes())
+    left = [pickle.loads((folder / model / _TRACES.format(rank)).read_bytes()) for rank in range(len(rests))]
+    buckets = left[0][0]
+    hooks = {name: merge_traces([traces[name] for _, traces in left]) for name in left[0][1]}
     return ModelFigures(profile=profile, buckets=buckets, hooks=hooks)
+
+
+def _leave_traces(folder: Path, rank: int, subject: Subject, tracers: Mapping[str, HookTracer]) -> None:
+    traces = {name: tracer.trace() for name, tracer in tracers.items()}
+    (folder / _TRACES.format(rank)).write_bytes(pickle.dumps((subject.buckets, traces)))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -269,13 +285,13 @@ def run_on_link(rank: int, settings: LinkRunSettings) -> dict[str, Any]:
     """
     cpu = torch.device("cpu")
     models = list(dict.fromkeys(model for model, _, _ in settings.cases))
-    subjects = {model: Subject(rank, cpu, model, settings.num_rounds) for model in models}
+    subjects = {model: Subject(rank, cpu, model, 2 * settings.num_rounds) for model in models}
     runs = [Contender(name, model, spec, rank) for model, name, spec in settings.cases]
     for step in (*(s.step for s in subjects.values()), *(run.step for run in runs)):
         for _ in range(_NUM_WARMUP_STEPS):
             step()
     tracers = {
-        (model, name): HookTracer(spec, subjects[model].buckets)
+        (model, name): HookTracer(spec, subjects[model].buckets, nums_ranks=(2,))
         for model, name, spec in settings.cases
         if spec is not None
     }
@@ -292,17 +308,19 @@ def run_on_link(rank: int, settings: LinkRunSettings) -> dict[str, Any]:
         for kind, what in shuffled(jobs, seed=number):
             dist.barrier()
             if kind == "run":
+                runs[what].step()  # wakes the connections, whose windows shrink while others have their turn
+                dist.barrier()
                 start = time.perf_counter()
                 runs[what].step()
                 seconds[what].append(time.perf_counter() - start)
             elif kind == "subject":
                 what.step()
+                what.step()
             else:
                 what.run()
     folder = Path(settings.folder)
-    rests = {model: subject.save(folder / model) for model, subject in subjects.items()}
-    if rank == 0:
-        for model, subject in subjects.items():
-            traced = {name: tracer.model() for (of, name), tracer in tracers.items() if of == model}
-            (folder / f"{model}.pickle").write_bytes(pickle.dumps((subject.buckets, traced)))
+    rests = {model: subject.save(folder / model, every=2) for model, subject in subjects.items()}
+    for model, subject in subjects.items():
+        mine = {name: tracer for (of, name), tracer in tracers.items() if of == model}
+        _leave_traces(folder / model, rank, subject, mine)
     return {"rests": rests, "probes": probes, "seconds": seconds}

@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cores-per-rank",
         type=positive_float,
         metavar="N",
-        help="that a rank's computing and communication share (default: half of this machine's for a model on the"
-        " CPU, else no limit)",
+        help="that a rank's computing and communication share (default: half of this machine's for a model on"
+        " the CPU, else no limit)",
     )
     network = parser.add_argument_group("network (default: as between two processes of this machine)")
     network.add_argument("--latency-us", type=positive_float, metavar="US", help="of a message between nodes")

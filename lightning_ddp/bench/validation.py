@@ -48,6 +48,10 @@ class Outcome:
     """Of the recorded step without communication."""
     measured_s: tuple[float, ...]
     """Of the slower rank, one a round."""
+    latency_s: float
+    """Of a message on the link, as measured."""
+    seconds_per_byte: float
+    """The same of each of its bytes."""
 
     @property
     def median_s(self) -> float:
@@ -106,6 +110,8 @@ def _validate_link(
                 predicted_s=predicted.step_s,
                 compute_s=profile.compute_s,
                 measured_s=tuple(max(step) for step in steps),
+                latency_s=link.hop.latency_s,
+                seconds_per_byte=link.hop.seconds_per_byte,
             )
         )
     return outcomes
@@ -129,11 +135,17 @@ def format_outcomes(outcomes: Sequence[Outcome]) -> str:
     headers = ("model", "hook", "Mbit/s", "compute ms", "predicted ms", "measured ms", "IQR ms", "error %")
     num_close = sum(abs(o.error) <= TOLERANCE for o in outcomes)
     worst = max((abs(o.error) for o in outcomes), default=0.0)
+    links = {
+        f"measured on the link of {o.mbit:g} Mbit/s: a message takes {1e6 * o.latency_s:.0f} us and"
+        f" {8e-6 / o.seconds_per_byte:.1f} Mbit/s": None
+        for o in outcomes
+    }
     return "\n".join(
         [
             format_table(headers, rows),
             "",
-            f"{num_close} of {len(outcomes)} predictions within {TOLERANCE:.0%}; the worst is off by {worst:.1%}",
+            *links,
+            f"{num_close} of {len(outcomes)} predictions within {TOLERANCE:.0%}; the worst: {worst:.1%}",
             "predicted from steps without communication, each hook alone without link or backward, and"
             " all-reduces alone on the link: no step that communicates is in a prediction",
         ]

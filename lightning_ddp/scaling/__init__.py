@@ -1,8 +1,8 @@
 """How long a step would take elsewhere: with more ranks, another link, hook, averager or bucket plan.
 
 Nothing here communicates. `profile` is what the ranks compute, from recorded steps; `network` what a
-collective costs; `tracing` what a hook does with a bucket; `simulation` plays one step; `prediction` puts them
-together.
+collective costs; `tracing` what a hook does with a bucket; `simulation` plays one step; `prediction` puts
+them together.
 """
 
 from lightning_ddp.scaling.network import Network, Transfer
@@ -10,7 +10,7 @@ from lightning_ddp.scaling.prediction import Prediction, predict_averager, predi
 from lightning_ddp.scaling.profile import StepProfile, cut_into_buckets, square_shapes
 from lightning_ddp.scaling.program import HookModel, plain_model
 from lightning_ddp.scaling.simulation import SimulatedBucket, SimulatedStep, simulate
-from lightning_ddp.scaling.tracing import HookTracer, trace_hook
+from lightning_ddp.scaling.tracing import HookTracer, merge_traces, trace_hook
 
 __all__ = [
     "HookModel",
@@ -22,6 +22,7 @@ __all__ = [
     "StepProfile",
     "Transfer",
     "cut_into_buckets",
+    "merge_traces",
     "plain_model",
     "predict_averager",
     "predict_hook",

@@ -152,7 +152,7 @@ def num_bytes_of(shapes: Shapes) -> int:
 
 
 def _common_steps(recordings: Sequence[Recording]) -> list[list[StepRecord]]:
-    """The complete steps that all ranks have, with the buckets of the last one: lists of the ranks' records."""
+    """The complete steps that all ranks have, with the buckets of the last: lists of the ranks' records."""
     by_rank = [
         {step.step: step for step in recording.steps if _is_complete(step)} for recording in recordings
     ]
