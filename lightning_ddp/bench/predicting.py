@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.report import progress_bar
+from lightning_ddp.bench.validation import GLOO_IN_FLIGHT
 from lightning_ddp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ def _network(args: argparse.Namespace, probed: Measured | None) -> Network:
         ranks_per_node=args.ranks_per_node,
         node_hop=_hop(args.node_latency_us, args.node_gbit, local),
         algorithm=args.algorithm,
+        num_in_flight=GLOO_IN_FLIGHT if args.device == "cpu" else 1,
         cpu_seconds_per_byte=probed.cpu_seconds_per_byte
         if probed is not None and args.device == "cpu"
         else 0.0,

@@ -32,6 +32,8 @@ CASES: Final[Mapping[float, Sequence[tuple[str, str, Any]]]] = {
 }
 """Link speed in Mbit/s -> model, name and specification of a hook."""
 TOLERANCE: Final = 0.15
+GLOO_IN_FLIGHT: Final = 2
+"""Threads of a gloo group of torch."""
 _NUM_RANKS = 2
 _NUM_PROBES = 5
 
@@ -92,9 +94,10 @@ def _validate_link(
         results = run_linked(run_on_link, settings, mbit, timeout_s)
         rests = [result["rests"] for result in results]
         figures = {model: load_figures(Path(scratch), model, rests) for model, _, _ in cases}
-    burst = burst_bytes(mbit)
-    link = Measured.of([result["probes"] for result in results], burst)
-    network = Network(hop=link.hop, burst_bytes=burst, cpu_seconds_per_byte=link.cpu_seconds_per_byte)
+    link = Measured.of([result["probes"] for result in results], burst_bytes(mbit))
+    network = Network(
+        hop=link.hop, num_in_flight=GLOO_IN_FLIGHT, cpu_seconds_per_byte=link.cpu_seconds_per_byte
+    )
     outcomes = []
     for index, (model, name, _) in enumerate(cases):
         profile = figures[model].profile

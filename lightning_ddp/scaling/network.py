@@ -35,8 +35,7 @@ class Network:
     * ``hierarchical``: a sum within each node, a ring of one rank a node, a copy within each node, as this
       package's shared-memory transport does it.
 
-    Collectives pass the link one after the other. It is the same in both directions at once, and neither
-    switches nor other jobs slow it down.
+    The link is the same in both directions at once, and neither switches nor other jobs slow it down.
     """
 
     hop: TransferCost
@@ -45,8 +44,9 @@ class Network:
     node_hop: TransferCost | None = None
     """A message within a node; None for one that takes as long as between nodes."""
     algorithm: Algorithm = "ring"
-    burst_bytes: float = 0.0
-    """What an idle link saves up and then passes at once, as the shaper of a virtual link does."""
+    num_in_flight: int = 1
+    """Collectives that may be under way together: 2 with gloo, by its threads, and 1 with NCCL. Their bytes
+    pass the link one after the other."""
     cpu_seconds_per_byte: float = 0.0
     """CPU seconds of a rank for each byte that passes the link: kernel, gloo and the sum."""
 
@@ -55,8 +55,10 @@ class Network:
             raise ConfigurationError(
                 f"algorithm={self.algorithm!r}: expected one of {', '.join(get_args(Algorithm))}"
             )
-        if self.ranks_per_node < 1 or self.burst_bytes < 0 or self.cpu_seconds_per_byte < 0:
-            raise ConfigurationError(f"{self}: expected at least one rank a node and no negative figures")
+        if min(self.ranks_per_node, self.num_in_flight) < 1 or self.cpu_seconds_per_byte < 0:
+            raise ConfigurationError(
+                f"{self}: expected at least one rank a node, one collective in flight and no negative figures"
+            )
 
     def transfer(self, kind: Kind, num_bytes: float, num_ranks: int) -> Transfer:
         """What a collective among ranks that are neighbours takes.
@@ -90,7 +92,7 @@ class Network:
         return Transfer(fixed_s=hops * self.hop.latency_s, link_bytes=sent)
 
     def seconds(self, transfer: Transfer) -> float:
-        """Seconds of a transfer on a link that has saved up nothing."""
+        """Seconds of a transfer on a link that is free."""
         return transfer.fixed_s + transfer.link_bytes * self.hop.seconds_per_byte
 
     def _node_seconds(self, hops: float, num_bytes: float) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.scaling.network import Network, Transfer
+from lightning_ddp.scaling.network import Network
 from lightning_ddp.scaling.profile import StepProfile
 from lightning_ddp.scaling.program import Program, Send, Wait, Work
 
@@ -16,6 +16,8 @@ __all__ = ["SimulatedBucket", "SimulatedStep", "simulate"]
 
 _LEAST_SHARE = 0.05
 """Part of a core that is left for computing, however much communication takes."""
+_INSTANT_S = 1e-12
+"""What is shorter is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,48 +89,68 @@ def simulate(
     )
 
 
+@dataclass(kw_only=True)
+class _UnderWay:
+    """A collective that is on its way."""
+
+    key: object
+    fixed_s: float
+    """Left of what needs no link."""
+    link_s: float
+    """Left of its time on the link."""
+    cpu_share: float
+    """Cores that it takes while it is on the link."""
+
+
 class _Link:
-    """Passes collectives one after the other."""
+    """Passes the bytes of collectives one after the other; while some wait for a hop, others may pass."""
 
     def __init__(self, network: Network, num_ranks: int) -> None:
         self._network = network
         self._num_ranks = num_ranks
-        self._queue: deque[tuple[object, Transfer]] = deque()
-        self._saved = 0.0  # bytes that would pass at once
-        self._idle_since = 0.0
-        self.remaining_s = math.inf
-        """Of the collective that is on its way."""
-        self.cpu_share = 0.0
-        """Cores that it takes."""
-        self._current: object = None
+        self._queue: deque[_UnderWay] = deque()
+        self._under_way: list[_UnderWay] = []
         self.ended: set[object] = set()
 
     def send(self, key: object, op: Send) -> None:
-        self._queue.append((key, self._network.transfer(op.kind, op.num_bytes, self._num_ranks)))
-
-    def start_next(self, now: float) -> None:
-        if self._current is not None or not self._queue:
-            return
-        self._current, transfer = self._queue.popleft()
-        network, slope = self._network, self._network.hop.seconds_per_byte
-        if network.burst_bytes and slope:
-            idle_s = now - self._idle_since + transfer.fixed_s  # nothing passes during a latency either
-            self._saved = min(network.burst_bytes, self._saved + idle_s / slope)
-        free = min(self._saved, transfer.link_bytes)
-        self._saved -= free
-        self.remaining_s = transfer.fixed_s + (transfer.link_bytes - free) * slope
+        network = self._network
+        transfer = network.transfer(op.kind, op.num_bytes, self._num_ranks)
         cpu_s = transfer.link_bytes * network.cpu_seconds_per_byte
-        self.remaining_s = max(self.remaining_s, cpu_s)  # no faster than the CPU
-        self.cpu_share = cpu_s / self.remaining_s if self.remaining_s else 0.0
+        link_s = max(transfer.link_bytes * network.hop.seconds_per_byte, cpu_s)  # no faster than the CPU
+        share = cpu_s / link_s if link_s else 0.0
+        self._queue.append(_UnderWay(key=key, fixed_s=transfer.fixed_s, link_s=link_s, cpu_share=share))
 
-    def pass_time(self, seconds: float, now: float) -> None:
-        if self._current is None:
-            return
-        self.remaining_s -= seconds
-        if self.remaining_s <= 1e-12:
-            self.ended.add(self._current)
-            self._current, self.remaining_s, self.cpu_share = None, math.inf, 0.0
-            self._idle_since = now
+    def start_next(self) -> None:
+        while self._queue and len(self._under_way) < self._network.num_in_flight:
+            self._under_way.append(self._queue.popleft())
+
+    @property
+    def _passing(self) -> _UnderWay | None:
+        """The one whose bytes are on the link."""
+        return next((t for t in self._under_way if t.fixed_s <= _INSTANT_S), None)
+
+    @property
+    def cpu_share(self) -> float:
+        passing = self._passing
+        return passing.cpu_share if passing is not None else 0.0
+
+    @property
+    def remaining_s(self) -> float:
+        """Until anything changes; infinite if nothing is on its way."""
+        passing = self._passing
+        left = [t.fixed_s for t in self._under_way if t.fixed_s > _INSTANT_S]
+        return min([*left, passing.link_s if passing is not None else math.inf])
+
+    def pass_time(self, seconds: float) -> None:
+        passing = self._passing
+        for transfer in self._under_way:
+            if transfer.fixed_s > _INSTANT_S:
+                transfer.fixed_s -= seconds
+        if passing is not None:
+            passing.link_s -= seconds
+            if passing.link_s <= _INSTANT_S:
+                self.ended.add(passing.key)
+                self._under_way.remove(passing)
 
 
 class _Thread:
@@ -143,7 +165,7 @@ class _Thread:
 
     def go_on(self, run: _Run) -> bool:
         """Does what takes no time; whether there was anything."""
-        if self.remaining_s <= 1e-12:
+        if self.remaining_s <= _INSTANT_S:
             self.remaining_s = math.inf
             self._ops.popleft()
         elif self.remaining_s < math.inf:
@@ -162,7 +184,7 @@ class _Thread:
         op = self._ops[0][1]
         if isinstance(op, Work):
             self.remaining_s = op.seconds
-            return op.seconds <= 1e-12
+            return op.seconds <= _INSTANT_S
         if isinstance(op, Send):
             run.link.send((self._bucket, op.ticket), op)
         elif isinstance(op, Wait) and (self._bucket, op.ticket) not in run.link.ended:
@@ -204,7 +226,7 @@ class _Run:
                 raise ConfigurationError("a program waits for a collective that it has not started")
             return False
         self.now += seconds
-        self.link.pass_time(seconds, self.now)
+        self.link.pass_time(seconds)
         for thread in busy:
             thread.remaining_s -= seconds * rate
         if compute_s < math.inf:
@@ -212,7 +234,7 @@ class _Run:
         return True
 
     def _do_what_takes_no_time(self) -> None:
-        while self._targets and self._targets[0][0] - self._computed <= 1e-12:
+        while self._targets and self._targets[0][0] - self._computed <= _INSTANT_S:
             _, index = self._targets.popleft()
             if index < 0:
                 self.backward_end_s = self.now
@@ -221,4 +243,4 @@ class _Run:
         has_changed = True
         while has_changed:
             has_changed = any(thread.go_on(self) for thread in self._threads)
-        self.link.start_next(self.now)
+        self.link.start_next()
