@@ -16,7 +16,7 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import parse_hook
 from lightning_ddp.observe.record import BucketRecord, StepRecord
 from lightning_ddp.observe.recording import Recording, save
-from lightning_ddp.scaling import plain_model, predict_hook
+from lightning_ddp.scaling import predict_hook
 from lightning_ddp.scaling.network import Network
 
 MS = 1_000_000
@@ -57,9 +57,9 @@ def test_a_timeline_becomes_tables_a_file_and_a_picture(folder: Path, tmp_path: 
     # of two ranks: 6.2 ms after the 20 ms of backward, then 10 ms; without communication 30 ms
     assert curves["none"][0]["step_s"] == pytest.approx(0.030)
     assert curves["none"][1]["step_s"] == pytest.approx(0.0362)
-    # of 4,096: each bucket has 8,190 hops, and nearly twice its bytes
-    assert curves["none"][2]["exposed_s"] == pytest.approx(2 * 0.819 + 0.016 - 0.008, rel=0.01)
-    assert curves["post_local_sgd:period=4"][1]["exposed_s"] == pytest.approx((0.008 + 2 * 0.0002) / 4)
+    # of 4,096: 8,190 hops, which the buckets wait for together, and nearly twice the bytes
+    assert curves["none"][2]["exposed_s"] == pytest.approx(0.819 + 0.012, rel=0.01)
+    assert curves["post_local_sgd:period=4"][1]["exposed_s"] == pytest.approx((0.008 + 0.0002) / 4)
     printed = capsys.readouterr().out
     assert "steps: efficiency, %, by ranks" in printed
     assert "square matrices as large as the buckets" in printed
@@ -170,17 +170,17 @@ def test_without_iproute2_validation_says_so(monkeypatch, capsys, tmp_path: Path
 
 @pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
 def test_a_link_is_measured_beside_what_predicts_it(tmp_path: Path) -> None:
-    cases = (("convbn40", "none", None), ("convbn40", "bf16", "bf16"))
-    settings = LinkRunSettings(cases=cases, num_rounds=3, num_probes=1, folder=str(tmp_path))
-    results = run_linked(run_on_link, settings, 50.0, 120.0)
+    settings = LinkRunSettings(
+        cases=(("convbn40", "bf16", "bf16"),), num_rounds=2, num_probes=1, folder=str(tmp_path)
+    )
+    results = run_linked(run_on_link, settings, 100.0, 240.0)
     found = load_figures(tmp_path, "convbn40", [result["rests"] for result in results])
-    hop = Measured.of([result["probes"] for result in results], 32_000).hop
-    assert 8 / hop.seconds_per_byte < 55e6, "the link is no faster than asked for"
-    plain = plain_model([size for size, _ in found.profile.ready])
-    for index, hook in enumerate((plain, found.hooks["bf16"])):
-        predicted = predict_hook(found.profile, hook, Network(hop=hop), 2).step_s
-        fastest = min(max(step) for step in zip(*(r["seconds"][index] for r in results), strict=True))
-        assert predicted > found.profile.compute_s
-        # bytes alone take 240 ms, half of that in 16 bits
-        assert fastest > 0.9 * hook.num_bytes_sent(2) * 8 / 50e6
-        assert 0.2 < predicted / fastest < 5
+    hop = Measured.of([result["probes"] for result in results], 50_000).hop
+    assert 8 / hop.seconds_per_byte < 110e6, "the link is no faster than asked for"
+    hook = found.hooks["bf16"]
+    assert hook.num_bytes_sent(2) == pytest.approx(2 * 40 * (32 * 32 * 9 + 32 + 64), rel=0.01)
+    # nothing is faster than its bytes, which take 60 ms; a loaded machine may be slower by any factor
+    step_s = predict_hook(found.profile, hook, Network(hop=hop), 2).step_s
+    assert step_s > max(found.profile.compute_s, hook.num_bytes_sent(2) * hop.seconds_per_byte)
+    for steps in zip(*(result["seconds"][0] for result in results), strict=True):
+        assert max(steps) > 0.8 * hook.num_bytes_sent(2) * 8 / 100e6

@@ -207,6 +207,17 @@ def test_a_round_is_spread_over_its_period() -> None:
         assert predict_averager(profile, parse_averager(spec), LINK, 1).efficiency == pytest.approx(1.0)
 
 
+def test_chunks_of_parameters_wait_for_hops_together_where_they_may() -> None:
+    chunk = 2**22
+    profile = profile_of((2 * chunk, 2.0), (chunk // 2, 4.0))
+    plan = parse_averager({"name": "post_local_sgd", "period": 1})
+    for num_in_flight, expected in ((1, 3 * 2 + 2.5), (2, (2 + 1) + 1.5 + 1.25)):
+        hop = TransferCost(latency_s=1.0, seconds_per_byte=1 / chunk)
+        network = Network(hop=hop, num_in_flight=num_in_flight)
+        found = predict_averager(profile, plan, network, 2).exposed_s
+        assert found == pytest.approx(expected), num_in_flight
+
+
 def test_gradients_averaged_within_the_node_cost_their_part() -> None:
     network = Network(hop=LINK.hop, ranks_per_node=2, node_hop=LINK.hop)
     spec = {"name": "post_local_sgd", "period": 10, "gradients": "node"}

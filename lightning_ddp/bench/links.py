@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,8 @@ def _namespaces(mbit: float) -> Generator[list[str], None, None]:
         yield names
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            with suppress(FileNotFoundError):  # then there is no namespace either
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def read_sent_bytes() -> int:

@@ -50,7 +50,13 @@ def parse_contender(text: str) -> dict[str, Any]:
     name, _, options = text.partition(":")
     try:
         call = ast.parse(f"f({options})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+        is_call = isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        if (
+            not isinstance(call, ast.Call)
+            or not is_call
+            or call.args
+            or None in (k.arg for k in call.keywords)
+        ):
             raise SyntaxError
         given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:

@@ -120,8 +120,19 @@ def _levels_s(options: HierarchicalSGDOptions, num_bytes: float, network: Networ
 
 
 def _exchange_s(num_bytes: float, network: Network, num_ranks: int) -> float:
-    """Seconds of an average of parameters: chunk after chunk."""
-    whole, rest = divmod(num_bytes, _CHUNK_BYTES)
-    chunk_s = network.seconds(network.transfer("all_reduce", _CHUNK_BYTES, num_ranks))
-    rest_s = network.seconds(network.transfer("all_reduce", rest, num_ranks)) if rest else 0.0
-    return whole * chunk_s + rest_s
+    """Seconds of an average of parameters: chunk after chunk, of which several may be under way."""
+
+    def fixed_and_link_s(size: float) -> tuple[float, float]:
+        transfer = network.transfer("all_reduce", size, num_ranks)
+        return transfer.fixed_s, network.seconds(transfer) - transfer.fixed_s
+
+    def next_s(size: float) -> float:
+        """From the end of one chunk to that of the next."""
+        fixed_s, link_s = fixed_and_link_s(size)
+        return max(link_s, (fixed_s + link_s) / network.num_in_flight)
+
+    num_whole, rest = divmod(num_bytes, _CHUNK_BYTES)
+    first_s = sum(fixed_and_link_s(min(num_bytes, _CHUNK_BYTES)))
+    if not num_whole:
+        return first_s
+    return first_s + (num_whole - 1) * next_s(_CHUNK_BYTES) + (next_s(rest) if rest else 0.0)
