@@ -181,6 +181,6 @@ def test_a_link_is_measured_beside_what_predicts_it(tmp_path: Path) -> None:
     assert hook.num_bytes_sent(2) == pytest.approx(2 * 40 * (32 * 32 * 9 + 32 + 64), rel=0.01)
     # nothing is faster than its bytes, which take 60 ms; a loaded machine may be slower by any factor
     step_s = predict_hook(found.profile, hook, Network(hop=hop), 2).step_s
-    assert step_s > max(found.profile.compute_s, hook.num_bytes_sent(2) * hop.seconds_per_byte)
+    assert step_s > 0.99 * max(found.profile.compute_s, hook.num_bytes_sent(2) * hop.seconds_per_byte)
     for steps in zip(*(result["seconds"][0] for result in results), strict=True):
         assert max(steps) > 0.8 * hook.num_bytes_sent(2) * 8 / 100e6
