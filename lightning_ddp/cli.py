@@ -21,6 +21,7 @@ from lightning_ddp.bench import (
     hooks,
     launch,
     memory,
+    scaling,
     step,
     timeline,
 )
@@ -69,6 +70,7 @@ _BENCHES: Mapping[str, Command] = {
     "failures": failures,
     "hooks": hooks,
     "channel": channel,
+    "scaling": scaling,
 }
 
 

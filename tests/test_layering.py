@@ -27,6 +27,7 @@ FLOORS = {
     "uneven_fit": 4.5,
     "communication": 4,
     "parallel": 4,
+    "scaling": 4,
     "averaging": 3,
     "hooks": 3,
     "launch": 3,

@@ -8,6 +8,8 @@ all of them, and reports medians of ratios that were paired round by round.
 * ``hooks``: the command for hooks and averagers; ``links``: ranks in two namespaces, with a shaped link
   between them; ``tasks``: what they are trained on; ``traffic``: what each rank does;
 * ``channel``: the command for the control channel; ``switching``: what each rank does;
+* ``scaling``: the command that predicts; ``predicting``: how; ``calibration``: what ranks measure for it;
+  ``validation``: predictions beside measured steps;
 * ``timeline``: the command that draws recorded steps; ``recorders``: what each rank does where it has none;
 * ``imports``: the time of ``import lightning_ddp``; ``scripts``: scripts that are timed;
 * ``trainer_steps``: steps inside a Trainer;

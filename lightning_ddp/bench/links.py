@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,16 @@ from torch.multiprocessing.spawn import spawn
 
 from lightning_ddp.bench import BenchmarkError
 
-__all__ = ["can_shape_links", "read_sent_bytes", "run_linked"]
+__all__ = ["burst_bytes", "can_shape_links", "read_sent_bytes", "run_linked"]
 
 _CLONE_NEWNET = 0x40000000
 _INTERFACE = "link0"
 _NUM_RANKS = 2
+
+
+def burst_bytes(mbit: float) -> int:
+    """What a link of `mbit` Mbit/s saves up while idle: what it passes between two ticks of the shaper."""
+    return max(32_000, int(mbit * 1e6 / 8 / 250))
 
 
 def can_shape_links() -> bool:
@@ -72,14 +77,14 @@ def _namespaces(mbit: float) -> Generator[list[str], None, None]:
             _ip(*inside, "ip", "addr", "add", f"10.77.0.{rank + 1}/24", "dev", _INTERFACE)
             _ip(*inside, "ip", "link", "set", "lo", "up")
             _ip(*inside, "ip", "link", "set", _INTERFACE, "up")
-            # the burst holds what the link passes between two ticks of the shaper
-            burst = max(32_000, int(mbit * 1e6 / 8 / 250))
-            shape = ("tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "400ms")
+            burst = str(burst_bytes(mbit))
+            shape = ("tbf", "rate", f"{mbit}mbit", "burst", burst, "latency", "400ms")
             _ip(*inside, "tc", "qdisc", "add", "dev", _INTERFACE, "root", *shape)
         yield names
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            with suppress(FileNotFoundError):  # then there is no namespace either
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def read_sent_bytes() -> int:

@@ -22,7 +22,7 @@ from lightning_ddp.bench.workers import shuffled
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication.wiring import Communication
 
-__all__ = ["LearningSettings", "LinkSettings", "time_on_link", "train_tasks"]
+__all__ = ["Contender", "LearningSettings", "LinkSettings", "time_on_link", "train_tasks"]
 
 _CPU = torch.device("cpu")
 _NUM_WARMUP_STEPS = 3  # buckets are rebuilt after the first, and low-rank factors settle
@@ -52,7 +52,7 @@ class LearningSettings:
     """One training run each."""
 
 
-class _Contender:
+class Contender:
     """A wrapped copy of a model, and what its hook counts."""
 
     def __init__(self, name: str, model: str, hook: Any, rank: int) -> None:
@@ -87,7 +87,7 @@ def time_on_link(rank: int, settings: LinkSettings) -> dict[str, list[dict[str, 
     Returns:
         Contender -> one entry a round: seconds, bytes by the kernel's and by the hook's count, codec seconds.
     """
-    runs = {name: _Contender(name, settings.model, hook, rank) for name, hook in settings.hooks.items()}
+    runs = {name: Contender(name, settings.model, hook, rank) for name, hook in settings.hooks.items()}
     for run in runs.values():
         for _ in range(_NUM_WARMUP_STEPS):
             run.step()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hosts import find_hosts
 from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.comm.works import Worker
+
+ItemT = TypeVar("ItemT")
 
 _TOLERANCE = (
     1e-3  # relative; rounding stays far below, without communication every model is 5 to 1000 times above
@@ -173,8 +175,8 @@ def _time_all_reduce(
     return seconds
 
 
-def shuffled(names: Sequence[str], *, seed: int) -> list[str]:
-    """Return the names in an order that depends on the seed alone, hence is the same on all ranks."""
+def shuffled(names: Sequence[ItemT], *, seed: int) -> list[ItemT]:
+    """Return the items in an order that depends on the seed alone, hence is the same on all ranks."""
     return random.Random(seed).sample(names, k=len(names))
 
 

@@ -23,7 +23,7 @@ from lightning_ddp.hooks.randomk import RandomK
 from lightning_ddp.hooks.sign import Sign
 from lightning_ddp.hooks.topk import TopK
 
-__all__ = ["HookPlan", "available_hooks", "build_hook", "hook_options", "parse_hook"]
+__all__ = ["HookPlan", "available_hooks", "build_hook", "hook_options", "make_hook", "parse_hook"]
 
 _CODECS: dict[str, Any] = {hook.name: hook for hook in (FP16, BF16, Int8)} | (
     {FP8.name: FP8} if has_fp8() else {}
@@ -165,7 +165,11 @@ def build_hook(
     """
     plan = spec if isinstance(spec, HookPlan) else parse_hook(spec)
     group = process_group if isinstance(process_group, Group) else Group(process_group)
-    channel = Channel(group, device or torch.device("cpu"))
+    return make_hook(plan, Channel(group, device or torch.device("cpu")))
+
+
+def make_hook(plan: HookPlan, channel: Channel) -> Hook:
+    """Puts a hook together on a channel, which is its own. Does not communicate."""
     *outer, (name, options) = plan.entries
     wire: Wire = PlainWire(channel)
     encoder = outer[0] if outer else (name, options)
