@@ -85,9 +85,6 @@ def gradients(model: BucketedDDP) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-# ---------------------------------------------------------------------- no gradient changes
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "options",
@@ -199,9 +196,6 @@ def test_a_backward_that_fails_on_all_ranks_is_no_obstacle() -> None:
         return len(set(seen)), model.bucket_plan_report.backward_s
 
     assert run_threads(rank_main, 2) == [(2, 2.0 * NUM_LAYERS + 2)] * 2
-
-
-# ---------------------------------------------------------------------- what is chosen
 
 
 @pytest.mark.parametrize(("other_s", "choice"), [(0.5, "measured"), (2.0, "default")])
@@ -329,9 +323,6 @@ def test_a_small_gain_is_not_tried() -> None:
         assert len(plans) == 1
         assert "less than 3% is not worth a change" in report.reason
         assert report.measured_s is None
-
-
-# ---------------------------------------------------------------------- the argument
 
 
 @pytest.mark.parametrize(

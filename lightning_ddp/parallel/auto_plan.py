@@ -130,8 +130,8 @@ class AutoPlan:
             step: number of the last synchronised backward.
 
         Returns:
-            The plan to apply, with new hooks; None where buckets and hooks stay. Then or now `report` is
-            there if this was the last call.
+            The plan to apply, with new hooks; None where buckets and hooks stay. Once `report` is there, this
+            was the last call.
         """
         if self._obstacle is None and self._reduction.has_hook:
             self._obstacle = "a communication hook decides what is sent, and what that costs"
