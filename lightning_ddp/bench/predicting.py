@@ -83,6 +83,8 @@ def predict(args: argparse.Namespace) -> tuple[list[Curve], Network, str]:
     hooks = {text: None if text == NONE else parse_hook(parse_contender(text)) for text in args.hooks}
     averagers = {text: parse_averager(parse_contender(text)) for text in args.averagers}
     plans = {text: plan for text, plan in hooks.items() if plan is not None}
+    if args.from_timeline is not None:
+        _network(args, None)  # refuses what is missing before hooks are traced, which takes a while
     figures, probed = _record(args, plans) if args.from_timeline is None else _read(args, plans)
     network = _network(args, probed)
     cores = args.cores_per_rank or _default_cores(args)
