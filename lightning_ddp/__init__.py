@@ -5,7 +5,9 @@ works, and its configuration groups with Hydra if the script uses that. In a chi
 process's life to the launcher's.
 """
 
-from lightning_ddp import callbacks as callbacks
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lightning_ddp.conf.store import install as install_configuration
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.brood import end_job
@@ -19,6 +21,9 @@ from lightning_ddp.parallel.scatter import gather, scatter
 from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
 from lightning_ddp.trainer import Trainer
 from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
+
+if TYPE_CHECKING:
+    from lightning_ddp import callbacks as callbacks
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +41,14 @@ __all__ = [
     "replicate",
     "scatter",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`lightning_ddp.callbacks`, imported when it is asked for: a script without them saves that time."""
+    if name == "callbacks":
+        return importlib.import_module("lightning_ddp.callbacks")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 adopt_from_environment()
 watch_hydra(on_composed=agree_before_job, on_job_start=give_files_back, on_job_end=end_job)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from lightning_ddp.averaging import Averager, AveragerPlan, build_averager, parse_averager
-from lightning_ddp.averaging.node import NodeGradients
 from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hook_identity import describe_hook, hook_name
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hooks import Hook, HookPlan, StatefulHook, build_hook, parse_hook
+
+if TYPE_CHECKING:  # a run without hook and averager does not import them, which takes 10 ms
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+    from lightning_ddp.averaging import Averager, AveragerPlan
+    from lightning_ddp.hooks import Hook, HookPlan, StatefulHook
 
 __all__ = ["STATE_FORMAT", "Communication", "HookSpec"]
 
@@ -51,9 +53,12 @@ class Communication:
             raise ConfigurationError("ddp_comm_wrapper wraps a hook: pass ddp_comm_hook as well")
         self._hook_plan: HookPlan | None = None
         self._function: Callable[..., Any] | None = None
+        self._post_local = _post_local_state(hook_state)
         if hook is not None and not callable(hook):
+            from lightning_ddp.hooks import parse_hook
+
             self._hook_plan = parse_hook(hook)
-            if hook_state is not None and not isinstance(hook_state, PostLocalSGDState):
+            if hook_state is not None and self._post_local is None:
                 raise ConfigurationError(
                     f"ddp_comm_state has no effect with the hook {self._hook_plan.name!r}, which keeps its"
                     " own state: leave it out"
@@ -63,10 +68,11 @@ class Communication:
         self._hook_state = hook_state
         self._wrapper = wrapper
         self.averager_plan = _plan_averaging(
-            averaging, hook_state, period, by_hook=self._function is not None
+            averaging, self._post_local, period, by_hook=self._function is not None
         )
         self._hook: Callable[..., Any] | None = None
         self._named: Hook | None = None
+        self._stateful: StatefulHook | None = None
         self.averager: Averager | None = None
         self._model: Any = None
         self._scaler: Callable[[], Any] | None = None
@@ -89,7 +95,7 @@ class Communication:
     @property
     def _drives_hook_state(self) -> bool:
         """Whether torch's post-local SGD hook, and not the reducer, ends gradient averaging."""
-        return isinstance(self._hook_state, PostLocalSGDState) and self._function is not None
+        return self._post_local is not None and self._function is not None
 
     @property
     def averages_gradients(self) -> bool:
@@ -136,12 +142,17 @@ class Communication:
         self.averager = None  # of an earlier run
         hook: Callable[..., Any] | None = self._function
         if self._hook_plan is not None:
+            from lightning_ddp.hooks import StatefulHook, build_hook
+
             self._named = hook = build_hook(self._hook_plan, group, device)
             self._named.loss_scale = loss_scale
+            self._stateful = hook if isinstance(hook, StatefulHook) else None
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
         _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
         if self._gradients_in_local_phase == "node":
+            from lightning_ddp.averaging.node import NodeGradients
+
             hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
         if hook is not None:
             model.register_comm_hook(self._hook_state, hook)
@@ -162,6 +173,8 @@ class Communication:
                 " first of betas) would both be applied: set one of them to 0"
             )
         if self.averager_plan is not None:
+            from lightning_ddp.averaging import build_averager
+
             self.averager = build_averager(self.averager_plan, module, optimizers, group)
             self._follow()
 
@@ -174,9 +187,9 @@ class Communication:
     def _follow(self) -> None:
         """Tells whoever averages gradients whether to go on."""
         assert self.averager is not None
-        if isinstance(self._hook_state, PostLocalSGDState) and self._drives_hook_state:
+        if self._post_local is not None and self._drives_hook_state:
             counts = [track.num_steps for track in self.averager.tracks if track.num_steps] or [0]
-            self._hook_state.iter = min(counts)  # it counts backwards by itself, which may be more
+            self._post_local.iter = min(counts)  # it counts backwards by itself, which may be more
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> None:
@@ -189,13 +202,13 @@ class Communication:
     @property
     def has_state(self) -> bool:
         """Whether there is anything to save."""
-        return self.averager is not None or isinstance(self._named, StatefulHook)
+        return self.averager is not None or self._stateful is not None
 
     def shared_state(self, world_size: int) -> dict[str, Any]:
         """What is the same on all ranks: for the checkpoint. Call `agree` before."""
         state: dict[str, Any] = {"format": STATE_FORMAT, "world_size": world_size}
-        if isinstance(self._named, StatefulHook):
-            state["hook"] = _pick(self._named, shared=True)
+        if self._stateful is not None:
+            state["hook"] = _pick(self._stateful, shared=True)
         if self.averager is not None:
             state["averager"] = self.averager.state_dict()
         return state
@@ -207,8 +220,8 @@ class Communication:
         scale of its own; telling the others would cost a collective a step.
         """
         state: dict[str, Any] = {}
-        if isinstance(self._named, StatefulHook):
-            hook = _pick(self._named, shared=False)
+        if self._stateful is not None:
+            hook = _pick(self._stateful, shared=False)
             if hook["tensors"]:
                 state["hook"] = hook
         if self.averager is not None and not self.averager.averages_gradients:
@@ -236,8 +249,8 @@ class Communication:
                 f" {STATE_FORMAT}"
             )
         notes = []
-        if "hook" in shared and isinstance(self._named, StatefulHook):
-            notes += self._named.load_state_dict(_merge(shared["hook"], (own or {}).get("hook")), names)
+        if "hook" in shared and self._stateful is not None:
+            notes += self._stateful.load_state_dict(_merge(shared["hook"], (own or {}).get("hook")), names)
         elif "hook" in shared:
             notes.append(f"state of hook {shared['hook']['name']!r} was dropped: the run does not use it")
         if "averager" in shared and self.averager is not None:
@@ -253,12 +266,29 @@ class Communication:
         return notes
 
 
+def _post_local_state(state: object | None) -> PostLocalSGDState | None:
+    """The first argument of a hook, if it is torch's state of post-local SGD."""
+    if state is None:
+        return None
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+    return state if isinstance(state, PostLocalSGDState) else None
+
+
 def _plan_averaging(
-    averaging: str | Mapping[str, Any] | None, state: object | None, period: int | None, *, by_hook: bool
+    averaging: str | Mapping[str, Any] | None,
+    state: PostLocalSGDState | None,
+    period: int | None,
+    *,
+    by_hook: bool,
 ) -> AveragerPlan | None:
     """The one plan that the two spellings of post-local SGD stand for."""
+    if averaging is None and state is None and period is None:
+        return None
+    from lightning_ddp.averaging import parse_averager
+
     plan = parse_averager(averaging) if averaging is not None else None
-    if not isinstance(state, PostLocalSGDState):
+    if state is None:
         if period is not None:
             raise ConfigurationError(
                 "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period;"

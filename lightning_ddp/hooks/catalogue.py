@@ -68,7 +68,7 @@ class HookPlan:
         """The names with all options, the same text for the same plan.
 
         >>> print(parse_hook(["bf16", {"name": "randomk", "ratio": 0.1}]))
-        bf16(), randomk(momentum=0.0, nesterov=False, ratio=0.1, seed=0)
+        bf16(), randomk(momentum=0.0, nesterov=False, ratio=0.1, seed=0, start_step=0)
         """
         return ", ".join(
             f"{name}({', '.join(f'{key}={value!r}' for key, value in vars(options).items())})"

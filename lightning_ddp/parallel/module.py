@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.utils import _to_kwargs
@@ -30,12 +30,14 @@ from lightning_ddp.parallel.logging_data import LoggingData
 from lightning_ddp.parallel.mixed_precision import MixedPrecision, MixedPrecisionConfig
 from lightning_ddp.parallel.options import AUTO, BucketCap, ReducerOptions, bucket_caps_bytes
 from lightning_ddp.parallel.places import ParameterPlaces
-from lightning_ddp.parallel.plan_report import BucketPlanReport
 from lightning_ddp.parallel.reducer import Reducer
 from lightning_ddp.parallel.reduction import CommHook
 from lightning_ddp.parallel.sparse import sparse_parameters
 from lightning_ddp.parallel.states import broadcast_coalesced, verify_across_ranks
 from lightning_ddp.parallel.torch_compat import TorchNames, run_eagerly, tell_dynamo
+
+if TYPE_CHECKING:
+    from lightning_ddp.parallel.plan_report import BucketPlanReport
 
 __all__ = ["BucketedDDP"]
 

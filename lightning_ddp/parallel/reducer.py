@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,14 +22,12 @@ from lightning_ddp.comm.hosts import Hosts
 from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.errors import BackwardOrderError, CommHookError, MissingGradientError
 from lightning_ddp.observe.record import StepRecorder
-from lightning_ddp.parallel.auto_plan import AutoPlan, obstacle_to_planning
 from lightning_ddp.parallel.buckets import BucketSpec
 from lightning_ddp.parallel.expected import ExpectedGradients
 from lightning_ddp.parallel.failures import BackwardFailures
 from lightning_ddp.parallel.layout import BucketLayout
 from lightning_ddp.parallel.missing import MissingGradients
 from lightning_ddp.parallel.options import ReducerOptions
-from lightning_ddp.parallel.plan_report import BucketPlanReport
 from lightning_ddp.parallel.ready import GradientHooks
 from lightning_ddp.parallel.reduction import CommHook, Reduction
 from lightning_ddp.parallel.run_times import RunTimes
@@ -38,6 +36,10 @@ from lightning_ddp.parallel.step_facts import StepFacts
 from lightning_ddp.parallel.storage import Bucket
 from lightning_ddp.parallel.torch_compat import ReducerTorchNames
 from lightning_ddp.parallel.unused import UsageExchange, find_tensors, settle_absent
+
+if TYPE_CHECKING:
+    from lightning_ddp.parallel.auto_plan import AutoPlan
+    from lightning_ddp.parallel.plan_report import BucketPlanReport
 
 __all__ = ["Reducer"]
 
@@ -110,6 +112,8 @@ class Reducer(ReducerTorchNames):
         self.auto_plan: AutoPlan | None = None
         """What chooses the plan, as long as it does."""
         if options.is_auto:
+            from lightning_ddp.parallel.auto_plan import AutoPlan, obstacle_to_planning
+
             obstacle = obstacle_to_planning(self.layout, group, finds_unused=self._expected.may_lack)
             self.auto_plan = AutoPlan(self.layout, group, self._reduction, self._ready, obstacle)
         self._add_hooks()
