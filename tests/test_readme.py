@@ -104,7 +104,7 @@ def test_every_file_of_a_command_exists():
 
 def test_every_command_of_the_package_is_one_that_it_has():
     ours = [command for command in COMMANDS if command.startswith("python -m lightning_ddp ")]
-    assert len(ours) == 11
+    assert len(ours) == 12
     for command in ours:
         build_parser().parse_args(shlex.split(command)[3:])
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.parting import note_sent
 from lightning_ddp.comm.waits import Waits
 
 __all__ = ["Group", "without_engine_context"]
@@ -141,6 +142,7 @@ class Group(Waits):
         if op is not None or timeout is not None:
             options = options_of(dist.AllreduceOptions, timeout)
             options.reduceOp = dist.ReduceOp.SUM if op is None else op
+        note_sent((tensor,))
         with without_engine_context():
             return self._started(self.process_group.allreduce([_as_real(tensor)], options))
 
@@ -161,6 +163,7 @@ class Group(Waits):
             options.rootRank = src
             if timeout is None:
                 self._broadcasts[src] = options
+        note_sent((tensor,))
         with without_engine_context():
             return self._started(self.process_group.broadcast([_as_real(tensor)], options))
 
@@ -178,6 +181,7 @@ class Group(Waits):
         options = self._gather
         if timeout is not None:
             options = options_of(dist.distributed_c10d.AllgatherOptions, timeout)
+        note_sent((tensor, *outputs))
         with without_engine_context():
             work = self.process_group.allgather(
                 [[_as_real(output) for output in outputs]], [_as_real(tensor)], options
@@ -194,6 +198,7 @@ class Group(Waits):
     ) -> Any:
         """Starts another collective of the process group, which sends `tensors`; returns its work."""
         self.announce(kind, tensors, label)
+        note_sent(tensors)
         return self._started(begin())
 
 
