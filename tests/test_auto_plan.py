@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks, run_threads
+from harness import host_with, run_ranks, run_threads
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
@@ -23,6 +24,13 @@ WIDTH = 16
 NUM_LAYERS = 6
 TRANSPORT = TransportCost(transfer=TransferCost(latency_s=0.1, seconds_per_byte=0.001), launch_s=0.01)
 """Where gradients come a second apart, it pays to send the first ones soon."""
+
+
+@pytest.fixture(autouse=True)
+def spare_processors() -> Iterator[None]:
+    """Buckets are reduced beside the backward, whatever machine this is."""
+    with host_with(99):
+        yield
 
 
 class Layers(nn.Module):
@@ -272,6 +280,17 @@ def test_where_nothing_can_be_measured_the_default_plan_stays_with_a_warning(
     (record,) = [r for r in caplog.records if r.name == "lightning_ddp" and "auto" in r.getMessage()]
     assert record.levelno == logging.WARNING
     assert reason in record.getMessage()
+
+
+def test_where_buckets_are_reduced_after_the_backward_the_default_plan_stays() -> None:
+    def rank_main(rank, world_size, group):
+        model = auto(group, transport="shared_memory")
+        model.reducer.rebuild()
+        return model.bucket_plan_report.reason
+
+    with host_with(1):
+        reasons = run_threads(rank_main, 2)
+    assert all("reduced after the backward" in reason for reason in reasons)
 
 
 def average(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:

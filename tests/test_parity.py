@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import host_with, run_ranks
 from models import MODELS, batch, build
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -29,7 +29,12 @@ from lightning_ddp import BucketedDDP
 NUM_STEPS = 20
 RTOL = {torch.float32: 1e-6, torch.float64: 1e-12}
 INITIAL_SEED = 11
-TRANSPORTS = ("shared_memory", "gloo")
+# name -> transport, and how many processors each host has: with less than two a rank no thread reduces
+TRANSPORTS = {
+    "shared_memory": ("shared_memory", 1),
+    "shared_memory, in a thread": ("shared_memory", 99),
+    "gloo": ("gloo", 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +167,10 @@ def train_with_both(rank: int, world_size: int, name: str, recipe: Recipe) -> li
     assert len(theirs.grads) == NUM_STEPS
     assert theirs.grads[0], "the reference has no gradients"
     differences = []
-    for transport in TRANSPORTS:
-        ours = train(partial(BucketedDDP, transport=transport), name, recipe, rank)
-        differences += [f"{transport}: {line}" for line in compare(ours, theirs, world_size)]
+    for label, (transport, num_processors) in TRANSPORTS.items():
+        with host_with(num_processors):
+            ours = train(partial(BucketedDDP, transport=transport), name, recipe, rank)
+        differences += [f"{label}: {line}" for line in compare(ours, theirs, world_size)]
     return differences
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, run_ranks_outcomes, run_threads, run_threads_outcomes
+from harness import host_with, run_ranks, run_ranks_outcomes, run_threads, run_threads_outcomes
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -317,9 +317,12 @@ CASES = {
 def differing_cases(rank: int, _: int) -> list[str]:
     wrong = []
     for case, options in CASES.items():
-        ours, theirs = (gradients(transport, rank, case, options) for transport in (SHARED, GLOO))
-        if not ours or not all(map(torch.equal, ours, theirs)):
-            wrong.append(case)
+        theirs = gradients(GLOO, rank, case, options)
+        for num_processors in (1, 99):
+            with host_with(num_processors):
+                ours = gradients(SHARED, rank, case, options)
+            if not ours or not all(map(torch.equal, ours, theirs)):
+                wrong.append(f"{case} with {num_processors} processors")
     return wrong
 
 

@@ -46,6 +46,19 @@ class Hosts:
     """The ranks of each host in ascending order, hosts in the order of their first ranks."""
     pids: tuple[int, ...]
     """Process of each rank, on its host."""
+    processors: tuple[frozenset[int], ...]
+    """Those that each rank may run on, by their numbers on its host."""
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether two ranks share a host, and so can share memory."""
+        return len(self.by_host) < len(self.pids)
+
+    @property
+    def has_spare_processor(self) -> bool:
+        """Whether every rank of this host can have a processor for another thread besides its main one."""
+        ranks = self.neighbours
+        return len(frozenset().union(*(self.processors[r] for r in ranks))) >= 2 * len(ranks)
 
     @property
     def neighbours(self) -> tuple[int, ...]:
@@ -59,7 +72,7 @@ class Hosts:
 
 
 def find_hosts(group: Group, device: torch.device, host: str | None = None) -> Hosts | None:
-    """Finds out whether ranks share hosts, so that shared memory is of use. All ranks call it.
+    """Finds out which ranks share hosts, so that shared memory is of use. All ranks call it.
 
     Communicates, unless the group's `transport` is gloo or rules it out already. Ranks are on one host if
     they run under one kernel in one pair of process and network namespaces: a container of its own, or a
@@ -71,7 +84,7 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
         host: name of this rank's host; None to ask the kernel.
 
     Returns:
-        None where tensors go through the process group.
+        None where tensors go through the process group whatever hosts there are.
 
     Raises:
         ConfigurationError: shared memory was asked for, but cannot be used.
@@ -82,22 +95,23 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
         where = f"{group.backend(device)} on {device.type}" if device.type != "cpu" else group.backend(device)
         give_up(group, f"it is for CPU ranks of gloo groups, and this is a group of {where}")
         return None
-    mine = (host or _this_host(), os.getpid(), are_semaphores_available() and hasattr(os, "memfd_create"))
+    is_able = are_semaphores_available() and hasattr(os, "memfd_create")
+    mine = (host or _this_host(), os.getpid(), is_able, _processors())
     answers = all_gather_objects(group, mine, device)
-    names = [name for name, _, _ in answers]
+    names, pids, abilities, processors = zip(*answers, strict=True)
     by_host = tuple(
         tuple(rank for rank, other in enumerate(names) if other == name) for name in dict.fromkeys(names)
     )
-    hosts = Hosts(rank=group.rank, by_host=by_host, pids=tuple(pid for _, pid, _ in answers))
-    unable = [str(rank) for rank, (_, _, is_able) in enumerate(answers) if not is_able]
+    hosts = Hosts(rank=group.rank, by_host=by_host, pids=pids, processors=processors)
+    if not hosts.are_shared:
+        give_up(group, "every rank is on a host of its own")
+        return hosts
+    unable = [str(rank) for rank, is_able in enumerate(abilities) if not is_able]
     if unable:
         give_up(group, f"rank {', '.join(unable)} has no Linux with glibc 2.30 or later")
         return None
-    if len(by_host) == group.size:
-        give_up(group, "every rank is on a host of its own")
-        return None
     # threads of one process as ranks are for tests, whose point is often the process group
-    if group.transport == "auto" and len({(n, p) for n, p, _ in answers}) < group.size:
+    if group.transport == "auto" and len(set(zip(names, pids, strict=True))) < group.size:
         return None
     return hosts
 
@@ -120,6 +134,13 @@ def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
         )
     if is_fault and group.rank == 0:
         _logger.warning("tensors travel by gloo and not by shared memory: %s", reason)
+
+
+def _processors() -> frozenset[int]:
+    """The numbers of those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
 
 
 def _this_host() -> str:

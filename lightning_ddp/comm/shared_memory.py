@@ -85,6 +85,11 @@ class SharedMemory:
         """Whether all ranks are on this host, so that an all-reduce is a matter of memory alone."""
         return not self._has_more_hosts
 
+    @property
+    def has_spare_processor(self) -> bool:
+        """Whether a thread that reduces finds a processor that nobody computes on."""
+        return self._hosts.has_spare_processor
+
     # ------------------------------------------------------------------ set-up
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

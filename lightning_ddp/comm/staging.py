@@ -56,7 +56,7 @@ def open_staging(group: Group, device: torch.device) -> Staging | None:
         ConfigurationError: the group's `transport` asks for it, and it cannot be used.
     """
     hosts = find_hosts(group, device)
-    if hosts is None:
+    if hosts is None or not hosts.are_shared:
         return None
     memory = SharedMemory(group, hosts)
     staging = Staging(memory)

@@ -37,7 +37,9 @@ _CPU = torch.device("cpu")
 _Plan = tuple[BucketSpec, ...]
 
 
-def obstacle_to_planning(layout: BucketLayout, group: Group, *, finds_unused: bool) -> str | None:
+def obstacle_to_planning(
+    layout: BucketLayout, group: Group, reduction: Reduction, *, finds_unused: bool
+) -> str | None:
     """Why no plan can be computed for these parameters and ranks; None if it can."""
     specs = layout.specs
     if group.size == 1:
@@ -52,6 +54,8 @@ def obstacle_to_planning(layout: BucketLayout, group: Group, *, finds_unused: bo
         return "there are gradients of several dtypes, which cannot share buckets"
     if not any(spec.nbytes for spec in specs):
         return "the parameters are empty"
+    if not reduction.is_beside_backward:
+        return "buckets are reduced after the backward, as ranks have no processor for a thread beside it"
     return None
 
 

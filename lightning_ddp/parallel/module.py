@@ -83,9 +83,10 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         init_sync: whether construction verifies the parameters across ranks and broadcasts rank 0's
             parameters and buffers. If False, the caller vouches that all ranks hold the same values.
         process_group: the ranks; None for the default group.
-        bucket_cap_mb: cap of a bucket in MiB (the first one has 1 MiB); None for 25. "auto" times the first
-            steps on the CPU, computes the plan that hides most of the communication, tries it in turns with
-            that of None, and keeps the faster one: `bucket_plan_report` and the log say which, and why.
+        bucket_cap_mb: cap of a bucket in MiB (the first one has 1 MiB); None for 25, and for smaller first
+            ones where CPU ranks are on several hosts, so that the network has work early. "auto" times the
+            first steps on the CPU, computes the plan that hides most of the communication, tries it in turns
+            with that of None, and keeps the faster one: `bucket_plan_report` and the log say which, and why.
         find_unused_parameters: whether parameters may take no part in the loss, on some ranks or on all. The
             graph of the outputs is searched after each forward. A parameter that no rank used keeps its
             `.grad`; one that some used gets the mean, with zeros from the others.
@@ -114,8 +115,9 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         interrupt: a failure that another thread may report; every wait raises it within 0.1 s.
         transport: how gradients on the CPU travel. 'auto': through memory that the ranks of a host share,
             and between hosts by gloo, one rank a host; through the process group where that cannot be, and
-            between ranks that are threads of one process. 'shared_memory': the same, or an error. 'gloo':
-            through the process group.
+            between ranks that are threads of one process. A thread reduces beside the backward if a host has
+            two processors a rank; else that would slow both down, and the backward ends first.
+            'shared_memory': the same, or an error. 'gloo': through the process group.
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -213,6 +215,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         low_dtype = self._mixed.config.param_dtype if self._mixed is not None else None
         self._options = ReducerOptions(
             caps_bytes=caps_bytes,
+            are_caps_default=bucket_cap_mb in (None, AUTO) and not bucket_cap_mb_list,
             is_auto=bucket_cap_mb == AUTO,
             # a parameter of low precision cannot hold the gradient in full precision meanwhile
             gradient_as_bucket_view=self.gradient_as_bucket_view and not low_dtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
@@ -22,6 +22,7 @@ DEFAULT_CAP_MB = 25
 """Cap of a bucket in MiB, where the user names none."""
 
 _FIRST_CAP_BYTES = MIB
+_NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
 _EARLY_COPY_BYTES = 256 * 1024
 _NEVER = 2**63 - 1
 
@@ -32,6 +33,8 @@ class ReducerOptions:
 
     caps_bytes: tuple[int, ...]
     """Caps of the first bucket of a dtype and device, the second ...; the last holds for all that follow."""
+    are_caps_default: bool = False
+    """Whether nobody asked for these caps."""
     is_auto: bool = False
     """Whether another plan than that of the caps is looked for, by what the first steps take."""
     gradient_as_bucket_view: bool = True
@@ -54,6 +57,16 @@ class ReducerOptions:
     def __post_init__(self) -> None:
         if not self.caps_bytes or min(self.caps_bytes) <= 0:
             raise ConfigurationError(f"caps of buckets {self.caps_bytes}: expected sizes in bytes above 0")
+
+    def for_network(self) -> ReducerOptions:
+        """The same where gradients travel between hosts, with smaller first buckets if nobody named sizes.
+
+        A network is slow beside a backward on the CPU, and idle until the first bucket is full: so the first
+        MiB goes in three parts, each twice as large as the one before.
+        """
+        if not self.are_caps_default:
+            return self
+        return replace(self, caps_bytes=(*_NETWORK_CAPS_BYTES, self.caps_bytes[-1]))
 
     @staticmethod
     def early_copy_for(batched_grad_copy: bool | None) -> int:

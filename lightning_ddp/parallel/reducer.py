@@ -55,7 +55,8 @@ class Reducer(ReducerTorchNames):
         token: the same on all ranks, different for every reducer.
         options: how gradients are bucketed and what is expected of a backward.
         sparse: positions of the parameters whose gradients are sparse tensors.
-        hosts: where the ranks are, if those of a host are to share memory. Construction communicates then.
+        hosts: where the ranks are, if those of a host are to share memory; None if that is of no interest.
+            Where some share a host, construction communicates.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class Reducer(ReducerTorchNames):
         sparse: frozenset[int] = frozenset(),
         hosts: Hosts | None = None,
     ) -> None:
+        if hosts is not None and len(hosts.by_host) > 1:
+            options = options.for_network()
         self.options = options
-        memory = SharedMemory(group, hosts) if hosts is not None else None
+        memory = SharedMemory(group, hosts) if hosts is not None and hosts.are_shared else None
         self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, memory=memory)
         if memory is not None and not memory.connect():
             memory = None
@@ -114,7 +117,8 @@ class Reducer(ReducerTorchNames):
         if options.is_auto:
             from lightning_ddp.parallel.auto_plan import AutoPlan, obstacle_to_planning
 
-            obstacle = obstacle_to_planning(self.layout, group, finds_unused=self._expected.may_lack)
+            lacks = self._expected.may_lack
+            obstacle = obstacle_to_planning(self.layout, group, self._reduction, finds_unused=lacks)
             self.auto_plan = AutoPlan(self.layout, group, self._reduction, self._ready, obstacle)
         self._add_hooks()
 
@@ -236,6 +240,7 @@ class Reducer(ReducerTorchNames):
         if self._is_running:
             self._is_running = False  # the last backward was interrupted
             self._drain()
+            self._withdraw()
         self._ready.clear()
         self._next = 0
         self._is_armed = True
@@ -273,6 +278,11 @@ class Reducer(ReducerTorchNames):
                 with suppress(CommHookError):
                     self._wait(bucket)
 
+    def _withdraw(self) -> None:
+        ready = set(self._ready)
+        for bucket in self.buckets:
+            bucket.withdraw(ready)
+
     def _count_step(self) -> None:
         self.step += 1
         self._reduction.step = self.step
@@ -302,6 +312,9 @@ class Reducer(ReducerTorchNames):
                 bucket.is_skipped = expected.declared.issuperset(bucket.spec.indices)
                 self._fill(bucket)
         self._mark_absent(expected.unreached)
+        if not expected.are_counted:  # who counts wants to know what none has used
+            for bucket in self.buckets:
+                bucket.open()
 
     def _mark_absent(self, indices: Iterable[int]) -> None:
         """Parameters that will get no gradient in this backward count as ready, with what they have."""
@@ -431,6 +444,7 @@ class Reducer(ReducerTorchNames):
         self._is_running = False
         if error.num_launched is not None:  # the same on all ranks
             self._drain()
+        self._withdraw()
         try:
             raise error
         finally:

@@ -21,7 +21,8 @@ __all__ = ["CommHook", "Reduction"]
 
 _INLINE_BYTES = 2 * 1024 * 1024
 """Up to this size the last bucket is reduced by the thread that waits for it, as a rule at once: waking
-another thread would take as long as the sum."""
+another thread would take as long as the sum. Where ranks have no processor for that other thread, so are all
+buckets: it would only slow down the backward that it is to run beside."""
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """`hook(state, bucket)`, called once a bucket is full; its future holds the reduced flat gradient."""
@@ -58,6 +59,12 @@ class Reduction:
     def has_hook(self) -> bool:
         """Whether a communication hook reduces the buckets."""
         return self._hook is not None
+
+    @property
+    def is_beside_backward(self) -> bool:
+        """Whether a bucket can be on its way while the backward goes on."""
+        memory = self._memory
+        return memory is None or not memory.is_one_host or memory.has_spare_processor
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook` reduce the buckets from the next backward on; it scales by itself."""
@@ -135,10 +142,7 @@ class Reduction:
         job: Callable[..., None] = partial(memory.all_reduce, flat)
         if not bucket.contributes:
             job = partial(memory.all_reduce_nothing, flat.numel(), flat.dtype)
-        if bucket.is_last() and flat.nbytes <= _INLINE_BYTES and memory.is_one_host:
-            begin = partial(Deferred, partial(job, on_slice=self._note_slice))
-            return self._group.start("all_reduce", (flat,), begin, label=label)
-        return self._submit(job, flat, label)
+        return self._start_job(job, flat, label, is_short=bucket.is_last() and flat.nbytes <= _INLINE_BYTES)
 
     def _note_slice(self, waited_s: float) -> None:
         if self._on_slice is not None:
@@ -152,10 +156,14 @@ class Reduction:
         """
         if self._memory is None:
             return self._group.all_reduce(flat, label=label)
-        return self._submit(partial(self._memory.all_reduce, flat), flat, label)
+        return self._start_job(partial(self._memory.all_reduce, flat), flat, label, is_short=False)
 
-    def _submit(self, job: Callable[[], None], flat: torch.Tensor, label: str) -> Any:
-        return self._group.start("all_reduce", (flat,), partial(self._worker.submit, job), label=label)
+    def _start_job(self, job: Callable[..., None], flat: torch.Tensor, label: str, *, is_short: bool) -> Any:
+        assert self._memory is not None
+        begin: Callable[[], Any] = partial(self._worker.submit, job)
+        if not self.is_beside_backward or (is_short and self._memory.is_one_host):
+            begin = partial(Deferred, partial(job, on_slice=self._note_slice))
+        return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Waits until the flat buffer holds the result.

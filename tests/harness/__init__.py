@@ -6,6 +6,7 @@ a process behind, and each has a deadline.
 """
 
 from harness.leftovers import ProcessLeftBehind
+from harness.machine import host_with
 from harness.outcomes import RankFailed, RankOutcome
 from harness.processes import run_ranks, run_ranks_outcomes
 from harness.scripts import ScriptFailed, ScriptResult, run_script
@@ -17,6 +18,7 @@ __all__ = [
     "RankOutcome",
     "ScriptFailed",
     "ScriptResult",
+    "host_with",
     "run_ranks",
     "run_ranks_outcomes",
     "run_script",

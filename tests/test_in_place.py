@@ -1,0 +1,178 @@
+"""Small gradients on the CPU are added up in their bucket; a parameter without one is left as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_threads
+from torch import Tensor, nn
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.errors import MissingGradientError
+
+INPUT = torch.tensor([[1.0, 2.0, 3.0]])
+
+
+class Heads(nn.Module):
+    """Two small layers, of which a forward uses what it is told, and a large one in the same bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 2)
+        self.right = nn.Linear(3, 2)
+        self.large = nn.Linear(3, 30_000)
+
+    def forward(self, x: Tensor, use: str = "left right") -> Tensor:
+        return self.large(x).sum() + sum(getattr(self, name)(x).sum() for name in use.split())
+
+
+def wrapped(group: Any, **options: Any) -> BucketedDDP:
+    model = BucketedDDP(Heads(), process_group=group, **options)
+    model(INPUT).backward()  # after it the buckets are in the order of readiness
+    model.zero_grad()
+    return model
+
+
+def is_in_bucket(model: BucketedDDP, tensor: Tensor) -> bool:
+    return any(
+        bucket.flat.data_ptr() <= tensor.data_ptr() < bucket.flat.data_ptr() + bucket.flat.nbytes
+        for bucket in model.reducer.buckets
+    )
+
+
+def seen_by_hooks(model: BucketedDDP, loss: Tensor) -> dict[str, bool]:
+    """Whether each gradient was in its bucket when the parameter's own hook ran."""
+    seen: dict[str, bool] = {}
+    handles = [
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.update({name: is_in_bucket(model, p.grad)})
+        )
+        for name, p in model.module.named_parameters()
+    ]
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+SMALL = ("left.weight", "left.bias", "right.weight", "right.bias", "large.bias")
+
+
+@pytest.mark.parametrize(
+    ("options", "in_bucket"),
+    [
+        ({}, SMALL),
+        ({"gradient_as_bucket_view": False}, ()),
+        ({"find_unused_parameters": True}, ()),
+        ({"static_graph": True}, ()),
+    ],
+    ids=["default", "no views", "unused", "static"],
+)
+def test_small_gradients_arrive_in_the_bucket(options, in_bucket) -> None:
+    def rank_main(rank, _world_size, group):
+        model = wrapped(group, **options)
+        seen = seen_by_hooks(model, model(INPUT * (rank + 1)))
+        # the reducer's own hook comes first, and copies a large gradient at once
+        assert {name for name, is_in in seen.items() if is_in and name != "large.weight"} == set(in_bucket)
+        assert all(torch.equal(p.grad, 1.5 * INPUT.expand_as(p)) for p in model.parameters() if p.ndim == 2)
+
+    run_threads(rank_main, 2)
+
+
+def test_gradients_that_are_there_before_are_added_to() -> None:
+    def rank_main(rank, _world_size, group):
+        model = wrapped(group)
+        model.module.left.weight.grad = torch.ones(2, 3)
+        model(INPUT * (rank + 1)).backward()
+        assert torch.equal(model.module.left.weight.grad, 1 + 1.5 * INPUT.expand(2, 3))
+        assert torch.equal(model.module.right.weight.grad, 1.5 * INPUT.expand(2, 3))
+
+    run_threads(rank_main, 2)
+
+
+def test_a_hook_of_the_user_may_put_another_tensor_there() -> None:
+    def rank_main(rank, _world_size, group):
+        model = wrapped(group)
+        left = model.module.left.weight
+        handle = left.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 2 * p.grad))
+        model(INPUT * (rank + 1)).backward()
+        handle.remove()
+        assert torch.equal(left.grad, 3 * INPUT.expand(2, 3))
+        assert is_in_bucket(model, left.grad)
+
+    run_threads(rank_main, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_with_a_graph_are_averaged_too() -> None:
+    def rank_main(rank, _world_size, group):
+        model = wrapped(group)
+        model(INPUT * (rank + 1)).backward(create_graph=True)
+        assert model.module.left.weight.grad.requires_grad
+        assert torch.equal(model.module.left.weight.grad.detach(), 1.5 * INPUT.expand(2, 3))
+
+    run_threads(rank_main, 2)
+
+
+def test_an_undefined_gradient_counts_as_zeros() -> None:
+    class Undefined(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    def rank_main(rank, _world_size, group):
+        model = wrapped(group)
+        loss = model(INPUT * (rank + 1), "right")
+        (
+            loss + (Undefined.apply(model.module.left(INPUT)) if rank else model.module.left(INPUT).sum())
+        ).backward()
+        assert torch.equal(model.module.left.weight.grad, 0.5 * INPUT.expand(2, 3))
+
+    run_threads(rank_main, 2)
+
+
+def test_a_parameter_without_a_gradient_has_none_after_the_error() -> None:
+    def rank_main(_rank, _world_size, group):
+        model = wrapped(group)
+        with pytest.raises(MissingGradientError):
+            model(INPUT, "right").backward()
+        assert model.module.left.weight.grad is None
+        assert model.module.right.weight.grad is not None
+
+    run_threads(rank_main, 2)
+
+
+def test_a_parameter_without_a_gradient_has_none_after_the_warning() -> None:
+    def rank_main(_rank, _world_size, group):
+        model = BucketedDDP(Heads(), process_group=group)
+        with pytest.warns(UserWarning, match=r"left\.weight"):
+            model(INPUT, "right").backward()
+        assert model.module.left.weight.grad is None
+        assert model.module.right.weight.grad is not None
+
+    run_threads(rank_main, 1)
+
+
+def test_an_exception_in_backward_leaves_none_at_the_next_forward() -> None:
+    def rank_main(_rank, _world_size, group):
+        model = wrapped(group)
+        handle = model.module.left.weight.register_hook(fail)
+        with pytest.raises(ArithmeticError, match="not finite"):
+            model(INPUT).backward()
+        handle.remove()
+        arrived = {name for name, p in model.module.named_parameters() if p.grad is not None and p.grad.any()}
+        model(INPUT)
+        found = {name for name, p in model.module.named_parameters() if p.grad is not None}
+        assert found == arrived
+        assert "left.weight" not in found
+
+    def fail(_grad: Tensor) -> None:
+        raise ArithmeticError("not finite")
+
+    run_threads(rank_main, 2)
