@@ -23,6 +23,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hosts import Hosts, give_up
 from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.comm.subgroups import sub_group
+from lightning_ddp.comm.sums import Chunks, add_in_float32, add_in_place
 from lightning_ddp.comm.waits import SLICE_S
 from lightning_ddp.comm.works import check_not_ending
 
@@ -49,8 +50,6 @@ _NOTHING = -1
 _CALL, _IS_CLOSED, _SEMAPHORES = 0, 64, 128
 
 _Ticket = tuple[int, int, bytes]
-_Chunks = list[tuple[torch.Tensor, ...]]
-"""Elements that one rank adds up, chunk by chunk: the same ones of each contributing rank."""
 
 
 class SharedMemory:
@@ -75,7 +74,7 @@ class SharedMemory:
         self._has_more_hosts = len(hosts.by_host) > 1
         self._leaders: Group | None = None
         self._timeout_s = _timeout_s(group)
-        self._plans: dict[Any, _Chunks] = {}
+        self._plans: dict[Any, Chunks] = {}
         self._number = 0
         self._failure: BaseException | None = None
         self._on_slice: Callable[[float], None] | None = None
@@ -258,18 +257,11 @@ class SharedMemory:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[key] = self._plan(calls)
-        gives_all = not self._has_more_hosts
-        if len(calls) > 2 and plan and plan[0][0].dtype in (torch.float16, torch.bfloat16):
-            _add_in_float32(plan, gives_all=gives_all)
-            return
-        for first, *others in plan:
-            for other in others:
-                first.add_(other)
-            if gives_all:
-                for other in others:
-                    other.copy_(first)
+        is_wide = len(calls) > 2 and bool(plan) and plan[0][0].dtype in (torch.float16, torch.bfloat16)
+        add = add_in_float32 if is_wide else add_in_place
+        add(plan, gives_all=not self._has_more_hosts)
 
-    def _plan(self, calls: Sequence[tuple[int, ...]]) -> _Chunks:
+    def _plan(self, calls: Sequence[tuple[int, ...]]) -> Chunks:
         """This rank's share of the elements, cut into chunks."""
         numel = calls[0][3]
         share = -(-numel // (len(calls) * _SHARE_ALIGNMENT)) * _SHARE_ALIGNMENT
@@ -334,18 +326,6 @@ class SharedMemory:
             f"rank {self._group.rank}: connection closed by peer: rank {rank} (pid {self._hosts.pids[rank]})"
             f" left before all-reduce {self._number} over shared memory was done"
         )
-
-
-def _add_in_float32(plan: _Chunks, *, gives_all: bool) -> None:
-    """Adds chunks of 16-bit numbers with one rounding at the end."""
-    total = torch.empty(plan[0][0].numel())
-    for first, *others in plan:
-        part = total[: first.numel()]
-        part.copy_(first)
-        for other in others:
-            part.add_(other)
-        for out in (first, *others) if gives_all else (first,):
-            out.copy_(part)
 
 
 def _timeout_s(group: Group) -> float:
