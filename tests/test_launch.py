@@ -19,7 +19,7 @@ from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.children import ChildExit, Children
 
-DEADLINE_S = 60
+DEADLINE_S = 180
 
 VICTIM = """
 import os, signal, sys
