@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comparison import assert_all_as_torch, grads_of, state_of
+from comparison import assert_all_as_torch, assert_same, grads_of, state_of
 from harness import run_ranks, run_ranks_outcomes, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -237,6 +237,36 @@ def test_a_parameter_that_no_remaining_rank_uses_keeps_its_gradient() -> None:
         [[1.5, 1.5]],
         [[1.5, 1.5], [1.0, None], [1.0, 1.0], [1.0, None]],
     ]
+
+
+def evaluates_between_steps(rank, world_size, counts):
+    results = []
+    for evaluates in (False, True):
+        module = seeded("normed")
+        model = BucketedDDP(module, bucket_cap_mb=1e-6)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        seen = []
+        with model.join():
+            for step in range(counts[rank]):
+                optimizer.zero_grad()
+                model(inputs(rank, step)).square().sum().backward()
+                seen.append(grads_of(module))
+                optimizer.step()
+                if evaluates:
+                    with torch.no_grad():
+                        seen[-1]["output"] = model.eval()(inputs(rank, step))
+                    model.train()
+        results.append((seen, state_of(module)))
+    return results
+
+
+@pytest.mark.parametrize("counts", [(1, 4), (4, 1)])
+def test_forwards_without_gradients_change_nothing_while_others_have_run_out(counts) -> None:
+    by_rank = run_ranks(evaluates_between_steps, 2, counts)
+    for (expected, _), (found, state) in by_rank:
+        assert all(seen.pop("output").isfinite().all() for seen in found)
+        assert_same(found, expected, "gradients")
+        assert_same(state, by_rank[0][1][1], "the model at the end")
 
 
 # ---------------------------------------------------------------- early termination, errors

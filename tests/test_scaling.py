@@ -162,7 +162,10 @@ def test_a_faster_link_never_makes_a_step_longer(gaps, work, slow, factor, num_r
         ({"algorithm": "ring", "ranks_per_node": 4}, "all_to_all", 12, 2.75, 4 * 100 * 8 / 12),
         # 8 ranks elsewhere; 3 of the node and those 8 are read within it
         ({"algorithm": "hierarchical", "ranks_per_node": 4}, "all_gather", 12, 0.5 + 6 + 110, 800),
+        # rows for 2 other nodes, after each of the node's ranks has handed its own to the other 3
+        ({"algorithm": "hierarchical", "ranks_per_node": 4}, "all_to_all", 12, 13.5, 4 * 100 * 8 / 12),
         # one node alone: nothing passes the link
+        ({"algorithm": "ring", "ranks_per_node": 4}, "all_to_all", 4, 3 + 7.5, 0),
         ({"algorithm": "ring", "ranks_per_node": 4}, "all_reduce", 4, 6 + 15, 0),
     ],
 )
@@ -272,6 +275,12 @@ def test_a_traced_hook_sends_what_the_hook_sends() -> None:
         for spec, expected in zip(SPECS, sent, strict=True):
             model = trace_hook(spec, SHAPES, num_runs=1)
             assert model.num_bytes_sent(num_ranks) == pytest.approx(expected, rel=0.02), spec
+
+
+def test_a_hook_is_traced_as_it_is_after_its_warm_up() -> None:
+    late, now = ({"name": "powersgd", "rank": 2, "start_step": start} for start in (1000, 0))
+    found, expected = (trace_hook(spec, SHAPES, num_runs=1).num_bytes_sent(2) for spec in (late, now))
+    assert found == expected < plain_model([4 * 2112, 4 * 1923]).num_bytes_sent(2)
 
 
 def test_gathered_shares_of_all_ranks_grow_and_parts_of_a_whole_shrink() -> None:

@@ -52,7 +52,7 @@ class Model(pl.LightningModule):
 
 if __name__ == "__main__":
     trainer = pl.Trainer(
-        strategy=lightning_ddp.CustomDDPStrategy(heartbeat_timeout_s=4.0, failure_grace_s=5.0),
+        strategy=lightning_ddp.CustomDDPStrategy(heartbeat_timeout_s=4.0, failure_grace_s=20.0),
         accelerator="cpu", devices=2, num_nodes=2, max_epochs=-1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[Witness(folder)],
     )

@@ -36,18 +36,19 @@ class JoinSignals:
         self._device = device
         self._sent: tuple[Any, torch.Tensor] | None = None
 
-    def send_sync_notice(self, is_synchronised: bool) -> None:
-        """On a rank with input: says whether the coming backward is synchronised. Does not wait."""
+    def send_forward_notice(self, is_training: bool, is_synchronised: bool) -> None:
+        """On a rank with input: says whether a backward can follow, and is synchronised. Does not wait."""
         if self._sent is not None:
             self._group.wait(self._sent[0], self._device)
-        notice = torch.full((1,), float(is_synchronised), device=self._device)
+        notice = torch.tensor([float(is_training), float(is_synchronised)], device=self._device)
         self._sent = (self._group.all_reduce(notice), notice)
 
-    def receive_sync_notice(self) -> bool:
-        """On a rank without input: whether any rank's coming backward is synchronised."""
-        notice = torch.zeros(1, device=self._device)
+    def receive_forward_notice(self) -> tuple[bool, bool]:
+        """On a rank without input: whether any rank says the one, and whether any says the other."""
+        notice = torch.zeros(2, device=self._device)
         self._group.wait(self._group.all_reduce(notice), self._device)
-        return bool(notice.item())
+        is_training, is_synchronised = notice.tolist()
+        return bool(is_training), bool(is_synchronised)
 
     def agree_on_source(self, is_candidate: bool) -> int:
         """The highest group rank among those that are candidates."""
@@ -67,11 +68,12 @@ class ShadowSteps(JoinHook):
         self._wrapper = wrapper
 
     def main_hook(self) -> None:
-        """One step of the others: buckets planned anew, buffers, then zeros for every bucket."""
+        """One forward of the others: buckets planned anew, buffers, then zeros for every bucket."""
         wrapper = self._wrapper
-        wrapper.reducer.rebuild()
+        is_training, is_synchronised = wrapper._signals.receive_forward_notice()
+        if is_training:
+            wrapper.reducer.rebuild()
         wrapper._sync_buffers_if_due("before_forward", has_input=False)
-        is_synchronised = wrapper._signals.receive_sync_notice()
         wrapper.require_forward_param_sync = is_synchronised
         if is_synchronised:
             wrapper.reducer.shadow_backward()
@@ -175,14 +177,12 @@ class UnevenInputs(Joinable):
     def _is_joining(self) -> bool:
         return bool(self._join_config.enable)
 
-    def _notify_joined(self) -> None:
-        """At the start of a forward: tells the ranks without input that there is one."""
-        self._active_ranks = Join.notify_join_context(self) if self._is_joining else None
-
-    def _notify_synchronised(self) -> None:
-        """Before the module runs: tells them whether its backward will be synchronised."""
+    def _notify_joined(self, is_training: bool) -> None:
+        """At the start of a forward: tells the ranks without input that there is one, and of which kind."""
+        self._active_ranks = None
         if self._is_joining:
-            self._signals.send_sync_notice(self.require_backward_grad_sync)
+            self._active_ranks = Join.notify_join_context(self)
+            self._signals.send_forward_notice(is_training, is_training and self.require_backward_grad_sync)
 
     def _set_divisor(self) -> None:
         """Before a synchronised backward: gradients are divided by the ranks, or by those with input."""

@@ -339,11 +339,10 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
                 self.reducer.recorder.start_forward()
             if self.reducer.times.start_forward():
                 self._log.publish()
-        self._notify_joined()
+        self._notify_joined(is_training)
         if is_training:
             self.reducer.rebuild()
         self._sync_buffers_if_due("before_forward")
-        self._notify_synchronised()
         if self.device_ids:
             moved = _to_kwargs(inputs, kwargs, self.device, False)
             inputs, kwargs = moved[0][0], moved[1][0]

@@ -55,7 +55,7 @@ def run_script(
     source_or_path: str | Path,
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     *,
     python: Sequence[str] = (sys.executable,),
     launcher: Sequence[str] = (),
