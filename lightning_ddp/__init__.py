@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ddp.conf.store import install as install_configuration
 from lightning_ddp.errors import PeerFailure
-from lightning_ddp.launch.brood import end_job
 from lightning_ddp.launch.hydra_parent import install as watch_hydra
+from lightning_ddp.launch.job_events import agree_before_job, end_job, give_files_back
 from lightning_ddp.launch.orphans import adopt_from_environment
-from lightning_ddp.launch.shared_job import agree_before_job, give_files_back
-from lightning_ddp.parallel.module import BucketedDDP
-from lightning_ddp.parallel.parallel_apply import parallel_apply
-from lightning_ddp.parallel.replicas import DataParallel, data_parallel, replicate
-from lightning_ddp.parallel.scatter import gather, scatter
 from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
 from lightning_ddp.trainer import Trainer
 from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
 
 if TYPE_CHECKING:
+    from lightning_ddp import averaging as averaging
     from lightning_ddp import callbacks as callbacks
+    from lightning_ddp import hooks as hooks
+    from lightning_ddp.parallel.module import BucketedDDP
+    from lightning_ddp.parallel.parallel_apply import parallel_apply
+    from lightning_ddp.parallel.replicas import DataParallel, data_parallel, replicate
+    from lightning_ddp.parallel.scatter import gather, scatter
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,12 +43,37 @@ __all__ = [
     "scatter",
 ]
 
+_CATALOGUES = ("averaging", "callbacks", "hooks")
+_LATER = {
+    "BucketedDDP": "module",
+    "DataParallel": "replicas",
+    "data_parallel": "replicas",
+    "gather": "scatter",
+    "parallel_apply": "parallel_apply",
+    "replicate": "replicas",
+    "scatter": "scatter",
+}
+"""Public name -> file of `parallel` that has it."""
 
-def __getattr__(name: str) -> Any:
-    """`lightning_ddp.callbacks`, imported when it is asked for: a script without them saves that time."""
-    if name == "callbacks":
-        return importlib.import_module("lightning_ddp.callbacks")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+if not TYPE_CHECKING:  # a checker that saw it would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """The engine and the catalogues, imported when they are asked for.
+
+        The process that starts the others would import them before it does so; and many a script that imports
+        this package for its variants, or to read a configuration, trains nothing.
+        """
+        if name in _CATALOGUES:
+            return importlib.import_module(f"lightning_ddp.{name}")
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"lightning_ddp.parallel.{_LATER[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_CATALOGUES, *_LATER})
 
 
 adopt_from_environment()
