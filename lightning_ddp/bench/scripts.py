@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_ddp.bench import BenchmarkError
+from lightning_ddp.bench.ending import held_back
 
 __all__ = ["PACKAGE_ROOT", "compiled_package", "num_alive", "read_output", "run_to_mark", "started"]
 
@@ -50,18 +51,21 @@ def started(script: Path, arguments: Sequence[str], output: Path) -> Iterator[su
         arguments: The script's own arguments.
         output: The file that gets its standard output and standard error.
     """
+    process: subprocess.Popen[bytes] | None = None
     with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         try:
+            with held_back():
+                process = subprocess.Popen(
+                    [sys.executable, str(script), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             yield process
         finally:
-            _kill_group(process)
+            if process is not None:
+                _kill_group(process)
 
 
 def run_to_mark(
