@@ -8,6 +8,7 @@ its docstring is its help. Command modules import torch inside ``run``, so ``--h
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from lightning_ddp.bench import (
     step,
     timeline,
 )
+from lightning_ddp.bench.ending import unwinds_at_sigterm
 from lightning_ddp.bench.report import format_table
 from lightning_ddp.doctor import command as doctor
 
@@ -47,8 +49,13 @@ class Variants:
 
     def run(self, args: argparse.Namespace) -> int:
         """Print one row per registered variant."""
-        from lightning_ddp.variants import available_variants, variant_arguments
+        from lightning_ddp.variants import (
+            available_variants,
+            register_builtin_variants,
+            variant_arguments,
+        )
 
+        register_builtin_variants()  # in the process of a command the package does not, to spare Lightning
         rows = [
             (
                 name,
@@ -101,13 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 for success, 1 for a benchmark or a check that failed.
+        (SIGTERM ends a benchmark with 143 when it has removed what it had made.)
 
     Raises:
         SystemExit: With status 2 on a usage error, with status 0 after ``--help``.
     """
     args = build_parser().parse_args(argv)
+    # the doctor has nothing to remove, and waits for other ranks outside of Python, which hears no signals
+    scope = contextlib.nullcontext() if args.command == "doctor" else unwinds_at_sigterm()
     try:
-        status: int = args.run(args)
+        with scope:
+            status: int = args.run(args)
     except BenchmarkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -12,11 +12,21 @@ from lightning_ddp._lightning import DDPStrategy, LightningModule
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import rank_files
 from lightning_ddp.communication.wiring import Communication
-from lightning_ddp.parallel.module import BucketedDDP
 
-__all__ = ["CommunicatingFit"]
+if TYPE_CHECKING:
+    from lightning_ddp.parallel.module import BucketedDDP
+
+__all__ = ["CommunicatingFit", "as_wrapper"]
 
 _log = logging.getLogger("lightning_ddp")
+
+
+def as_wrapper(model: object) -> BucketedDDP | None:
+    """`model` if it is the wrapper that fitting puts around a module, else None."""
+    # the engine is imported where a model is wrapped, when the other processes have been started
+    from lightning_ddp.parallel.module import BucketedDDP
+
+    return model if isinstance(model, BucketedDDP) else None
 
 
 class CommunicatingFit(DDPStrategy):
@@ -67,8 +77,9 @@ class CommunicatingFit(DDPStrategy):
     def on_train_end(self) -> None:
         """Leaves all ranks with one model, BatchNorm statistics included. All ranks call it."""
         self._agree()
-        if isinstance(self.model, BucketedDDP):
-            self.model.sync_buffers()
+        wrapper = as_wrapper(self.model)
+        if wrapper is not None:
+            wrapper.sync_buffers()
         super().on_train_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

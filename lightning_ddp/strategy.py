@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,18 @@ from lightning_ddp._lightning import (
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hosts import Transport, check_transport
-from lightning_ddp.communicating_fit import CommunicatingFit
+from lightning_ddp.communicating_fit import CommunicatingFit, as_wrapper
 from lightning_ddp.communication.wiring import Communication, HookSpec
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.init_method import check_meeting_place
-from lightning_ddp.launch.joining import join_run
-from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
-from lightning_ddp.launch.reconciliation import current
-from lightning_ddp.launch.step_stop import StepStop
-from lightning_ddp.parallel.module import BucketedDDP
-from lightning_ddp.parallel.options import bucket_caps_bytes
-from lightning_ddp.parallel.states import broadcast_coalesced
-from lightning_ddp.reconcile.record import Where
 from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.uneven_fit import UnevenFit, UnevenInputs
+
+if TYPE_CHECKING:
+    # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
+    # the other processes have been started, and do not wait for that. Together they take 25 ms.
+    from lightning_ddp.parallel.module import BucketedDDP
+    from lightning_ddp.reconcile.record import Where
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
@@ -159,6 +157,8 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         store: dist.Store | None = None,
         debug: Literal["detail"] | None = None,
     ) -> None:
+        from lightning_ddp.parallel.options import bucket_caps_bytes
+
         check_transport(transport)
         bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)  # says what is wrong with them, at once
         if start_method not in _START_METHODS:
@@ -207,7 +207,6 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             failure_grace_s=failure_grace_s,
             stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
         )
-        self._stopping = StepStop()
         self._forward_redirection = _ManualOptimizationRedirection(self._communication)
         self._group: Group | None = None
         self._transport = transport
@@ -215,6 +214,10 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
     # ------------------------------------------------------------------ set-up
 
     def _configure_launcher(self) -> None:
+        from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
+        from lightning_ddp.launch.step_stop import StepStop
+
+        self._stopping = StepStop()
         if self._start_method == "popen":
             assert self.cluster_environment is not None  # set by the Trainer just before
             self._launcher = ScriptLauncher(
@@ -232,6 +235,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
     def setup_distributed(self) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
+        from lightning_ddp.launch.joining import join_run
+        from lightning_ddp.launch.reconciliation import current
+
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
@@ -254,6 +260,8 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
     def _where(self) -> Where:
         """What this rank is doing, for the report of a failure."""
+        from lightning_ddp.reconcile.record import Where
+
         module = self.lightning_module
         if module is None or module._trainer is None:
             return Where()
@@ -276,6 +284,8 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             self.setup_optimizers(trainer)
             self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper; yet all ranks must evaluate one model
+            from lightning_ddp.parallel.states import broadcast_coalesced
+
             states = [*self.model.parameters(), *self.model.buffers()]
             broadcast_coalesced(self._joined_group(), states)
         self.setup_precision_plugin()
@@ -286,6 +296,8 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
         """Wraps `model`; unlike torch's class, ours is no subclass of DistributedDataParallel."""
+        from lightning_ddp.parallel.module import BucketedDDP
+
         group = self._joined_group()
         device_ids = self.determine_ddp_device_ids()
         # as torch advises, wrap on a side stream: the backward of the first step may be captured
@@ -331,8 +343,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """With manual optimisation, makes the coming backward a synchronised one."""
-        if isinstance(self.model, BucketedDDP) and not self._is_automatic():
-            self.model.prepare_for_backward(closure_loss)
+        wrapper = as_wrapper(self.model)
+        if wrapper is not None and not self._is_automatic():
+            wrapper.prepare_for_backward(closure_loss)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Nothing: the reducer has finished when backward returns."""
@@ -343,8 +356,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Gradients of backwards in here stay on their rank; Lightning uses it for accumulation."""
-        if isinstance(self.model, BucketedDDP):
-            with self.model.no_sync():
+        wrapper = as_wrapper(self.model)
+        if wrapper is not None:
+            with wrapper.no_sync():
                 yield
         else:
             yield
@@ -366,7 +380,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         if not enabled:
             yield
             return
-        if isinstance(self.model, BucketedDDP) and self._is_automatic():
+        if as_wrapper(self.model) is not None and self._is_automatic():
             raise ConfigurationError(
                 "no_backward_sync is for manual optimisation: with automatic optimisation backward comes"
                 " after training_step, where it has no effect. Use Trainer(accumulate_grad_batches=...)."
@@ -395,7 +409,11 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
     def _is_alone(self) -> bool:
         """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""
-        return self._group is None or current().is_over
+        if self._group is None:
+            return True
+        from lightning_ddp.launch.reconciliation import current
+
+        return current().is_over
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
@@ -467,12 +485,15 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         Args:
             trace: a formatted traceback, or any text; its last line is the message.
         """
+        from lightning_ddp.launch.reconciliation import current
+
         current().fail(trace)
 
     def teardown(self) -> None:
         """Unwraps the model and lets go of its gradients' buckets. Does not communicate."""
-        if isinstance(self.model, BucketedDDP):
-            self.model.teardown()
+        wrapper = as_wrapper(self.model)
+        if wrapper is not None:
+            wrapper.teardown()
             self.model = self.lightning_module
         super().teardown()
 
@@ -491,11 +512,13 @@ class _ManualOptimizationRedirection(ForwardRedirection):
     def on_after_inner_forward(
         self, wrapper_module: torch.nn.Module, original_module: LightningModule
     ) -> None:
-        if isinstance(wrapper_module, BucketedDDP) and not original_module.automatic_optimization:
-            wrapper_module.require_backward_grad_sync = False
+        wrapper = as_wrapper(wrapper_module)
+        if wrapper is not None and not original_module.automatic_optimization:
+            wrapper.require_backward_grad_sync = False
 
     def on_after_outer_forward(
         self, wrapper_module: torch.nn.Module, original_module: LightningModule
     ) -> None:
-        if isinstance(wrapper_module, BucketedDDP) and not original_module.automatic_optimization:
-            wrapper_module.require_backward_grad_sync = self._communication.synchronises_backward
+        wrapper = as_wrapper(wrapper_module)
+        if wrapper is not None and not original_module.automatic_optimization:
+            wrapper.require_backward_grad_sync = self._communication.synchronises_backward

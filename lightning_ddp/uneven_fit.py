@@ -20,7 +20,9 @@ from lightning_ddp._lightning import (
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.parallel.snapshot import copy_states, put_states
-from lightning_ddp.parallel.uneven import Lockstep
+
+if TYPE_CHECKING:
+    from lightning_ddp.parallel.uneven import Lockstep
 
 __all__ = ["UnevenFit", "UnevenInputs"]
 
@@ -54,6 +56,8 @@ class UnevenFit(DDPStrategy):
     def _setup_uneven_inputs(self, trainer: Trainer) -> None:
         self._lockstep = None
         if self._uneven_inputs is not None:
+            from lightning_ddp.parallel.uneven import Lockstep  # a run that does not look does without
+
             self._lockstep = Lockstep(
                 self._joined_group(),
                 self.root_device,

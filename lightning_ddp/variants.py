@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from typing import Any
 
@@ -86,7 +87,7 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
             f"strategy name {name!r}: use lower case without spaces around it, as Lightning lower-cases what"
             " users pass to the Trainer and would never find it"
         )
-    known = list(inspect.signature(CustomDDPStrategy).parameters)
+    known = _strategy_arguments()
     for argument in strategy_kwargs:
         if argument not in known:
             close = difflib.get_close_matches(argument, known, n=1)
@@ -100,6 +101,11 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
             f"strategy name {name!r} is taken: {present['description'] or 'no description'}"
         )
     StrategyRegistry.register(name, CustomDDPStrategy, description=description, **strategy_kwargs)
+
+
+@functools.cache
+def _strategy_arguments() -> list[str]:
+    return list(inspect.signature(CustomDDPStrategy).parameters)
 
 
 def available_variants() -> dict[str, str]:

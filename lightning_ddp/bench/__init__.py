@@ -16,6 +16,7 @@ all of them, and reports medians of ratios that were paired round by round.
 * ``models``, ``contenders``: what is trained, and what wraps it;
 * ``session``: the ranks of a benchmark, its own processes or those of torchrun;
 * ``linked_steps``: the work of ``step`` on two ranks that a shaped link joins;
+* ``ending``: what SIGTERM does;
 * ``arguments``, ``report``: shared options; statistics, tables and JSON; ``outputs``, ``pictures``: the files
   that were asked for.
 """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.arguments import add_common_arguments
 from lightning_ddp.bench.outputs import write_outputs
 from lightning_ddp.bench.report import compare, format_table, progress_bar
-from lightning_ddp.bench.scripts import PACKAGE_ROOT, read_output, started
+from lightning_ddp.bench.scripts import PACKAGE_ROOT, num_alive, read_output, started
 
 OURS: Final = "custom_ddp"
 STRATEGIES: Final = (OURS, "ddp")
@@ -203,9 +202,9 @@ def run_failing(script: Path, arguments: list[str], *, timeout_s: float) -> Samp
     output = script.with_suffix(".log")
     deadline = time.monotonic() + 2 * timeout_s
     with started(script, arguments, output) as process:
-        while _group_size(process) > 0 and time.monotonic() < deadline:
+        while num_alive(process) > 0 and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        gone, num_left = time.time(), _group_size(process)
+        gone, num_left = time.time(), num_alive(process)
         exit_code = process.wait() if num_left == 0 else process.poll()
     text = read_output(output)
     marks = {
@@ -216,17 +215,3 @@ def run_failing(script: Path, arguments: list[str], *, timeout_s: float) -> Samp
     start = marks["FAULT"][0]
     learned = tuple(moment - start for moment in marks["LEARNED"])
     return Sample(learned_s=learned, gone_s=gone - start, num_left=num_left, exit_code=exit_code)
-
-
-def _group_size(process: subprocess.Popen[bytes]) -> int:
-    """Processes of the script's session that still live, the script itself included."""
-    process.poll()  # reaps it, so that it is no zombie of ours
-    alive = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        state, session = fields[0], fields[3]
-        alive += state != "Z" and int(session) == process.pid
-    return alive

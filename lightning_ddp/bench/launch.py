@@ -2,8 +2,8 @@
 
 Beside it stands what ``import lightning_ddp`` adds to the import of Lightning.
 
-Each sample starts a real script, which starts its other ranks itself, on the CPU. Strategies take turns, and
-one run of each that is not counted warms the file cache.
+Each sample starts a real script, which starts its other ranks itself, on the CPU, and is ended at its first
+batch. Strategies take turns, and one run of each that is not counted warms the file cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 from lightning_ddp.bench.arguments import add_common_arguments
 from lightning_ddp.bench.imports import WITH_OURS, added_ms, installed_namespaces, time_imports
 from lightning_ddp.bench.outputs import write_outputs
-from lightning_ddp.bench.report import Comparison, compare, format_table, progress_bar
+from lightning_ddp.bench.report import Comparison, compare, format_table, note, progress_bar
 from lightning_ddp.bench.scripts import compiled_package, run_to_mark
 
 OURS: Final = "custom_ddp"
@@ -138,20 +138,18 @@ def format_report(comparisons: Mapping[str, Mapping[str, Comparison]], added_ms:
     return "\n".join(lines)
 
 
-def time_first_batch(
-    script: Path, arguments: list[str], *, timeout_s: float, may_fail_later: bool = False
-) -> float:
-    """Run a script to its end and return the seconds from its start to its first training batch.
+def time_first_batch(script: Path, arguments: list[str], *, timeout_s: float) -> float:
+    """Run a script to its first training batch, end it there, and return the seconds from its start.
 
     Args:
         script: A file that prints ``FIRST_BATCH <seconds since the epoch>`` at its first batch.
         arguments: The script's own arguments.
-        timeout_s: Seconds after which the script and all processes of its group are killed.
-        may_fail_later: Whether a failure after the first batch is reported on standard error only. With
-            torch 2.13 Lightning's `ddp` aborts at its exit now and then.
+        timeout_s: Seconds that it has to get there.
 
     Raises:
-        BenchmarkError: If the script fails, is not done in time or never prints the line. No process is left.
+        BenchmarkError: If the script fails, is too slow or never prints the line.
+
+    No process of the script is left.
     """
     start, found = run_to_mark(
         script,
@@ -159,7 +157,7 @@ def time_first_batch(
         _MARK,
         what="its first batch",
         timeout_s=timeout_s,
-        may_fail_later=may_fail_later,
+        ends_there=True,
     )
     return float(found) - start
 
@@ -167,24 +165,36 @@ def time_first_batch(
 def _measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     sizes = tuple(dict.fromkeys(args.world_size))
     samples = {_subject(size): {name: list[float]() for name in STRATEGIES} for size in sizes}
+    num_scripts = (1 + args.rounds * len(sizes)) * len(STRATEGIES)
     with (
         tempfile.TemporaryDirectory() as folder,
         compiled_package() as package_root,
-        progress_bar((args.rounds + 1) * len(sizes) * len(STRATEGIES), "bench launch") as bar,
+        progress_bar(num_scripts, "bench launch") as bar,
     ):
         script = Path(folder, "first_batch.py")
         script.write_text(SCRIPT, encoding="utf-8")
-        for round_index in range(args.rounds + 1):
+
+        def time_one(name: str, size: int, where: str) -> float:
+            bar.set_postfix_str(f"{where}: {name} on {size} devices")
+            arguments = [name, str(size), str(package_root)]
+            seconds = time_first_batch(script, arguments, timeout_s=args.timeout_s)
+            bar.update()
+            return seconds
+
+        for name in STRATEGIES:
+            time_one(name, min(sizes), "not counted")
+        for round_index in range(args.rounds):
+            where = f"round {round_index + 1} of {args.rounds}"
             for size in sizes:
+                found = samples[_subject(size)]
                 for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
-                    arguments = [name, str(size), str(package_root)]
-                    seconds = time_first_batch(
-                        script, arguments, timeout_s=args.timeout_s, may_fail_later=name != OURS
-                    )
-                    if round_index > 0:
-                        samples[_subject(size)][name].append(seconds)
-                    bar.update()
+                    found[name].append(time_one(name, size, where))
+                note(bar, f"bench launch: {where}, {_describe_last(_subject(size), found)}")
     return samples
+
+
+def _describe_last(subject: str, found: Mapping[str, list[float]]) -> str:
+    return f"{subject}: " + ", ".join(f"{name} {seconds[-1]:.1f} s" for name, seconds in found.items())
 
 
 def _subject(world_size: int) -> str:

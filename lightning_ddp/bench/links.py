@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessContext, spawn
 
 from lightning_ddp.bench import BenchmarkError
+from lightning_ddp.bench.ending import held_back
+from lightning_ddp.bench.processes import end_processes
 
 __all__ = ["burst_bytes", "can_shape_links", "read_sent_bytes", "run_linked"]
 
@@ -120,9 +122,11 @@ def run_linked(
     """
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_link_") as folder, _namespaces(mbit) as names:
         arguments = (worker, settings, names, folder, timeout_s)
-        context = spawn(_run_rank, arguments, nprocs=_NUM_RANKS, join=False, daemon=True)
+        context: ProcessContext | None = None
         deadline = time.monotonic() + timeout_s
         try:
+            with held_back():
+                context = spawn(_run_rank, arguments, nprocs=_NUM_RANKS, join=False, daemon=True)
             while not context.join(timeout=0.5):
                 on_poll()
                 if time.monotonic() > deadline:
@@ -134,10 +138,7 @@ def run_linked(
                 raise
             raise BenchmarkError(f"a rank failed: {error}") from error
         finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+            end_processes(context)
         return [json.loads((Path(folder) / f"result{rank}").read_text()) for rank in range(_NUM_RANKS)]
 
 

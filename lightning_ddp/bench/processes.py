@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, spawn
 
 from lightning_ddp.bench import BenchmarkError
+from lightning_ddp.bench.ending import held_back
 
 SettingsT = TypeVar("SettingsT")
 
@@ -151,15 +152,22 @@ def run_meeting(
             way no process that was started here is left.
     """
     arguments = (worker, settings, meeting)
-    context = spawn(_run_rank, arguments, nprocs=num_processes, join=False, daemon=True)
+    context: ProcessContext | None = None
     try:
+        with held_back():
+            context = spawn(_run_rank, arguments, nprocs=num_processes, join=False, daemon=True)
         _watch(context, store, meeting, on_progress)
     finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+        end_processes(context)
     return [json.loads(store.get(_result_key(rank))) for rank in range(meeting.world_size)]
+
+
+def end_processes(context: ProcessContext | None) -> None:
+    """Kill the processes of a context that still run, and reap all; None for none."""
+    for process in context.processes if context is not None else ():
+        if process.is_alive():
+            process.kill()
+        process.join()
 
 
 def _watch(

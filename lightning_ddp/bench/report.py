@@ -176,6 +176,12 @@ def progress_bar(total: int, label: str, *, is_shown: bool = True) -> tqdm[None]
     return tqdm(total=total, desc=label, file=sys.stderr, disable=None if is_shown else True, leave=False)
 
 
+def note(bar: tqdm[None], text: str) -> None:
+    """Say on standard error how far a long run is, where no bar says it because that is no terminal."""
+    if bar.disable:
+        print(text, file=sys.stderr, flush=True)
+
+
 def _installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)

@@ -12,18 +12,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from lightning_ddp.bench import BenchmarkError
+from lightning_ddp.bench.ending import held_back
 
-__all__ = ["PACKAGE_ROOT", "compiled_package", "read_output", "run_to_mark", "started"]
+__all__ = ["PACKAGE_ROOT", "compiled_package", "num_alive", "read_output", "run_to_mark", "started"]
 
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
 """Where a script finds this package."""
 
 _TAIL: Final = 4000  # characters of a failed script's output to show
+_POLL_S: Final = 0.02
+_DEATH_S: Final = 30.0  # a killed process is gone in milliseconds, on a busy machine in seconds
 
 
 @contextmanager
@@ -48,18 +51,21 @@ def started(script: Path, arguments: Sequence[str], output: Path) -> Iterator[su
         arguments: The script's own arguments.
         output: The file that gets its standard output and standard error.
     """
+    process: subprocess.Popen[bytes] | None = None
     with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         try:
+            with held_back():
+                process = subprocess.Popen(
+                    [sys.executable, str(script), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             yield process
         finally:
-            _kill_group(process)
+            if process is not None:
+                _kill_group(process)
 
 
 def run_to_mark(
@@ -70,8 +76,9 @@ def run_to_mark(
     what: str,
     timeout_s: float,
     may_fail_later: bool = False,
+    ends_there: bool = False,
 ) -> tuple[float, str]:
-    """Run a script to its end.
+    """Run a script to its end, or to the mark.
 
     Args:
         script: The file to run with this interpreter.
@@ -80,6 +87,7 @@ def run_to_mark(
         what: Of what the mark tells, for a message.
         timeout_s: Seconds after which the script and all processes of its group are killed.
         may_fail_later: Whether a failure after the mark is reported on standard error only.
+        ends_there: Whether it is killed, with all processes of its group, when it has printed the mark.
 
     Returns:
         When it was started, in seconds since the epoch, and the text of the mark's first group.
@@ -91,12 +99,17 @@ def run_to_mark(
     output = script.with_suffix(".log")
     start = time.time()
     with started(script, arguments, output) as process:
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            tail = read_output(output, tail=True)
-            raise BenchmarkError(f"{label} was still running after {timeout_s:g} s:\n{tail}") from error
+        status = process.poll()
+        while status is None and not (ends_there and mark.search(read_output(output))):
+            if time.time() > start + timeout_s:
+                tail = read_output(output, tail=True)
+                raise BenchmarkError(f"{label} was still running after {timeout_s:g} s:\n{tail}")
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+            status = process.poll()
     found = mark.search(read_output(output))
+    if status is None and found is not None:
+        return start, found.group(1)
     if status != 0 and may_fail_later and found is not None:
         print(f"note: {label} ended with status {status}, after {what}", file=sys.stderr)
     elif status != 0:
@@ -112,6 +125,20 @@ def read_output(path: Path, *, tail: bool = False) -> str:
     return text[-_TAIL:] if tail else text
 
 
+def num_alive(process: subprocess.Popen[bytes]) -> int:
+    """Processes of a started script's session that still live, the script itself included."""
+    process.poll()  # reaps it, so that it is no zombie of ours
+    alive = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        state, session = fields[0], fields[3]
+        alive += state != "Z" and int(session) == process.pid
+    return alive
+
+
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     # Also after success: a rank that outlived its script would disturb the next sample.
     try:
@@ -119,3 +146,6 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         return  # the usual case: nobody is left
     process.wait()
+    deadline = time.monotonic() + _DEATH_S
+    while num_alive(process) > 0 and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

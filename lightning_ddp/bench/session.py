@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
-import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from torch.distributed import PrefixStore, Store
 from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
 from lightning_ddp.bench import BenchmarkError
+from lightning_ddp.bench.ending import at_once
 from lightning_ddp.bench.processes import Meeting, SettingsT, Worker, run_meeting, run_ranks
 from lightning_ddp.bench.report import progress_bar
 
@@ -106,8 +105,7 @@ class Session:
             timeout_s=self.timeout_s,
         )
         store = PrefixStore(prefix, self.launch.store)
-        with _ended_by_sigterm():
-            return run_meeting(worker, settings, meeting, store, num_processes=1, on_progress=on_progress)
+        return run_meeting(worker, settings, meeting, store, num_processes=1, on_progress=on_progress)
 
 
 @contextmanager
@@ -153,7 +151,8 @@ def _find_launch(device: str, timeout_s: float) -> _Launch:
             f"local rank {local_rank} needs a GPU of its own, found {torch.cuda.device_count()}"
         )
     try:
-        store, rank, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        with at_once():
+            store, rank, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     except (ValueError, RuntimeError) as error:
         raise BenchmarkError(f"RANK is set, but the ranks do not find each other: {error}") from error
     return _Launch(
@@ -171,7 +170,8 @@ def _leave_together(launch: _Launch, world_size: int) -> None:
     store = PrefixStore(launch.prefix, launch.store)
     if store.add("num_done", 1) == world_size:
         store.set("all_done", "1")
-    store.wait(["all_done"])
+    with at_once():
+        store.wait(["all_done"])
 
 
 def refuse_launched(benchmark: str) -> None:
@@ -184,13 +184,3 @@ def refuse_launched(benchmark: str) -> None:
         raise BenchmarkError(
             f"bench {benchmark} starts its own processes, and RANK is set: run it once, without torchrun"
         )
-
-
-@contextmanager
-def _ended_by_sigterm() -> Generator[None, None, None]:
-    """With SIGTERM, by which torchrun ends its processes, as an exception: so that they take theirs along."""
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

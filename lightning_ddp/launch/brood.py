@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import lightning_ddp.comm.works  # noqa: F401 (its exit handler has to run after that of this module)
 from lightning_ddp.launch.children import ChildExit, Children, describe_exit
 from lightning_ddp.launch.hydra_parent import publish_to, restore
 from lightning_ddp.launch.reconciliation import current, forget_run

@@ -11,18 +11,13 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_ddp.launch import resolved
-from lightning_ddp.launch.hydra_job import (
-    Composition,
-    HandedConfig,
-    HandedJob,
-    Handover,
-    composition_key,
-    task_name,
-)
 from lightning_ddp.launch.import_hook import after_import
+
+if TYPE_CHECKING:  # a script without Hydra does not import it, which takes 2 ms
+    from lightning_ddp.launch.hydra_job import Composition, HandedJob, Handover
 
 __all__ = [
     "JobEnd",
@@ -166,6 +161,8 @@ def _note_composition(composed: _Composed) -> None:
     if _publish is None:
         _composed.append(composed)
         return
+    from lightning_ddp.launch.hydra_job import composition_key
+
     same = (composed.config_name, *composed.overrides)
     number = _num_published.get(same, 0)
     _num_published[same] = number + 1
@@ -185,6 +182,8 @@ def publish_to(publish: Callable[[str, bytes], None] | None) -> None:
 
 
 def _hand(composed: _Composed) -> Composition:
+    from lightning_ddp.launch.hydra_job import Composition, HandedConfig
+
     config = HandedConfig.of(composed.config, f"what hydra.compose({composed.config_name!r}) returned")
     return Composition(config_name=composed.config_name, overrides=composed.overrides, config=config)
 
@@ -201,6 +200,8 @@ def handover() -> Handover | None:
     job = _handed_job()
     if job is None and not _has_composed():
         return None
+    from lightning_ddp.launch.hydra_job import Handover
+
     return Handover(job=job, compositions=[_hand(composed) for composed in _composed])
 
 
@@ -238,6 +239,8 @@ def _handed_job() -> HandedJob | None:
     from hydra import version
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.utils import JobRuntime
+
+    from lightning_ddp.launch.hydra_job import HandedConfig, HandedJob, task_name
 
     given, frame = job_config(), _frame_of_job()
     task = _task if frame is None else frame.f_locals["task_function"]

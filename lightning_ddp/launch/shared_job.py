@@ -18,7 +18,6 @@ import torch.distributed as dist
 from lightning_ddp.errors import RankMismatchError
 from lightning_ddp.launch import hydra_parent
 from lightning_ddp.launch.attempt import store_of_attempt
-from lightning_ddp.launch.hydra_job import without_files
 from lightning_ddp.launch.resolved import answer_all, attach
 
 __all__ = ["agree_before_job", "give_files_back", "share_job"]
@@ -149,6 +148,8 @@ def _leave_files_to_rank_0(config: Any) -> None:
         return
     hydra = config.hydra
     _withheld = (config, hydra.output_subdir, _plain(hydra.job_logging))
+    from lightning_ddp.launch.hydra_job import without_files
+
     logging = _plain(hydra.job_logging)
     _set_files(hydra, None, None if logging is None else without_files(logging))
 

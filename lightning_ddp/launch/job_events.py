@@ -1,0 +1,28 @@
+"""What is done when a job of Hydra begins and ends; a script without Hydra imports nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["agree_before_job", "end_job", "give_files_back"]
+
+
+def agree_before_job(config: Any, *, is_sweep: bool) -> None:
+    """See `shared_job.agree_before_job`."""
+    from lightning_ddp.launch import shared_job
+
+    shared_job.agree_before_job(config, is_sweep=is_sweep)
+
+
+def give_files_back(config: Any) -> None:
+    """See `shared_job.give_files_back`."""
+    from lightning_ddp.launch import shared_job
+
+    shared_job.give_files_back(config)
+
+
+def end_job(error: BaseException | None) -> BaseException | None:
+    """See `brood.end_job`."""
+    from lightning_ddp.launch import brood
+
+    return brood.end_job(error)
