@@ -6,7 +6,6 @@ process's life to the launcher's.
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_ddp.conf.store import install as install_configuration
@@ -14,6 +13,9 @@ from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.hydra_parent import install as watch_hydra
 from lightning_ddp.launch.job_events import agree_before_job, end_job, give_files_back
 from lightning_ddp.launch.orphans import adopt_from_environment
+from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
+from lightning_ddp.trainer import Trainer
+from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
 
 if TYPE_CHECKING:
     from lightning_ddp import averaging as averaging
@@ -23,9 +25,6 @@ if TYPE_CHECKING:
     from lightning_ddp.parallel.parallel_apply import parallel_apply
     from lightning_ddp.parallel.replicas import DataParallel, data_parallel, replicate
     from lightning_ddp.parallel.scatter import gather, scatter
-    from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
-    from lightning_ddp.trainer import Trainer
-    from lightning_ddp.variants import available_variants, register_variant
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,35 +45,30 @@ __all__ = [
 
 _CATALOGUES = ("averaging", "callbacks", "hooks")
 _LATER = {
-    "BucketedDDP": "parallel.module",
-    "CustomDDPPlugin": "strategy",
-    "CustomDDPStrategy": "strategy",
-    "DataParallel": "parallel.replicas",
-    "Trainer": "trainer",
-    "available_variants": "variants",
-    "data_parallel": "parallel.replicas",
-    "gather": "parallel.scatter",
-    "parallel_apply": "parallel.parallel_apply",
-    "register_variant": "variants",
-    "replicate": "parallel.replicas",
-    "scatter": "parallel.scatter",
+    "BucketedDDP": "module",
+    "DataParallel": "replicas",
+    "data_parallel": "replicas",
+    "gather": "scatter",
+    "parallel_apply": "parallel_apply",
+    "replicate": "replicas",
+    "scatter": "scatter",
 }
-"""Public name -> module that has it."""
+"""Public name -> file of `parallel` that has it."""
 
 
 if not TYPE_CHECKING:  # a checker that saw it would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Public names, whose modules are imported when they are asked for.
+        """The engine and the catalogues, imported when they are asked for.
 
-        The process that starts the others would import the engine before it does so; and many a script that
-        imports this package for its variants, or to read a configuration, trains nothing.
+        The process that starts the others would import them before it does so; and many a script that imports
+        this package for its variants, or to read a configuration, trains nothing.
         """
         if name in _CATALOGUES:
             return importlib.import_module(f"lightning_ddp.{name}")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"lightning_ddp.{_LATER[name]}"), name)
+        value = getattr(importlib.import_module(f"lightning_ddp.parallel.{_LATER[name]}"), name)
         globals()[name] = value
         return value
 
@@ -82,18 +76,7 @@ if not TYPE_CHECKING:  # a checker that saw it would accept any name
         return sorted({*globals(), *_CATALOGUES, *_LATER})
 
 
-def _is_command() -> bool:
-    """Whether this is the beginning of `python -m lightning_ddp`, which may do without Lightning.
-
-    Python imports the package of a command before the command; meanwhile `sys.argv[0]` is "-m".
-    """
-    if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
-        return False
-    return sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] == [__name__]
-
-
 adopt_from_environment()
 watch_hydra(on_composed=agree_before_job, on_job_start=give_files_back, on_job_end=end_job)
+register_builtin_variants()
 install_configuration()
-if not _is_command():
-    importlib.import_module("lightning_ddp.variants").register_builtin_variants()

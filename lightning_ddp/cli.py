@@ -49,13 +49,8 @@ class Variants:
 
     def run(self, args: argparse.Namespace) -> int:
         """Print one row per registered variant."""
-        from lightning_ddp.variants import (
-            available_variants,
-            register_builtin_variants,
-            variant_arguments,
-        )
+        from lightning_ddp.variants import available_variants, variant_arguments
 
-        register_builtin_variants()  # in the process of a command the package does not, to spare Lightning
         rows = [
             (
                 name,

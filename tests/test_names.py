@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import pytorch_lightning as pl
 from harness import run_script
@@ -184,6 +182,7 @@ LOADED_BY_THE_IMPORT = {
     "reconcile",
     "reconcile.settings",
     "strategy",
+    "trainer",
     "uneven_fit",
     "variants",
 }
@@ -222,13 +221,3 @@ assert type(trainer.strategy) is lightning_ddp.CustomDDPStrategy
 assert isinstance(lightning_ddp.Trainer(logger=False), pl.Trainer)
 """
     run_script(script).check()
-
-
-def test_the_command_line_imports_lightning_only_for_a_command_that_needs_it() -> None:
-    python = (sys.executable, "-X", "importtime")
-    done = run_script("lightning_ddp", ["variants"], python=python, is_module=True).check()
-    assert "custom_ddp_spawn" in done.stdout
-    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
-    lightning = [name for name in imported if name.startswith(("pytorch_lightning", "lightning."))]
-    # in the order in which they are complete
-    assert imported.index("lightning_ddp.cli") < imported.index(lightning[0])
