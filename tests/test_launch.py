@@ -237,29 +237,30 @@ def test_processes_that_slurm_started_are_joined_and_none_is_added(tmp_path) -> 
     script.write_text(TRAIN)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        variables = {
-            "SLURM_NTASKS": "2",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NODEID": "0",
-            "SLURM_NODELIST": "localhost",
-            "SLURM_JOB_ID": "1",
-            "SLURM_JOB_NAME": "train",
-            "MASTER_PORT": str(port),
-        }
-        ranks.append(
-            subprocess.Popen(
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            variables = {
+                "SLURM_NTASKS": "2",
+                "SLURM_NTASKS_PER_NODE": "2",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_NODEID": "0",
+                "SLURM_NODELIST": "localhost",
+                "SLURM_JOB_ID": "1",
+                "SLURM_JOB_NAME": "train",
+                "MASTER_PORT": str(port),
+            }
+            process = subprocess.Popen(
                 [sys.executable, str(script)],
                 env={**os.environ, **variables},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-        )
-    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in ranks]
+            ranks.append(stack.enter_context(process))  # closes its pipe
+            stack.callback(process.kill)
+        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     for rank, output in enumerate(outputs):
         assert output.count("TRAINED") == 1
