@@ -73,8 +73,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         timeout: of collectives.
         start_method: 'popen' re-runs the script in child processes; 'spawn', 'fork' and 'forkserver' run the
             Trainer's function in new processes.
-        bucket_cap_mb: cap of a bucket in MiB; None for 25. The first bucket has 1 MiB. 'auto' times the first
-            steps on the CPU and keeps the plan that hides most of the communication, if it proves faster.
+        bucket_cap_mb: cap of a bucket in MiB; None for 25. The first bucket has 1 MiB, and by default less
+            between CPU ranks on several hosts. 'auto' times the first steps on the CPU and keeps the plan
+            that hides most of the communication, if it proves faster.
         gradient_as_bucket_view: whether `.grad` is a view of the bucket after backward.
         find_unused_parameters: whether parameters may take no part in the loss; searched for in every step.
         static_graph: whether every step has the graph of the first one, unused parameters included.

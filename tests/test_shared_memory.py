@@ -330,6 +330,18 @@ def test_every_way_to_train_gives_the_same_over_either_transport() -> None:
     assert run_ranks(differing_cases, 2) == [[], []]
 
 
+@pytest.mark.parametrize(("num_processors", "has_thread"), [(3, False), (4, True)])
+def test_a_thread_reduces_where_a_host_has_two_processors_a_rank(num_processors, has_thread) -> None:
+    def rank_main(rank, _world_size, group):
+        model = BucketedDDP(Heads(), bucket_cap_mb=0.0005, process_group=group, transport=SHARED)
+        model(values(rank, 16, torch.float32).view(2, 8), (0, 1)).backward()
+        return any(t.name == "lightning_ddp reduce" for t in {*threading.enumerate()} - before)
+
+    before = {*threading.enumerate()}
+    with host_with(num_processors):
+        assert run_threads(rank_main, 2) == [has_thread] * 2
+
+
 def num_mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:lightning_ddp")
 
