@@ -13,14 +13,16 @@ import sys
 import time
 from pathlib import Path
 
+import harness
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 import lightning_ddp
-from lightning_ddp.bench import BenchmarkError, step
+from lightning_ddp.bench import BenchmarkError, contenders, step
 from lightning_ddp.bench.arguments import GLOO, MODEL_NAMES, OURS, SHARED, TORCH_DEFAULT, TORCH_FLAGS
+from lightning_ddp.bench.contenders import TrainingRun
 from lightning_ddp.bench.launch import time_first_batch
 from lightning_ddp.bench.models import WORKLOADS, build_workload, compute_loss
 from lightning_ddp.bench.processes import RankContext, run_ranks
@@ -32,7 +34,9 @@ from lightning_ddp.bench.report import (
     paired_ratio,
     write_report,
 )
-from lightning_ddp.bench.workers import check_agreement, shuffled
+from lightning_ddp.bench.step_times import StepSettings, check_agreement, time_steps
+from lightning_ddp.bench.turns import Turns
+from lightning_ddp.bench.workers import shuffled
 from lightning_ddp.cli import main
 
 PACKAGE_ROOT = Path(lightning_ddp.__file__).parents[1]
@@ -206,20 +210,8 @@ def test_ranks_have_the_same_weights_and_different_gradients(name: str) -> None:
     assert (gradients[0] - gradients[1]).norm() > 0.01 * gradients[0].norm() > 0
 
 
-class FixedState:
-    """A finished run whose averaged state is given, whatever its weights are and how often it steps."""
-
-    def __init__(self, gradient: float, buffer: float) -> None:
-        self._state = {"gradients": torch.full((4,), gradient), "buffers": torch.full((2,), buffer)}
-
-    def take_weights(self, other: FixedState) -> None:
-        """As a run does."""
-
-    def step(self) -> None:
-        """As a run does."""
-
-    def averaged_state(self) -> dict[str, torch.Tensor]:
-        return self._state
+def state(gradient: float, buffer: float) -> dict[str, torch.Tensor]:
+    return {"gradients": torch.full((4,), gradient), "buffers": torch.full((2,), buffer)}
 
 
 @pytest.mark.parametrize(
@@ -229,22 +221,25 @@ class FixedState:
 def test_contender_that_computes_something_else_is_not_timed(
     gradient: float, buffer: float, kind: str
 ) -> None:
-    runs = {TORCH_DEFAULT: FixedState(1.0, 1.0), OURS: FixedState(1.0 + 1e-6, 1.0)}
-    check_agreement(runs)  # type: ignore[arg-type]  # stands in for a run
-    runs[OURS] = FixedState(gradient, buffer)
-    with pytest.raises(RuntimeError, match=f"the {kind} of ours differ"):
-        check_agreement(runs)  # type: ignore[arg-type]  # stands in for a run
+    check_agreement(OURS, state(1.0 + 1e-6, 1.0), TORCH_DEFAULT, state(1.0, 1.0))
+    with pytest.raises(RuntimeError, match=f"the {kind} of ours differ from those of torch_ddp by"):
+        check_agreement(OURS, state(gradient, buffer), TORCH_DEFAULT, state(1.0, 1.0))
 
 
-class DriftedState(FixedState):
-    """A run that computes the same as another one from the same weights, and has other weights by now."""
+def gradients_before_and_after_a_change(_rank: int, _world_size: int) -> bool:
+    workload = build_workload("linear500", rank=0)
+    run = TrainingRun(OURS, workload, torch.device("cpu"))
+    first = run.state_after_one_step(build_workload("linear500", rank=0))["gradients"]
+    with torch.no_grad():
+        for parameter in workload.module.parameters():
+            parameter.mul_(1.5)
+    run.step()
+    again = run.state_after_one_step(build_workload("linear500", rank=0))["gradients"]
+    return torch.equal(first, again)
 
-    def take_weights(self, other: FixedState) -> None:
-        self._state = other.averaged_state()
 
-
-def test_weights_that_drifted_apart_in_many_steps_are_no_difference() -> None:
-    check_agreement({TORCH_DEFAULT: FixedState(1.0, 1.0), OURS: DriftedState(2.0, 1.0)})  # type: ignore[dict-item]  # stands in
+def test_the_compared_step_starts_from_the_given_weights_whatever_came_before() -> None:
+    assert harness.run_ranks(gradients_before_and_after_a_change, 1) == [True]
 
 
 def test_order_of_contenders_changes_between_rounds_and_not_between_ranks() -> None:
@@ -268,6 +263,57 @@ def test_failing_rank_is_reported_with_its_traceback_and_ends_the_others() -> No
     # conftest.py fails the test if a process is left
     with pytest.raises(BenchmarkError, match=r"(?s)rank 1 .*fail_on_rank_1.*ValueError: broken on purpose"):
         run_ranks(fail_on_rank_1, "broken on purpose", world_size=2, device="cpu", timeout_s=120)
+
+
+def take_three_turns(context: RankContext, orders: list[list[int]]) -> list[list[float]]:
+    """When this process began and ended each of its turns; every order lists the crews."""
+    turns, spans = Turns(context.store, context.world_size), []
+    for order in orders:
+        for crew in order:
+            with turns.take(is_mine=crew == context.crew) as is_mine:
+                if is_mine:
+                    start = time.monotonic()
+                    dist.barrier()
+                    time.sleep(0.02)  # so that turns which overlap do so for certain
+                    spans.append([start, time.monotonic()])
+    return spans
+
+
+def test_crews_have_groups_of_their_own_and_work_in_turns() -> None:
+    orders = [[0, 1, 2], [2, 0, 1], [1, 2, 0]]
+    by_process = run_ranks(take_three_turns, orders, world_size=2, num_crews=3, device="cpu", timeout_s=120)
+    assert [len(spans) for spans in by_process] == [3] * 6
+    ends = 0.0
+    for number, order in enumerate(orders):
+        for crew in order:
+            spans = [by_process[2 * crew + rank][number] for rank in range(2)]
+            assert min(start for start, _ in spans) >= ends
+            ends = max(end for _, end in spans)
+
+
+def time_steps_without_communication(context: RankContext, settings: StepSettings) -> object:
+    if context.crew == settings.contenders.index(OURS):
+        contenders.wrap = lambda _contender, module, _device: module
+    return time_steps(context, settings)
+
+
+def test_a_wrapper_that_communicates_nothing_is_not_timed() -> None:
+    settings = StepSettings(
+        models=("linear500",),
+        contenders=(OURS, TORCH_DEFAULT),
+        num_rounds=1,
+        num_steps=1,
+        num_warmup_steps=1,
+    )
+    with pytest.raises(BenchmarkError, match="the gradients of ours differ from those of torch_ddp by a"):
+        run_ranks(
+            time_steps_without_communication,
+            settings,
+            world_size=2,
+            num_crews=2,
+            device="cpu",
+            timeout_s=120,
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -366,8 +412,8 @@ def test_bench_channel_prints_and_writes_every_way_to_run(tmp_path: Path, capsys
     assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * len(ways)
     report = json.loads(path.read_text())
     assert set(report["samples"]) == {"convbn40", "convbn40, CPU"}
-    for contenders in report["samples"].values():
-        assert {name: len(values) for name, values in contenders.items()} == dict.fromkeys(ways, 2)
+    for samples in report["samples"].values():
+        assert {name: len(values) for name, values in samples.items()} == dict.fromkeys(ways, 2)
 
 
 def test_bench_allreduce_prints_and_writes_every_size_and_transport(tmp_path: Path, capsys) -> None:

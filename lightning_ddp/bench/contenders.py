@@ -72,14 +72,14 @@ class TrainingRun:
         compute_loss(self._wrapped(self._batch)).backward()
         self._optimizer.step()
 
-    def take_weights(self, other: TrainingRun) -> None:
-        """Overwrite weights and buffers with those of another run of the same model."""
-        self._module.load_state_dict(other._module.state_dict())
+    def state_after_one_step(self, workload: Workload) -> dict[str, Tensor]:
+        """Do one step from given weights; return copies of what a wrapper keeps in step across ranks.
 
-    def averaged_state(self) -> dict[str, Tensor]:
-        """Return copies of what a wrapper keeps in step across ranks; all ranks, communicates.
+        An evaluating forward comes after it: by then a wrapper has to have brought the buffers together. All
+        ranks; communicates.
 
-        An evaluating forward comes first: by then a wrapper has to have brought the buffers together.
+        Args:
+            workload: As it was at first: the same model, with the weights and buffers to start from.
 
         Returns:
             ``gradients``, and ``buffers`` where the model has floating-point ones; each as one vector.
@@ -87,6 +87,8 @@ class TrainingRun:
         Raises:
             RuntimeError: If a parameter has no gradient.
         """
+        self._module.load_state_dict(workload.module.state_dict())
+        self.step()
         gradients = []
         for name, parameter in self._wrapped.named_parameters():
             if parameter.grad is None:

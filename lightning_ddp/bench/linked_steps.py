@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_ddp.bench.links import run_linked
 from lightning_ddp.bench.processes import PROGRESS_KEY, RankContext
-from lightning_ddp.bench.workers import StepSettings, time_steps
+from lightning_ddp.bench.step_times import StepSettings, time_steps
 
 __all__ = ["time_linked_steps"]
 
@@ -61,5 +61,5 @@ def time_linked_steps(
 
 def _time_steps(rank: int, settings: _LinkedSettings) -> dict[str, dict[str, list[list[float]]]]:
     store = dist.FileStore(settings.progress, _NUM_STORE_USERS)
-    context = RankContext(rank=rank, device=torch.device("cpu"), store=store)
+    context = RankContext(rank=rank, world_size=2, device=torch.device("cpu"), store=store)
     return time_steps(context, settings.steps)

@@ -40,6 +40,15 @@ class RankContext:
     rank: int
     """Rank in the default process group."""
 
+    world_size: int
+    """Ranks of the default process group."""
+
+    crew: int = 0
+    """Which of the crews this process belongs to."""
+
+    num_crews: int = 1
+    """How many crews there are."""
+
     device: torch.device
     """The device of this rank; for CUDA also the current device."""
 
@@ -71,7 +80,13 @@ class Meeting:
     """Before all keys in the store; empty for a store of this measurement's own."""
 
     world_size: int
-    """Ranks, here and elsewhere."""
+    """Ranks of one crew, here and elsewhere."""
+
+    num_local_ranks: int
+    """Those of them that are started here."""
+
+    num_crews: int = 1
+    """How many times they are started, each time with a process group of their own."""
 
     first_rank: int = 0
     """The first rank that is started here."""
@@ -97,6 +112,7 @@ def run_ranks(
     world_size: int,
     device: str,
     timeout_s: float,
+    num_crews: int = 1,
     on_progress: Callable[[int], object] = lambda count: None,
 ) -> list[Any]:
     """Run a worker in ``world_size`` fresh processes that share a process group.
@@ -107,10 +123,11 @@ def run_ranks(
         world_size: Number of processes.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one GPU per process).
         timeout_s: Seconds after which all processes are killed.
+        num_crews: How many times to do so at once, each time with a process group of their own.
         on_progress: Called with the number of units of progress since its last call.
 
     Returns:
-        One result per rank, in the order of the ranks.
+        One result per rank, in the order of the ranks; those of one crew after those of the other.
 
     Raises:
         BenchmarkError: If a process fails (the message holds its traceback) or the deadline passes. Either
@@ -121,8 +138,16 @@ def run_ranks(
             f"--world-size {world_size} needs as many GPUs, found {torch.cuda.device_count()}"
         )
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    meeting = Meeting(host=_HOST, port=store.port, world_size=world_size, device=device, timeout_s=timeout_s)
-    return run_meeting(worker, settings, meeting, store, num_processes=world_size, on_progress=on_progress)
+    meeting = Meeting(
+        host=_HOST,
+        port=store.port,
+        world_size=world_size,
+        num_local_ranks=world_size,
+        num_crews=num_crews,
+        device=device,
+        timeout_s=timeout_s,
+    )
+    return run_meeting(worker, settings, meeting, store, on_progress=on_progress)
 
 
 def run_meeting(
@@ -131,7 +156,6 @@ def run_meeting(
     meeting: Meeting,
     store: Store,
     *,
-    num_processes: int,
     on_progress: Callable[[int], object],
 ) -> list[Any]:
     """Start some of a measurement's ranks in fresh processes, and wait for the results of all.
@@ -141,11 +165,10 @@ def run_meeting(
         settings: Passed to each worker; must pickle.
         meeting: Where the ranks meet.
         store: The meeting's store, with its prefix.
-        num_processes: Ranks to start here.
         on_progress: Called with the number of units of progress since its last call.
 
     Returns:
-        One result per rank, in the order of the ranks.
+        One result per rank, in the order of the ranks; those of one crew after those of the other.
 
     Raises:
         BenchmarkError: If a process fails (the message holds its traceback) or the deadline passes. Either
@@ -153,13 +176,18 @@ def run_meeting(
     """
     arguments = (worker, settings, meeting)
     context: ProcessContext | None = None
+    num_processes = meeting.num_local_ranks * meeting.num_crews
     try:
         with held_back():
             context = spawn(_run_rank, arguments, nprocs=num_processes, join=False, daemon=True)
         _watch(context, store, meeting, on_progress)
     finally:
         end_processes(context)
-    return [json.loads(store.get(_result_key(rank))) for rank in range(meeting.world_size)]
+    return [
+        json.loads(store.get(_result_key(crew, rank)))
+        for crew in range(meeting.num_crews)
+        for rank in range(meeting.world_size)
+    ]
 
 
 def end_processes(context: ProcessContext | None) -> None:
@@ -189,32 +217,40 @@ def _watch(
         first = store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else str(error)
         raise BenchmarkError(first) from error
     except ProcessExitedException as error:
-        rank = meeting.first_rank + error.error_index
+        rank = meeting.first_rank + error.error_index % meeting.num_local_ranks
         raise BenchmarkError(f"rank {rank} (pid {error.error_pid}) died: {error}") from error
 
 
 def _run_rank(index: int, worker: Worker[SettingsT], settings: SettingsT, meeting: Meeting) -> None:
     torch.set_num_threads(1)  # ranks share the cores; more threads each would measure the scheduler
-    rank = meeting.first_rank + index
+    crew, local = divmod(index, meeting.num_local_ranks)
+    rank = meeting.first_rank + local
     timeout = timedelta(seconds=meeting.timeout_s)
     store: Store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
     if meeting.prefix:
         store = PrefixStore(meeting.prefix, store)
     device = torch.device(meeting.device)
     if device.type == "cuda":
-        device = torch.device("cuda", meeting.first_local_rank + index)
+        device = torch.device("cuda", meeting.first_local_rank + local)
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("process_group", store),
+        store=PrefixStore(f"process_group/{crew}", store),
         rank=rank,
         world_size=meeting.world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        result = worker(RankContext(rank=rank, device=device, store=store), settings)
-        store.set(_result_key(rank), json.dumps(result))
+        context = RankContext(
+            rank=rank,
+            world_size=meeting.world_size,
+            crew=crew,
+            num_crews=meeting.num_crews,
+            device=device,
+            store=store,
+        )
+        store.set(_result_key(crew, rank), json.dumps(worker(context, settings)))
         dist.barrier()  # nobody leaves while another rank still communicates
     except Exception:
         # Before the group goes, which makes the others fail as well: the first entry is the cause.
@@ -226,5 +262,5 @@ def _run_rank(index: int, worker: Worker[SettingsT], settings: SettingsT, meetin
         dist.destroy_process_group()
 
 
-def _result_key(rank: int) -> str:
-    return f"result/{rank}"
+def _result_key(crew: int, rank: int) -> str:
+    return f"result/{crew}/{rank}"

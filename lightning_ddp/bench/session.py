@@ -70,6 +70,8 @@ class Session:
         worker: Worker[SettingsT],
         settings: SettingsT,
         on_progress: Callable[[int], object] = lambda count: None,
+        *,
+        num_crews: int = 1,
     ) -> list[Any]:
         """Run a worker on every rank, each in a fresh process; all processes of torchrun call it.
 
@@ -77,9 +79,11 @@ class Session:
             worker: Called in each process; must be importable by name.
             settings: Passed to each worker; must pickle.
             on_progress: Called with the number of units of progress since its last call.
+            num_crews: How many times to do so at once, each time with a process group of their own.
 
         Returns:
-            One result per rank, in the order of the ranks; the same in all processes of torchrun.
+            One result per rank, in the order of the ranks, those of one crew after those of the other; the
+            same in all processes of torchrun.
 
         Raises:
             BenchmarkError: If a rank fails or the deadline passes. No process that was started here is left.
@@ -91,6 +95,7 @@ class Session:
                 world_size=self.world_size,
                 device=self.device,
                 timeout_s=self.timeout_s,
+                num_crews=num_crews,
                 on_progress=on_progress,
             )
         prefix = f"{self.launch.prefix}/{next(self.launch.numbers)}"
@@ -99,13 +104,15 @@ class Session:
             port=self.launch.port,
             prefix=prefix,
             world_size=self.world_size,
+            num_local_ranks=1,
+            num_crews=num_crews,
             first_rank=self.launch.rank,
             first_local_rank=self.launch.local_rank,
             device=self.device,
             timeout_s=self.timeout_s,
         )
         store = PrefixStore(prefix, self.launch.store)
-        return run_meeting(worker, settings, meeting, store, num_processes=1, on_progress=on_progress)
+        return run_meeting(worker, settings, meeting, store, on_progress=on_progress)
 
 
 @contextmanager

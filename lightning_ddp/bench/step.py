@@ -1,8 +1,10 @@
 """Time of a training step: this package's BucketedDDP beside torch's DistributedDataParallel.
 
-On each of the spawned ranks every contender trains its own copy of the same model. Contenders take turns of a
-few steps in an order that is shuffled each round; a barrier stands before each timed step. The time of a step
-is that of its slowest rank, the sample of a round is the median of its steps, and ratios are paired by round.
+Every contender trains its own copy of the same model on ranks of its own: what a wrapper changes in its
+process, such as what the C library does with freed memory, belongs to its figure. Contenders take turns of
+a few steps in an order that is shuffled each round, and sleep meanwhile; a barrier stands before each timed
+step. The time of a step is that of its slowest rank, the sample of a round is the median of its steps, and
+ratios are paired by round. On a link (``--links``) all contenders share two processes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from lightning_ddp.bench.trainer_steps import STRATEGIES, TRAINER_OURS, time_tra
 
 if TYPE_CHECKING:
     from lightning_ddp.bench.session import Session
-    from lightning_ddp.bench.workers import StepSettings
+    from lightning_ddp.bench.step_times import StepSettings
 
 DEFAULT_CONTENDERS: Final = (OURS, TORCH_DEFAULT, TORCH_FLAGS)
 FASTEST_TORCH: Final = "fastest_torch"
@@ -140,6 +142,25 @@ def reference_of(contenders: Sequence[str]) -> str:
     return OURS if OURS in contenders else contenders[0]
 
 
+def merge_crews(times: Sequence[RankSeconds], world_size: int) -> list[RankSeconds]:
+    """Bring together what the crews have measured, each of which has trained one contender.
+
+    Args:
+        times: The times of each rank of the first crew, then those of the second one, and so on.
+        world_size: Ranks of a crew.
+
+    Returns:
+        The times of each rank, of all contenders.
+    """
+    return [
+        {
+            model: {name: rounds for crew in times[rank::world_size] for name, rounds in crew[model].items()}
+            for model in times[rank]
+        }
+        for rank in range(world_size)
+    ]
+
+
 def reduce_ranks(per_rank: Sequence[RankSeconds]) -> dict[str, dict[str, list[float]]]:
     """Turn the seconds of each rank's steps into one figure per round: the median step of the slowest rank.
 
@@ -219,7 +240,7 @@ def format_trainer(comparisons: Comparisons) -> str:
 def _measure(
     args: argparse.Namespace, contenders: tuple[str, ...], session: Session
 ) -> dict[str, dict[str, list[float]]]:
-    from lightning_ddp.bench.workers import StepSettings, time_steps
+    from lightning_ddp.bench.step_times import StepSettings, time_steps
 
     models = tuple(dict.fromkeys(args.models))
     settings = StepSettings(
@@ -232,7 +253,8 @@ def _measure(
     if args.links is not None:
         return _measure_links(args, settings)
     with session.progress_bar(len(models) * args.rounds, "bench step") as bar:
-        return reduce_ranks(session.run(time_steps, settings, bar.update))
+        times = session.run(time_steps, settings, bar.update, num_crews=len(contenders))
+    return reduce_ranks(merge_crews(times, session.world_size))
 
 
 def _measure_links(args: argparse.Namespace, settings: StepSettings) -> dict[str, dict[str, list[float]]]:

@@ -1,4 +1,4 @@
-"""What each spawned rank does for ``bench step``, ``bench memory`` and ``bench allreduce``."""
+"""What each spawned rank does for ``bench memory`` and ``bench allreduce``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.bench.arguments import GLOO, SHARED, TORCH_DEFAULT
+from lightning_ddp.bench.arguments import GLOO, SHARED
 from lightning_ddp.bench.contenders import TrainingRun
 from lightning_ddp.bench.models import build_workload
 from lightning_ddp.bench.processes import RankContext
@@ -24,30 +24,6 @@ from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.comm.works import Worker
 
 ItemT = TypeVar("ItemT")
-
-_TOLERANCE = (
-    1e-3  # relative; rounding stays far below, without communication every model is 5 to 1000 times above
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """What ``time_steps`` measures."""
-
-    models: tuple[str, ...]
-    """Models, measured one after the other."""
-
-    contenders: tuple[str, ...]
-    """Contenders, which take turns within each round."""
-
-    num_rounds: int
-    """Rounds per model."""
-
-    num_steps: int
-    """Timed steps of each contender in a round."""
-
-    num_warmup_steps: int
-    """Steps of each contender before the first round; torch rebuilds its buckets after the first of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,33 +49,6 @@ class MemorySettings:
 
     num_steps: int
     """Training steps before the peak is read."""
-
-
-def time_steps(context: RankContext, settings: StepSettings) -> dict[str, dict[str, list[list[float]]]]:
-    """Time the training steps of all contenders on each model, interleaved; all ranks, communicates.
-
-    Returns:
-        Model -> contender -> round -> seconds of each timed step on this rank.
-
-    Raises:
-        RuntimeError: If a contender's gradients or buffers differ from those of the others.
-    """
-    seconds: dict[str, dict[str, list[list[float]]]] = {}
-    for model in settings.models:
-        runs = {
-            name: TrainingRun(name, build_workload(model, rank=context.rank), context.device)
-            for name in settings.contenders
-        }
-        for run in runs.values():
-            for _ in range(settings.num_warmup_steps):
-                run.step()
-        seconds[model] = {name: [] for name in settings.contenders}
-        for round_index in range(settings.num_rounds):
-            for name in shuffled(settings.contenders, seed=round_index):
-                seconds[model][name].append(_timed_block(context, runs[name], settings.num_steps))
-            context.advance()
-        check_agreement(runs)
-    return seconds
 
 
 def measure_memory(context: RankContext, settings: MemorySettings) -> dict[str, int]:
@@ -178,50 +127,6 @@ def _time_all_reduce(
 def shuffled(names: Sequence[ItemT], *, seed: int) -> list[ItemT]:
     """Return the items in an order that depends on the seed alone, hence is the same on all ranks."""
     return random.Random(seed).sample(names, k=len(names))
-
-
-def check_agreement(runs: Mapping[str, TrainingRun]) -> None:
-    """Do one more step from the same weights and compare gradients and buffers with torch's defaults.
-
-    Without those among the contenders, with the first one.
-
-    A wrapper that communicated nothing would be the fastest; this keeps it off the table. The step starts
-    from the same weights because from three ranks on sums are rounded in another order, and over many steps a
-    deep network makes of that rounding weights that have nothing in common.
-
-    Args:
-        runs: Contender -> its run.
-
-    Raises:
-        RuntimeError: If values are not finite or differ by more than rounding.
-    """
-    reference = TORCH_DEFAULT if TORCH_DEFAULT in runs else next(iter(runs))
-    for run in runs.values():
-        run.take_weights(runs[reference])
-    for run in runs.values():
-        run.step()
-    expected = runs[reference].averaged_state()
-    for name, run in runs.items():
-        for kind, values in run.averaged_state().items():
-            error = ((values - expected[kind]).norm() / expected[kind].norm()).item()
-            if not error <= _TOLERANCE:
-                raise RuntimeError(
-                    f"the {kind} of {name} differ from those of {reference} by a relative {error:g} "
-                    f"(at most {_TOLERANCE:g} expected): its times mean nothing"
-                )
-
-
-def _timed_block(context: RankContext, run: TrainingRun, num_steps: int) -> list[float]:
-    run.step()  # brings this contender's weights back into the caches
-    seconds = []
-    for _ in range(num_steps):
-        dist.barrier()
-        context.synchronize()
-        start = time.perf_counter()
-        run.step()
-        context.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
