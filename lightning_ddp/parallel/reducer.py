@@ -20,9 +20,9 @@ import torch
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hosts import Hosts
 from lightning_ddp.comm.shared_memory import SharedMemory
-from lightning_ddp.errors import BackwardOrderError, CommHookError, MissingGradientError
+from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.observe.record import StepRecorder
-from lightning_ddp.parallel.buckets import BucketSpec
+from lightning_ddp.parallel.arrivals import Arrivals
 from lightning_ddp.parallel.expected import ExpectedGradients
 from lightning_ddp.parallel.failures import BackwardFailures
 from lightning_ddp.parallel.layout import BucketLayout
@@ -30,12 +30,13 @@ from lightning_ddp.parallel.missing import MissingGradients
 from lightning_ddp.parallel.options import ReducerOptions
 from lightning_ddp.parallel.ready import GradientHooks
 from lightning_ddp.parallel.reduction import CommHook, Reduction
+from lightning_ddp.parallel.replanning import Replanning
 from lightning_ddp.parallel.run_times import RunTimes
 from lightning_ddp.parallel.second_order import refuse_double_backward
 from lightning_ddp.parallel.step_facts import StepFacts
 from lightning_ddp.parallel.storage import Bucket
 from lightning_ddp.parallel.torch_compat import ReducerTorchNames
-from lightning_ddp.parallel.unused import UsageExchange, find_tensors, settle_absent
+from lightning_ddp.parallel.unused import UsageExchange, find_tensors
 
 if TYPE_CHECKING:
     from lightning_ddp.parallel.auto_plan import AutoPlan
@@ -80,7 +81,6 @@ class Reducer(ReducerTorchNames):
             memory = None
         self.times = RunTimes(device)
         self._params = self.layout.params
-        self._device = device
         self._group = group
         self._reduction = Reduction(group, device, token, memory)
         board = MissingGradients(group, token)
@@ -91,15 +91,22 @@ class Reducer(ReducerTorchNames):
             self._params, finds_unused=options.find_unused_parameters, is_static=options.static_graph
         )
         self._lock = threading.Lock()
-        self._ready: list[int] = []
+        self.usage = UsageExchange(group, len(self._params), device)
+        self._arrivals = Arrivals(
+            self.layout,
+            self._expected,
+            self._reduction,
+            self.usage,
+            self.failures,
+            skips_unused=options.skip_all_reduce_unused_params,
+        )
+        self._ready = self._arrivals.ready
         self._hooks = GradientHooks(self, self._ready)
         weakref.finalize(self, self._hooks.remove).atexit = False  # else its hooks keep the buckets
         self._next = 0
         self._is_armed = False
         self._is_running = False
         self._creates_graph = False
-        self._first_order: list[int] | None = None
-        self.usage = UsageExchange(group, len(self._params), device)
         self.before_finish: Callable[[], None] | None = None
         """Called at the end of a synchronised backward, before gradients are written."""
         self.after_bucket: Callable[[Bucket], None] | None = None
@@ -110,17 +117,24 @@ class Reducer(ReducerTorchNames):
         """What is told of each moment of a step, if somebody wants to know."""
         self.facts = StepFacts()
         self.step = -1  # number of the synchronised backward that runs or ran last
-        self.plan_report: BucketPlanReport | None = None
-        """What an automatic plan was chosen by, once it is."""
-        self.auto_plan: AutoPlan | None = None
-        """What chooses the plan, as long as it does."""
-        if options.is_auto:
-            from lightning_ddp.parallel.auto_plan import AutoPlan, obstacle_to_planning
+        self._replanning = Replanning(
+            self.layout,
+            group,
+            device,
+            expected=self._expected,
+            hooks=self._hooks,
+            ready=self._ready,
+            usage=self.usage,
+            facts=self.facts,
+            auto_plan=self._make_auto_plan() if options.is_auto else None,
+        )
 
-            lacks = self._expected.may_lack
-            obstacle = obstacle_to_planning(self.layout, group, self._reduction, finds_unused=lacks)
-            self.auto_plan = AutoPlan(self.layout, group, self._reduction, self._ready, obstacle)
-        self._add_hooks()
+    def _make_auto_plan(self) -> AutoPlan:
+        from lightning_ddp.parallel.auto_plan import AutoPlan, obstacle_to_planning
+
+        lacks = self._expected.may_lack
+        obstacle = obstacle_to_planning(self.layout, self._group, self._reduction, finds_unused=lacks)
+        return AutoPlan(self.layout, self._group, self._reduction, self._ready, obstacle)
 
     # ------------------------------------------------------------------ plan
 
@@ -129,28 +143,25 @@ class Reducer(ReducerTorchNames):
         """The present buckets, in launch order."""
         return self.layout.buckets
 
-    def _add_hooks(self) -> None:
-        expected = self._expected
-        note = self.usage.unsynced.add if expected.finds_unused else None
-        self._hooks.mark = self._ready.append
-        if self.auto_plan is not None and self.auto_plan.is_timing:
-            self._hooks.mark = self.auto_plan.times.make_mark()
-        self._hooks.add(self.layout, is_learning=expected.is_learning, note_unsynced=note)
+    @property
+    def auto_plan(self) -> AutoPlan | None:
+        """What chooses the plan, as long as it does."""
+        return self._replanning.auto_plan
 
-    def remove_hooks(self) -> None:
-        """Takes the reducer's hooks off the parameters; their gradients are no longer averaged."""
-        self._hooks.remove()
+    @property
+    def plan_report(self) -> BucketPlanReport | None:
+        """What an automatic plan was chosen by, once it is."""
+        return self._replanning.report
 
     def close(self) -> None:
-        """Takes the hooks off, and ends the thread that reduces, if there is one."""
-        self.remove_hooks()
+        """Takes its hooks off the parameters, and ends the thread that reduces, if there is one."""
+        self._hooks.remove()
         self._reduction.close()
 
     def make_static(self) -> None:
         """Takes every step to have the graph of the first one, which is still to come."""
-        self._expected.is_static = self._expected.is_learning = True
-        self.remove_hooks()
-        self._add_hooks()
+        with self._replanning.hooks_renewed():
+            self._expected.is_static = self._expected.is_learning = True
 
     def rebuild(self) -> bool:
         """Plans the buckets anew, once, in the order in which gradients became ready on rank 0.
@@ -161,40 +172,7 @@ class Reducer(ReducerTorchNames):
         Returns:
             Whether the buckets have changed.
         """
-        if self._first_order is None:
-            return self.auto_plan is not None and self._follow(self.auto_plan)
-        device = self._device
-        arrived = list(dict.fromkeys(self._first_order))
-        present = set(arrived)
-        rest = [i for i in range(len(self._params) - 1, -1, -1) if i not in present]
-        order = torch.tensor(arrived + rest, dtype=torch.int64, device=device)
-        self._first_order = None
-        self.facts.has_rebuilt = True
-        self._group.wait(self._group.broadcast(order, 0), device)
-        self.facts.order = [int(i) for i in order.tolist()]
-        plan = self.layout.plan(self.facts.order)
-        if self.auto_plan is not None:
-            self.auto_plan.start(self.step, self.facts.order, plan)
-        elif self.layout.holds(plan) and not self._expected.is_static:
-            return False  # a static graph's hooks must stop learning, even where the plan stays
-        self._apply(plan)
-        return True
-
-    def _follow(self, auto_plan: AutoPlan) -> bool:
-        """Does what the automatic plan says. Returns whether the buckets have changed."""
-        plan = auto_plan.next_plan(self.step)
-        if auto_plan.report is not None:
-            self.plan_report = auto_plan.report
-            self.auto_plan = None
-        if plan is not None:
-            self._apply(plan)
-        return plan is not None
-
-    def _apply(self, plan: Sequence[BucketSpec]) -> None:
-        self.remove_hooks()
-        several = frozenset(i for i, count in enumerate(self._expected.counts) if count > 1)
-        self.layout.apply(plan, several)
-        self._add_hooks()
+        return self._replanning.rebuild(self.step)
 
     # ------------------------------------------------------------------ start of a backward
 
@@ -207,9 +185,8 @@ class Reducer(ReducerTorchNames):
         """Lets `hook` reduce the buckets from the next backward on."""
         self._reduction.set_hook(state, hook)
         if self.layout.is_shared:  # a hook may do anything with its tensor, such as to resize it
-            self.remove_hooks()
-            self.layout.leave_shared_memory()
-            self._add_hooks()
+            with self._replanning.hooks_renewed():
+                self.layout.leave_shared_memory()
             if self._is_armed:
                 self._arm_buckets()
 
@@ -304,29 +281,11 @@ class Reducer(ReducerTorchNames):
         expected = self._expected
         if expected.is_learning:
             return
-        for index in expected.declared | expected.never:
-            bucket, position = self.layout.where[index]
-            bucket.fill_absent(position, self._reduction.scale)
-        for bucket in self.buckets:
-            if not bucket.num_pending:  # nobody expects anything of it: no rank launches it
-                bucket.is_skipped = expected.declared.issuperset(bucket.spec.indices)
-                self._fill(bucket)
-        self._mark_absent(expected.unreached)
+        for bucket in self._arrivals.start():
+            self._fill(bucket)
         if not expected.are_counted:  # who counts wants to know what none has used
             for bucket in self.buckets:
                 bucket.open()
-
-    def _mark_absent(self, indices: Iterable[int]) -> None:
-        """Parameters that will get no gradient in this backward count as ready, with what they have."""
-        for index in indices:
-            bucket, position = self.layout.where[index]
-            bucket.fill_absent(position, self._reduction.scale)
-            bucket.num_pending -= max(self._expected.counts[index], 1)
-            if not bucket.num_pending:
-                bucket.is_skipped = (
-                    self.options.skip_all_reduce_unused_params and len(bucket.absent) == bucket.size
-                )
-                self._fill(bucket)
 
     # ------------------------------------------------------------------ gradients arrive
 
@@ -334,7 +293,7 @@ class Reducer(ReducerTorchNames):
         """A bucket got its first or its last gradient."""
         self.begin()
         if bucket.num_pending < 0:
-            raise self._ready_twice()
+            raise self._arrivals.ready_twice(self.step)
         if bucket.num_pending == 0:
             self._fill(bucket)
 
@@ -348,7 +307,7 @@ class Reducer(ReducerTorchNames):
                 try:
                     bucket.copy_late(self._reduction.scale)
                 except TypeError as error:
-                    self._take_undefined(bucket, range(bucket.size), error)
+                    self._arrivals.take_undefined(bucket, range(bucket.size), error, step=self.step)
                     bucket.copy_late(self._reduction.scale)
         bucket.is_full = True
         with self._lock:
@@ -368,19 +327,7 @@ class Reducer(ReducerTorchNames):
             try:
                 bucket.copy_early(position, self._reduction.scale)
             except TypeError as error:
-                self._take_undefined(bucket, [position], error)
-
-    def _take_undefined(self, bucket: Bucket, positions: Iterable[int], error: TypeError) -> None:
-        """Autograd gave no tensor for some parameters, which means zeros; unless something freed them."""
-        gone = [p for p in positions if bucket.params[p].grad is None and p not in bucket.absent]
-        # autograd calls the hooks of a parameter also where its gradient is undefined
-        others = [p for p in gone if len(bucket.params[p]._post_accumulate_grad_hooks or ()) != 1]
-        if len(set(self._ready)) != len(self._ready):
-            raise self._ready_twice() from error
-        if others or not gone:
-            raise self._freed(bucket, others) from error
-        for position in gone:
-            bucket.fill_absent(position, self._reduction.scale)
+                self._arrivals.take_undefined(bucket, [position], error, step=self.step)
 
     # ------------------------------------------------------------------ end of a backward
 
@@ -397,10 +344,10 @@ class Reducer(ReducerTorchNames):
             self._learn()
         elif self._next < len(self.buckets):
             self._complete()
-        absent = self._absent_indices()
-        expected = self._expected
-        exchange = self.usage.start(absent, expected.declared) if expected.are_counted else None
-        self._note_order(absent)
+        absent = self._arrivals.absent()
+        exchange = self._arrivals.start_exchange(absent)
+        self.facts.note(absent, self._reduction.num_launched)
+        self._replanning.note_order(self._ready)
         if self.before_finish is not None:
             self.before_finish()
         for bucket in self.buckets:
@@ -412,7 +359,7 @@ class Reducer(ReducerTorchNames):
                 bucket.copy_out()
             if self.after_bucket is not None:
                 self.after_bucket(bucket)
-        self._settle(absent, exchange)
+        self._arrivals.settle(absent, exchange)
         while self.futures:
             self._group.wait_future(self.futures.pop())
         if self._creates_graph:
@@ -424,21 +371,13 @@ class Reducer(ReducerTorchNames):
             self.auto_plan.times.finish(self.step)
         self._is_running = False
 
-    def _note_order(self, absent: Sequence[int]) -> None:
-        self.facts.note(absent, self._reduction.num_launched)
-        if not self.facts.has_rebuilt and not self._expected.may_lack:
-            self._first_order = list(self._ready)
-
     def _complete(self) -> None:
         """Backward is over and buckets are not full: parameters were not used, or it is an error."""
-        late = self._expected.late(self._ready)
-        if not self._expected.may_lack:
-            is_first = self.step == 0 and not self._expected.is_static
-            error = self.failures.missing(self.step, late, self._next, is_first=is_first)
-            if error is not None:
-                self._raise(error)
-            self._expected.declared.update(late)
-        self._mark_absent(late)
+        full, error = self._arrivals.complete(self.step, self._next)
+        if error is not None:
+            self._raise(error)
+        for bucket in full:
+            self._fill(bucket)
 
     def _raise(self, error: MissingGradientError) -> None:
         self._is_running = False
@@ -451,27 +390,10 @@ class Reducer(ReducerTorchNames):
             del error  # else it and this frame keep each other, and the process group, alive
 
     def _learn(self) -> None:
-        """First step of a static graph: nothing was launched yet; what arrived is what will arrive."""
-        self._expected.learn(self._ready)
+        """First step of a static graph: nothing was launched yet."""
+        self._arrivals.learn()
         for bucket in self.buckets:
-            with torch.no_grad():
-                for position, index in enumerate(bucket.spec.indices):
-                    if index in self._expected.never:
-                        bucket.fill_absent(position, self._reduction.scale)
-                    elif position in bucket.early:
-                        bucket.copy_early(position, self._reduction.scale)
-            bucket.num_pending = 0
             self._fill(bucket)
-
-    def _absent_indices(self) -> list[int]:
-        return [bucket.spec.indices[p] for bucket in self.buckets for p in sorted(bucket.absent)]
-
-    def _settle(self, absent: Sequence[int], exchange: Any | None) -> None:
-        counts: list[int] | None = None
-        if exchange is not None:
-            summed = self.usage.finish(exchange)
-            counts = summed.tolist() if absent else None  # reading it waits for the device
-        settle_absent([(i, *self.layout.where[i]) for i in absent], counts, self._expected.declared)
 
     def check_finished(self) -> None:
         """Raises if the last synchronised backward was interrupted.
@@ -498,8 +420,7 @@ class Reducer(ReducerTorchNames):
                 self._wait(bucket)
         if used is not None:
             self.usage.finish(used)
-        if not self.facts.has_rebuilt and not self._expected.may_lack:
-            self._first_order = []
+        self._replanning.note_order(())
 
     def reduce_sum(self, bucket: Bucket) -> Any:
         """Starts the sum of a bucket over the ranks, for hooks that go on from there; returns its work."""
@@ -512,12 +433,3 @@ class Reducer(ReducerTorchNames):
     def _watch(self) -> Callable[[float], None]:
         """Looks, in the waits of this step, at what other ranks miss."""
         return self.failures.board.watch(self.step, self._next)
-
-    # ------------------------------------------------------------------ errors
-
-    def _ready_twice(self) -> BackwardOrderError:
-        excess = self._expected.excess(self._ready)
-        return self.failures.ready_twice(self.step, excess, self._ready, is_static=self._expected.is_static)
-
-    def _freed(self, bucket: Bucket, positions: Iterable[int]) -> BackwardOrderError:
-        return self.failures.freed_gradient(self.step, [bucket.names[p] for p in positions])
