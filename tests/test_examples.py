@@ -14,7 +14,7 @@ ROWS = ("test accuracy", "training", "images/s", "processes", "strategy", "pictu
 
 
 def run_example(*args: str, cwd: Path) -> ScriptResult:
-    return run_script(EXAMPLE, args, cwd=cwd, timeout_s=300)
+    return run_script(EXAMPLE, args, cwd=cwd, timeout_s=300, hidden_packages=())
 
 
 def table_of(result: ScriptResult) -> dict[str, str]:

@@ -49,7 +49,7 @@ class Run:
         notes.mkdir()
 
         def run_on(node: Node) -> ScriptResult:
-            path = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), node.env.get("PYTHONPATH")]))
+            path = os.pathsep.join(filter(None, [str(TESTS), node.env.get("PYTHONPATH")]))
             variables = {"NOTES": str(notes), "HYDRA_FULL_ERROR": "1", **node.env, "PYTHONPATH": path}
             cwd = folder / node.cwd
             cwd.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from harness.leftovers import find_processes, kill_processes, with_environment
 from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, ip, two_namespaces
-from harness.scripts import MARK, ROOT, _environment
+from harness.scripts import MARK, ROOT, environment
 
 HEARTBEAT_S = 4.0
 END_S = HEARTBEAT_S + 30  # 5 s is what is promised; a busy machine takes longer to end an interpreter
@@ -90,7 +90,7 @@ class Nodes:
                             str(notes),
                             str(ROOT / "tests"),
                         ],
-                        env=_environment(variables, f"{folder}-{node}"),
+                        env=environment(variables, f"{folder}-{node}"),
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=out,

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from harness.leftovers import find_processes, in_sessions, kill_processes
-from harness.scripts import ROOT, _environment
+from harness.scripts import ROOT, environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Preloaded:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT / "tests",
-            env=_environment({"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}, "preloaded"),
+            env=environment({"PYTHONPATH": str(ROOT / "tests")}, "preloaded"),
             text=True,
         )
         self._runs: list[PreloadedRun] = []

@@ -18,6 +18,7 @@ from harness.leftovers import find_processes, in_sessions, kill_processes, requi
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LIGHTNING_DDP_TEST_RUN"
+HIDDEN_PACKAGES = ("scipy", "matplotlib")
 _NOT_INHERITED = ("PYTEST_", "PL_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "MASTER_", "LOCAL_")
 _NOT_INHERITED_NAMES = {"RANK", "NODE_RANK", "WORLD_SIZE"}
 LEFTOVER_GRACE_S = 5.0
@@ -62,19 +63,22 @@ def run_script(
     is_module: bool = False,
     cwd: Path | None = None,
     leftover_grace_s: float = LEFTOVER_GRACE_S,
+    hidden_packages: Sequence[str] = HIDDEN_PACKAGES,
 ) -> ScriptResult:
     """Runs a script in a session of its own and waits until it has ended.
 
     Args:
         source_or_path: the text of the script, or a `Path` to it.
         args: arguments after the script.
-        env: variables on top of this process's environment, less those that describe a rank.
+        env: variables on top of this process's environment, less those that describe a rank; `PYTHONPATH`
+            comes after that of the package.
         timeout_s: after this the processes are made to print their stacks and are killed.
         python: the interpreter; `ip netns exec NAME python` for one on another node.
         launcher: what stands between `python` and the script, such as `-m torch.distributed.run`.
         is_module: whether `source_or_path` is the name of a module, to be run with `-m`.
         cwd: where it runs; by default a folder that is removed afterwards.
         leftover_grace_s: how long after its end other processes of it may still live.
+        hidden_packages: what Python is to take for not installed; `light/sitecustomize.py` says why.
 
     Raises:
         ScriptFailed: it did not end within `timeout_s`.
@@ -95,7 +99,7 @@ def run_script(
                 stdout=stdout,
                 stderr=stderr,
                 cwd=cwd or scratch,
-                env=_environment(env or {}, mark),
+                env=environment(env or {}, mark, hidden_packages),
                 start_new_session=True,
             )
             try:
@@ -130,16 +134,21 @@ def _script_path(source_or_path: str | Path, scratch: Path) -> Path:
     return script
 
 
-def _environment(extra: Mapping[str, str], mark: str) -> dict[str, str]:
+def environment(
+    extra: Mapping[str, str], mark: str, hidden_packages: Sequence[str] = HIDDEN_PACKAGES
+) -> dict[str, str]:
+    """The variables of a user's process; see `run_script`. Those whose `MARK` is `mark` belong to one run."""
     env = {
         name: value
         for name, value in os.environ.items()
         if name not in _NOT_INHERITED_NAMES and not name.startswith(_NOT_INHERITED)
     }
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env["PYTHONFAULTHANDLER"] = "1"  # SIGABRT prints the stacks
     env["OMP_NUM_THREADS"] = "1"
+    env["HIDDEN_PACKAGES"] = ",".join(hidden_packages)
     env.update(extra)
+    path = [str(ROOT), env.get("PYTHONPATH"), str(Path(__file__).with_name("light"))]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     env[MARK] = mark
     return env
 
