@@ -27,6 +27,7 @@ from lightning_ddp.launch.command import ChildCommand, child_command
 from lightning_ddp.launch.hydra_parent import job_config, publish_to
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.orphans import PARENT_VARIABLE, die_with_parent
+from lightning_ddp.launch.prelude import begin_run, child_environment
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
 from lightning_ddp.launch.rendezvous import (
     STORE_VARIABLE,
@@ -90,6 +91,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             ConfigurationError: several nodes without a port that all know.
             RendezvousError: the port that the user named is taken.
         """
+        begin_run()
         environment = self.cluster_environment
         check_tasks(environment, num_devices=self.num_processes, num_nodes=self.num_nodes)
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -146,7 +148,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _run_children(self, brood: Brood, command: ChildCommand, first_rank: int) -> None:
         for local_rank in range(1, self.num_processes):
-            env = {**os.environ, "LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
+            variables = {"LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
+            env = child_environment({**os.environ, **variables})
             log = command.log_of(first_rank + local_rank)
             if log is not None:
                 brood.logs[local_rank] = log

@@ -1,0 +1,40 @@
+"""What runs in a child process before the user's script, so that its imports take less time.
+
+Importing torch and Lightning makes some hundred thousand objects that stay, and Python's cyclic garbage
+collector walks through all of them again and again: a second of the five that the imports take. Until the
+run of a child begins, when it does little else but import, the collector comes a hundred times less often.
+
+Python imports the first module `sitecustomize` that it finds at its start: the launcher puts the one of this
+folder first on the search path of its children. It passes on to the one that is found without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+__all__ = ["begin_run", "child_environment"]
+
+_PATH_VARIABLE = "PYTHONPATH"
+_MODULE = "_lightning_ddp_prelude"
+"""Under which `sitecustomize` is known in a child."""
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child that is to import quickly.
+
+    Args:
+        environment: what it would be without that.
+    """
+    if sys.flags.ignore_environment or sys.flags.no_site:  # nor would the child look there
+        return dict(environment)
+    path = [os.path.abspath(os.path.dirname(__file__)), environment.get(_PATH_VARIABLE)]
+    return {**environment, _PATH_VARIABLE: os.pathsep.join(filter(None, path))}
+
+
+def begin_run() -> None:
+    """In a child the garbage collector comes as often as usual from here on. Does nothing elsewhere."""
+    prelude = sys.modules.pop(_MODULE, None)
+    if prelude is not None:
+        prelude.restore()

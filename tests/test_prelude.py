@@ -1,0 +1,109 @@
+"""Children import with a rare garbage collector, and nothing of that is left when their run begins."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import run_script
+
+from lightning_ddp.launch import prelude
+
+SCRIPT = """
+import gc, os, subprocess, sys
+at_start = gc.get_threshold()
+import pytorch_lightning as pl, torch
+import lightning_ddp
+
+if len(sys.argv) > 1:
+    gc.set_threshold(*map(int, sys.argv[1].split(",")))
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, _):
+        ask = "import gc, os; print(gc.get_threshold(), os.environ.get('PYTHONPATH'))"
+        child = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+        told = {
+            "start": at_start,
+            "run": gc.get_threshold(),
+            "path": os.environ.get("PYTHONPATH"),
+            "folders": [folder for folder in sys.path if "prelude" in folder],
+            "marked": getattr(sys, "marked", False),
+            "child": child.stdout.strip(),
+        }
+        print(f"rank {self.global_rank} {told!r}", flush=True)
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(
+        strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(4, 4)))
+"""
+RARE = (100_000, 10, 10)
+
+
+def told_by_ranks(tmp_path: Path, *args: str) -> list[dict[str, object]]:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import sys; sys.marked = True")
+    result = run_script(SCRIPT, args, env={"PYTHONPATH": str(site)}).check()
+    lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
+    assert [line[:7] for line in lines] == ["rank 0 ", "rank 1 "]
+    return [eval(line[7:]) for line in lines]  # what the script above has printed
+
+
+def test_a_child_imports_with_a_rare_collector_and_runs_as_its_parent_does(tmp_path: Path) -> None:
+    parent, child = told_by_ranks(tmp_path)
+    assert (parent.pop("start"), child.pop("start")) == (gc.get_threshold(), RARE)
+    assert child == parent
+    assert child["run"] == gc.get_threshold()
+    assert child["folders"] == []
+    assert child["marked"]
+    assert child["child"] == f"{gc.get_threshold()} {child['path']}"
+
+
+def test_thresholds_that_the_script_sets_stay(tmp_path: Path) -> None:
+    assert [rank["run"] for rank in told_by_ranks(tmp_path, "500,5,5")] == [(500, 5, 5)] * 2
+
+
+@pytest.mark.parametrize("inherited", [None, "/some/folder:/another"])
+def test_python_starts_with_the_prelude_where_there_is_no_other_sitecustomize(inherited: str | None) -> None:
+    told = "gc.get_threshold(), os.environ.get('PYTHONPATH'), 'sitecustomize' in sys.modules"
+    ask = f"import gc, os, sys; print({told})"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if inherited is not None:
+        environment["PYTHONPATH"] = inherited
+    command = [sys.executable, "-c", ask]
+    env = prelude.child_environment(environment)
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert (found.stdout, found.stderr) == (f"{RARE} {inherited} False\n", "")
+
+
+def test_an_interpreter_that_ignores_the_environment_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flags:
+        ignore_environment, no_site = 1, 0
+
+    monkeypatch.setattr(sys, "flags", Flags)
+    assert prelude.child_environment({"PYTHONPATH": "/some/folder"}) == {"PYTHONPATH": "/some/folder"}
+
+
+def test_the_begin_of_a_run_leaves_other_processes_alone() -> None:
+    usual = gc.get_threshold()
+    try:
+        gc.set_threshold(*RARE)
+        prelude.begin_run()
+        assert gc.get_threshold() == RARE
+    finally:
+        gc.set_threshold(*usual)
