@@ -99,6 +99,7 @@ def time_on_link(rank: int, settings: LinkSettings) -> dict[str, list[dict[str, 
             runs[name].step()
             seconds = time.perf_counter() - start
             after, codec_after = runs[name].counts()
+            dist.barrier()  # a peer that is through has received all that is counted here
             rows[name].append(
                 {
                     "seconds": seconds,
