@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp._lightning import Callback, LightningModule, Trainer
+from lightning_ddp._lightning import Callback, LightningModule, Trainer, batches_that_stepped
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.reconciliation import current
 from lightning_ddp.observe.lateness import Lateness, SlowRanks, lateness
@@ -116,7 +116,7 @@ class CommunicationMonitor(Callback):
             self._warn(known, metrics["step_ms"])
         for logger in trainer.loggers:
             named = {f"communication/{name}": value for name, value in metrics.items()}
-            logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(named, step=batches_that_stepped(trainer))
 
     def _warn(self, known: Lateness, step_ms: float) -> None:
         for slow in self._slow.add(known, limit_us=self.late_fraction * step_ms * 1e3):

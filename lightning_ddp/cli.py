@@ -109,8 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: With status 2 on a usage error, with status 0 after ``--help``.
     """
     args = build_parser().parse_args(argv)
-    # the doctor has nothing to remove, and waits for other ranks outside of Python, which hears no signals
-    scope = contextlib.nullcontext() if args.command == "doctor" else unwinds_at_sigterm()
+    # the doctor has nothing to remove, unless it starts a script to kill a rank of; it waits for other ranks
+    # outside of Python, which hears no signals
+    leaves_nothing = args.command == "doctor" and not args.verify
+    scope = contextlib.nullcontext() if leaves_nothing else unwinds_at_sigterm()
     try:
         with scope:
             status: int = args.run(args)

@@ -45,9 +45,17 @@ class CommunicatingFit(DDPStrategy):
         return getattr(self.precision_plugin, "scaler", None)
 
     def _loss_scale(self) -> float:
-        """The present factor of the loss under mixed precision."""
+        """The present factor of the loss under mixed precision. The host waits for the device to know it."""
         scaler = self._scaler()
         return float(scaler.get_scale()) if scaler is not None else 1.0
+
+    def _loss_scale_of_gradients(self) -> float | torch.Tensor:
+        """The same for what is done with gradients: on a device it stays there."""
+        scaler = self._scaler()
+        if scaler is None or self.root_device.type == "cpu":
+            return self._loss_scale()
+        scale: torch.Tensor = scaler.scale(torch.ones((), device=self.root_device))
+        return scale
 
     def _agree(self) -> None:
         """Gives all ranks one model; a rank whose peers have failed keeps its own."""
@@ -62,11 +70,13 @@ class CommunicatingFit(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Takes a step; with model averaging, counts it and averages if it is time (then communicates)."""
-        is_counted = self._communication.averager is not None
-        before = self._loss_scale() if is_counted else 1.0
+        averager = self._communication.averager
+        # in local training a step counts also if the loss scaler skips it
+        is_asked = averager is not None and averager.averages_gradients
+        before = self._loss_scale() if is_asked else 1.0
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if is_counted:  # a loss scaler that skips a step lowers its scale
-            self._communication.after_step(optimizer, was_skipped=self._loss_scale() < before)
+        if averager is not None:  # a loss scaler that skips a step lowers its scale
+            self._communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
         return output
 
     def on_validation_start(self) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "ReplicaError",
     "UnevenInputsError",
     "UnsuitableModuleError",
+    "UnsupportedVersionError",
 ]
 
 
@@ -36,6 +37,10 @@ class LightningDDPError(Exception):
 
 class ConfigurationError(LightningDDPError, ValueError):
     """An argument, name or environment variable that cannot be used as given."""
+
+
+class UnsupportedVersionError(LightningDDPError, AttributeError):
+    """A version of Lightning that lacks something which this package builds on."""
 
 
 class ProcessGroupError(ConfigurationError, RuntimeError):

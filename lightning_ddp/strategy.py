@@ -20,9 +20,15 @@ from lightning_ddp._lightning import (
     Precision,
     Trainer,
     TrainerFn,
+    choose_backend,
     default_pg_timeout,
+    layer_sync,
     optimizers_to_device,
     reset_seed,
+    running_hook,
+    set_launcher,
+    set_redirection,
+    trainer_of,
 )
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
@@ -175,13 +181,22 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         self._communication = Communication(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
         )
-        engine = {
+        optional = {
             "bucket_cap_mb_list": bucket_cap_mb_list,
             "batched_grad_copy": batched_grad_copy,
             "forward_sync_buffers": forward_sync_buffers,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params or None,
         }
-        given: dict[str, Any] = {name: value for name, value in engine.items() if value is not None}
+        self._wrapper_options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "broadcast_buffers": broadcast_buffers,
+            "init_sync": init_sync,
+            **{name: value for name, value in optional.items() if value is not None},
+        }
+        self._group_timeout, self._chosen_start_method = timeout, start_method
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -195,20 +210,14 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
-            **given,
+            **self._wrapper_options,
         )
         self._reconcile_settings = ReconcileSettings(
             heartbeat_timeout_s=heartbeat_timeout_s,
             failure_grace_s=failure_grace_s,
             stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
         )
-        self._forward_redirection = _ManualOptimizationRedirection(self._communication)
+        set_redirection(self, _ManualOptimizationRedirection(self._communication))
         self._group: Group | None = None
         self._transport = transport
 
@@ -219,20 +228,22 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         from lightning_ddp.launch.step_stop import StepStop
 
         self._stopping = StepStop()
-        if self._start_method == "popen":
+        launcher: ScriptLauncher | MultiprocessLauncher
+        if self._chosen_start_method == "popen":
             assert self.cluster_environment is not None  # set by the Trainer just before
-            self._launcher = ScriptLauncher(
+            launcher = ScriptLauncher(
                 self.cluster_environment,
                 self.num_processes,
                 self.num_nodes,
                 self._reconcile_settings,
                 self._init_method,
-                self._timeout,
+                self._group_timeout,
             )
         else:
-            self._launcher = MultiprocessLauncher(
-                self, self._start_method, self._reconcile_settings, self._init_method
+            launcher = MultiprocessLauncher(
+                self, self._chosen_start_method, self._reconcile_settings, self._init_method
             )
+        set_launcher(self, launcher)
 
     def setup_distributed(self) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
@@ -241,21 +252,20 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
         reset_seed()
         self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None  # set by the Trainer
         ours = current()
         ours.where = self._where
         group = join_run(
-            self._process_group_backend,
+            choose_backend(self),
             environment=self.cluster_environment,
             num_nodes=self.num_nodes,
-            timeout=self._timeout,
+            timeout=self._group_timeout,
             device=self.root_device,
             settings=self._reconcile_settings,
             init_method=self._init_method,
             given_store=self._given_store,
         )
-        ours.inspector.set_deadline(self._timeout)
+        ours.inspector.set_deadline(self._group_timeout)
         ours.inspector.compare_before_each(self._debug == "detail")
         self._group = Group(group, ours.interrupt, transport=self._transport)
 
@@ -264,10 +274,10 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         from lightning_ddp.reconcile.record import Where
 
         module = self.lightning_module
-        if module is None or module._trainer is None:
+        trainer = None if module is None else trainer_of(module)
+        if module is None or trainer is None:
             return Where()
-        stage = module._trainer.state.stage
-        return Where(step=module._trainer.global_step, phase=module._current_fx_name or stage)
+        return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
 
     def setup(self, trainer: Trainer) -> None:
         """Places the model, wraps it for fitting, creates optimizers. All ranks call it; communicates."""
@@ -276,8 +286,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         self.accelerator.setup(trainer)
         self._stopping.attach(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+        batch_norm = layer_sync(self)
+        if is_fitting and batch_norm:
+            self.model = batch_norm.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if is_fitting:
@@ -300,19 +311,17 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         from lightning_ddp.parallel.module import BucketedDDP
 
         group = self._joined_group()
-        device_ids = self.determine_ddp_device_ids()
-        # as torch advises, wrap on a side stream: the backward of the first step may be captured
-        stream = torch.cuda.stream(torch.cuda.Stream()) if device_ids else contextlib.nullcontext()
-        with stream:
-            return BucketedDDP(
-                model,
-                device_ids=device_ids,
-                process_group=group.process_group,
-                raises_at_once=True,
-                interrupt=group.interrupt,
-                transport=self._transport,
-                **self._ddp_kwargs,
-            )
+        # on the current stream: torch's class needs another one for graph capture, as it keeps AccumulateGrad
+        # nodes, which run on the stream on which they were made; ours keeps none of them
+        return BucketedDDP(
+            model,
+            device_ids=self.determine_ddp_device_ids(),
+            process_group=group.process_group,
+            raises_at_once=True,
+            interrupt=group.interrupt,
+            transport=self._transport,
+            **self._wrapper_options,
+        )
 
     def _register_ddp_hooks(self) -> None:
         """Registers the communication hook, on every device type. All ranks call it; communicates."""
@@ -321,7 +330,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             self._joined_group(),
             self.root_device,
             node_size=self.num_processes,
-            loss_scale=self._loss_scale,
+            loss_scale=self._loss_scale_of_gradients,
             scaler=self._scaler,
         )
 

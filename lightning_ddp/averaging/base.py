@@ -204,14 +204,9 @@ class Averager:
         """Averages statistics of normalisations and other floating-point buffers. Communicates."""
         self.run(lambda: average_buffers(self.channel, self.module))
 
-    def run(self, job: Callable[[], object]) -> None:
+    def run(self, job: Callable[[], None]) -> None:
         """Runs a job of the channel and waits for it."""
-
-        def wrapped() -> torch.Tensor:
-            job()
-            return torch.empty(0)
-
-        self.channel.wait(self.channel.submit(wrapped))
+        self.channel.wait(self.channel.submit(job))
 
     # ------------------------------------------------------------------ checkpoint
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-import torch
-
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
 from lightning_ddp.comm.channel import Channel, part_group
 from lightning_ddp.comm.chunks import average_
@@ -130,11 +128,6 @@ class HierarchicalSGD(Averager):
 
     def _average(self, track: Track, channel: Channel) -> None:
         tensors = [self.parameters[name] for name in track.names]
-
-        def job() -> torch.Tensor:
-            average_(PlainWire(channel), tensors)
-            return torch.empty(0)
-
-        channel.wait(channel.submit(job))
+        channel.wait(channel.submit(lambda: average_(PlainWire(channel), tensors)))
         if channel is self.channel:
             self.settle(track)

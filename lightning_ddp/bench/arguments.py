@@ -188,6 +188,17 @@ def positive_float(text: str) -> float:
     return value
 
 
+def existing_file(text: str) -> str:
+    """Parse a file to read.
+
+    Raises:
+        argparse.ArgumentTypeError: If there is none.
+    """
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
+    return str(Path(text).resolve())
+
+
 def output_path(text: str) -> Path:
     """Parse a file to write, and refuse one whose folder is missing before anything long has run.
 

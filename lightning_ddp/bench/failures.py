@@ -31,6 +31,7 @@ _POLL_S = 0.02
 
 SCRIPT: Final = """\
 import os
+import runpy
 import signal
 import sys
 import time
@@ -38,14 +39,16 @@ import time
 import pytorch_lightning as pl
 import torch
 
-strategy, devices, package_root, fault, victim = sys.argv[1:]
+strategy, devices, package_root, fault, victim, accelerator, preload = sys.argv[1:]
 if strategy == "custom_ddp":
     sys.path.append(package_root)
     import lightning_ddp
+if preload:
+    runpy.run_path(preload)
 
 
 def say(text):
-    os.write(1, f"{text} {time.time():.6f}\\\\n".encode())
+    os.write(1, f"{text} {time.time():.6f}\\n".encode())
 
 
 class Probe(pl.LightningModule):
@@ -68,12 +71,13 @@ class Probe(pl.LightningModule):
 class Witness(pl.Callback):
     def on_exception(self, trainer, module, exception):
         if trainer.global_rank != int(victim):
-            say("LEARNED")
+            said = f"{type(exception).__name__} of {getattr(exception, 'rank', 'nobody')}"
+            say(f"RANK {trainer.global_rank} RAISED {said}: LEARNED")
 
 
 trainer = pl.Trainer(
     strategy=strategy,
-    accelerator="cpu",
+    accelerator=accelerator,
     devices=int(devices),
     max_epochs=1,
     logger=False,
@@ -84,7 +88,8 @@ trainer = pl.Trainer(
 )
 trainer.fit(Probe(), torch.utils.data.DataLoader(torch.randn(256, 32), batch_size=4))
 """
-"""The failing script; its arguments: strategy, devices, where this package lies, fault, rank that fails."""
+"""The failing script; its arguments: strategy, devices, where this package lies, fault, rank that fails,
+accelerator, a Python file that each rank runs first or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,8 @@ class Sample:
 
     learned_s: tuple[float, ...]
     """Seconds from the fault until each of the other ranks that learned of it did."""
+    raised: dict[int, str]
+    """What each of them raised, and the rank that it names: 'PeerFailure of 1'."""
     gone_s: float
     """Seconds from the fault until no process was left; the deadline where some had to be killed."""
     num_left: int
@@ -179,7 +186,7 @@ def _measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Sample
         for _ in range(args.rounds):
             for fault, victim, strategy in cells:
                 rank = 0 if victim == "first" else args.world_size - 1
-                arguments = [strategy, str(args.world_size), str(PACKAGE_ROOT), fault, str(rank)]
+                arguments = failing_arguments(strategy, args.world_size, fault=fault, victim=rank)
                 samples[fault, victim, strategy].append(
                     run_failing(script, arguments, timeout_s=args.timeout_s)
                 )
@@ -187,12 +194,25 @@ def _measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Sample
     return samples
 
 
+def failing_arguments(
+    strategy: str,
+    world_size: int,
+    *,
+    fault: str,
+    victim: int,
+    accelerator: str = "cpu",
+    preload: str | None = None,
+) -> list[str]:
+    """What `SCRIPT` is given."""
+    return [strategy, str(world_size), str(PACKAGE_ROOT), fault, str(victim), accelerator, preload or ""]
+
+
 def run_failing(script: Path, arguments: list[str], *, timeout_s: float) -> Sample:
     """Run a script that fails, and wait until all of its processes are gone.
 
     Args:
         script: A file that prints ``FAULT <seconds since the epoch>``, and ``LEARNED <...>`` from each other
-            rank that is told.
+            rank that is told, maybe after ``RANK <rank> RAISED <what>: `` in its line.
         arguments: The script's own arguments.
         timeout_s: Seconds for it to reach its fault, and again from there until all processes are gone.
 
@@ -214,4 +234,7 @@ def run_failing(script: Path, arguments: list[str], *, timeout_s: float) -> Samp
         raise BenchmarkError(f"{' '.join(arguments)} reached no fault:\n{read_output(output, tail=True)}")
     start = marks["FAULT"][0]
     learned = tuple(moment - start for moment in marks["LEARNED"])
-    return Sample(learned_s=learned, gone_s=gone - start, num_left=num_left, exit_code=exit_code)
+    raised = {int(rank): what for rank, what in re.findall(r"RANK (\d+) RAISED (.*): LEARNED", text)}
+    return Sample(
+        learned_s=learned, raised=raised, gone_s=gone - start, num_left=num_left, exit_code=exit_code
+    )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -18,7 +20,12 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
-from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from lightning_ddp.bench import BenchmarkError
 from lightning_ddp.bench.ending import held_back
@@ -29,7 +36,9 @@ _HOST = "127.0.0.1"
 PROGRESS_KEY: Final = "progress"
 """Where the store counts units of progress."""
 
-_FAILURE_KEY = "first_failure"
+FAILURE_KEY: Final = "first_failure"
+"""Where the store has what made the first rank fail, its traceback included."""
+
 _POLL_INTERVAL_S = 0.25  # rare enough not to take the CPU from the ranks that are being timed
 
 
@@ -99,6 +108,12 @@ class Meeting:
 
     timeout_s: float
     """Seconds after which the ranks that were started here are killed."""
+
+    preload: str | None = None
+    """A Python file that each rank runs first."""
+
+    start_method: str = "spawn"
+    """How processes are started here; ``"fork"`` spares them all imports, but not where CUDA is in use."""
 
 
 Worker = Callable[[RankContext, SettingsT], object]
@@ -179,7 +194,14 @@ def run_meeting(
     num_processes = meeting.num_local_ranks * meeting.num_crews
     try:
         with held_back():
-            context = spawn(_run_rank, arguments, nprocs=num_processes, join=False, daemon=True)
+            context = start_processes(
+                _run_rank,
+                arguments,
+                nprocs=num_processes,
+                join=False,
+                daemon=True,
+                start_method=meeting.start_method,
+            )
         _watch(context, store, meeting, on_progress)
     finally:
         end_processes(context)
@@ -214,7 +236,7 @@ def _watch(
                 )
     except ProcessRaisedException as error:
         # Not the text of `error`: it is that of the rank which ended first, often one that a peer took along.
-        first = store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else str(error)
+        first = store.get(FAILURE_KEY).decode() if store.check([FAILURE_KEY]) else str(error)
         raise BenchmarkError(first) from error
     except ProcessExitedException as error:
         rank = meeting.first_rank + error.error_index % meeting.num_local_ranks
@@ -222,7 +244,10 @@ def _watch(
 
 
 def _run_rank(index: int, worker: Worker[SettingsT], settings: SettingsT, meeting: Meeting) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the parent's handler
     torch.set_num_threads(1)  # ranks share the cores; more threads each would measure the scheduler
+    if meeting.preload is not None:
+        runpy.run_path(meeting.preload)
     crew, local = divmod(index, meeting.num_local_ranks)
     rank = meeting.first_rank + local
     timeout = timedelta(seconds=meeting.timeout_s)
@@ -255,7 +280,7 @@ def _run_rank(index: int, worker: Worker[SettingsT], settings: SettingsT, meetin
     except Exception:
         # Before the group goes, which makes the others fail as well: the first entry is the cause.
         store.compare_set(
-            _FAILURE_KEY, "", f"rank {rank} (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
+            FAILURE_KEY, "", f"rank {rank} (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
         )
         raise
     finally:

@@ -60,6 +60,8 @@ def started(script: Path, arguments: Sequence[str], output: Path) -> Iterator[su
                     stdin=subprocess.DEVNULL,
                     stdout=stream,
                     stderr=subprocess.STDOUT,
+                    # inside of a SLURM job as well it starts its processes itself
+                    env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
                     start_new_session=True,
                 )
             yield process

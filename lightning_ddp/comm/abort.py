@@ -1,16 +1,20 @@
 """Frees a thread that is blocked inside of a collective of torch, where no Python runs.
 
-NCCL communicators are aborted. gloo has nothing of the kind (its `abort` leaves waiting threads waiting), so
-the connections that the group has opened are shut down: to gloo every peer is gone, and its waits fail.
+NCCL communicators are aborted, which ends what they have on the device; from then on NCCL's watchdog does not
+look at them any more, and does not end the process because of them. gloo has nothing of the kind (its `abort`
+leaves waiting threads waiting), so the connections that the group has opened are shut down: to gloo every
+peer is gone, and its waits fail.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,10 +35,13 @@ def remember_connections() -> Generator[None, None, None]:
 
 
 def abort_groups() -> None:
-    """Makes every collective of this process fail, now and from now on. Any thread; does not communicate."""
+    """Makes every collective of this process fail, now and from now on. Any thread; does not communicate.
+
+    Returns at once. Each group has a thread: an abort frees memory, for which CUDA waits for all kernels of
+    the device, also for those of groups that would be aborted only after it.
+    """
     for group in list(dist.distributed_c10d._world.pg_map):
-        with suppress(RuntimeError):  # a backend without abort
-            group.abort()
+        threading.Thread(target=_abort, args=(group,), daemon=True, name="lightning_ddp abort").start()
     present = _sockets()
     for descriptor, name in _remembered.items():
         if present.get(descriptor) == name:
@@ -42,6 +49,11 @@ def abort_groups() -> None:
                 # a listening socket stays: gloo ends the process when it cannot accept
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def _abort(group: Any) -> None:
+    with suppress(RuntimeError, AttributeError):  # a backend without abort, and all of torch 2.5
+        group.abort()
 
 
 def _sockets() -> dict[int, str]:

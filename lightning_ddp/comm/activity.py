@@ -134,24 +134,35 @@ class Activity:
         self.lanes: list[Lane] = []
         self.busy: set[int] = set()
         """Threads beside the main one, while they have something to do."""
+        self.on_device: Waiting | None = None
+        """What a device of this rank has had to run for a while, though no thread may wait for it."""
         self._waits: dict[int, Waiting] = {}
         self._known: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
 
     @property
     def label(self) -> str | None:
-        """What the main thread waits for, or None while it does not wait."""
-        wait = self.wait()
-        return wait.label if wait is not None and not wait.is_side else None
+        """What the main thread waits for, else the device; None while neither does."""
+        wait, on_device = self.wait(), self.on_device
+        if wait is not None and not wait.is_side:
+            return wait.label
+        return on_device.label if on_device is not None else None
 
     def wait(self) -> Waiting | None:
         """What the main thread waits for; otherwise what one beside it does."""
         waits = list(self._waits.copy().values())
         return next((w for w in waits if not w.is_side), waits[0] if waits else None)
 
+    def last_started(self) -> Entry | None:
+        """The last collective that this rank has started, of whatever group."""
+        last = [lane.recent[-1] for lane in self.lanes if lane.recent]
+        return max(last, key=lambda entry: entry.since, default=None)
+
     def entry(self) -> Entry | None:
-        """The collective that a thread of this rank waits for, the main one's before others'."""
+        """The collective that a thread of this rank waits for, the main one's before others', or a device."""
         waits = sorted(self._waits.copy().values(), key=lambda wait: wait.is_side)
-        return next((wait.entry for wait in waits if wait.entry is not None), None)
+        on_device = self.on_device
+        entries = [wait.entry for wait in (*waits, on_device) if wait is not None and wait.entry is not None]
+        return entries[0] if entries else None
 
     def blocked_on(self) -> list[tuple[str, int, bool]]:
         """Group, number and `is_start` of the collectives without which this rank does not get on.

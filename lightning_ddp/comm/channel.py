@@ -27,6 +27,8 @@ from lightning_ddp.errors import LightningDDPError
 
 __all__ = ["Channel", "part_group", "sibling_group"]
 
+_Job = Callable[[], torch.Tensor | None]
+
 
 class Channel:
     """Runs jobs that communicate, one after the other, in a thread that lives while there are any.
@@ -50,8 +52,7 @@ class Channel:
         """Seconds that jobs have taken, waits included."""
         self.wait_s = 0.0
         """Seconds of them in which a job waited for a collective."""
-        self._jobs: deque[tuple[Callable[[], torch.Tensor], torch.futures.Future[torch.Tensor], Any]]
-        self._jobs = deque()
+        self._jobs: deque[tuple[_Job, torch.futures.Future[torch.Tensor], Any]] = deque()
         self._lock = threading.Lock()
         self._is_running = False
         self._failure: Exception | None = None
@@ -63,14 +64,18 @@ class Channel:
 
     def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         """Waits in the calling thread for what `submit` returned; raises what the job raised."""
+        since = time.monotonic()
         result: torch.Tensor = self.group.wait_future(future)
+        self.group.watch_device(self.device, "exchange of parameters", since)
         return result
 
-    def submit(self, job: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+    def submit(self, job: _Job) -> torch.futures.Future[torch.Tensor]:
         """Queues a job; all ranks queue the same ones in the same order. Returns the future of its result.
 
-        On CUDA the job runs on the channel's stream, after what the current stream holds now. Once a job has
-        failed the later ones fail in the same way, as the ranks no longer agree on what comes next.
+        On CUDA the job runs on the channel's stream, after what the current stream holds now, and a stream
+        that waits for the future goes on after all that the job has queued, whatever the job returns: a
+        tensor of the channel's device, or None for one without elements. Once a job has failed the later
+        ones fail in the same way, as the ranks no longer agree on what comes next.
         """
         devices: list[int | str | torch.device] | None = [self.device] if self._stream is not None else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -96,9 +101,7 @@ class Channel:
             self._run(job, future, event)
             del job, future, event  # a thread that waits must not keep gradients
 
-    def _run(
-        self, job: Callable[[], torch.Tensor], future: torch.futures.Future[torch.Tensor], event: Any
-    ) -> None:
+    def _run(self, job: _Job, future: torch.futures.Future[torch.Tensor], event: Any) -> None:
         if self._failure is not None:
             self._fail(future, self._failure)
             return
@@ -110,13 +113,24 @@ class Channel:
                 start = time.perf_counter()
                 result = job()
                 self.busy_s += time.perf_counter() - start
-                future.set_result(result)
+                future.set_result(self._anchored(result))
         except (LightningDDPError, RuntimeError) as error:
             self._fail(future, error)
         except Exception as error:  # noqa: BLE001 (whatever it is, the thread that waits gets it)
             wrapped = RuntimeError(f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
             self._fail(future, wrapped)
+
+    def _anchored(self, result: torch.Tensor | None) -> torch.Tensor:
+        """The value of a job's future: such a future waits for the devices of its value, and for no other."""
+        if result is None:
+            return torch.empty(0, device=self.device)
+        if result.device.type != self.device.type:
+            raise RuntimeError(
+                f"a job of the channel on {self.device} returned a tensor on {result.device}, so that nobody"
+                " could wait for what it has queued: return one of that device, or None"
+            )
+        return result
 
     def _fail(self, future: torch.futures.Future[torch.Tensor], error: Exception) -> None:
         self._failure = self._failure or error
@@ -187,6 +201,15 @@ class Channel:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The contiguous tensors of all ranks, stacked in rank order: shape (size, *tensor.shape)."""
         return self.start_all_gather(tensor)()
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """The value of a tensor of one element, for the host, which sees failures while it waits for it."""
+        if self._stream is None:
+            return tensor.item()
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        self.group.wait_device(self.device)
+        return copy.item()
 
     def _count(self, factor: float, tensor: torch.Tensor) -> None:
         self.num_bytes_sent += round(factor * tensor.numel() * tensor.element_size())

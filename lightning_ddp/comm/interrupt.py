@@ -25,6 +25,8 @@ class Interrupt:
         """Makes the error for a wait whose deadline has passed. May take a second."""
         self.compare: Callable[[Entry], None] | None = None
         """Called before each collective; returns once all ranks are about to start the same one."""
+        self.expect: Callable[..., None] | None = None
+        """Has what a device has still to run looked after, as no thread waits for it: `DeviceWatch`."""
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group
 
     Raises:
         ConfigurationError: the list is empty, names a rank twice, or one that the group does not have; or
-            torch offers no way to make it of this group.
+            torch offers no way to make it of this group, or none to number its ranks so.
     """
     chosen = list(ranks)
     wrong = [rank for rank in chosen if not 0 <= rank < group.size]
@@ -109,7 +111,10 @@ def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) ->
     mine = next((part for part in parts if group.rank in part), None)
     if group.backend(device) != "gloo":
         made = _make_with_torch(group, parts)
-        return None if made is None or mine is None else _beside(group, made, mine, number)
+        if made is None or mine is None:
+            return None
+        _keep_timeout(group.process_group, made, device)
+        return _beside(group, made, mine, number)
     store = group.store
     if store is None or mine is None:
         return None
@@ -137,6 +142,15 @@ def _beside(
     return Group(made, group.interrupt, store, transport=group.transport)
 
 
+def _keep_timeout(first: Any, made: Any, device: torch.device) -> None:
+    """Gives a new group the timeout of another one; torch gives it the backend's, 10 minutes for NCCL."""
+    try:
+        timeout = first._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # a third party's, which may have no options, or no device
+        return
+    made._get_backend(device)._set_default_timeout(timeout)
+
+
 def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Any | None:
     process_group = group.process_group
     if not (dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map):
@@ -146,6 +160,35 @@ def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Any | None
     # all ranks of the run make all groups; if this group has some of them only, its ranks make theirs
     is_local = len(ranks) < dist.get_world_size()
     for part in parts:
-        made = dist.new_group([ranks[rank] for rank in part], use_local_synchronization=is_local)
+        chosen = [ranks[rank] for rank in part]
+        with _without_splits() if is_local else nullcontext():
+            made = dist.new_group(chosen, use_local_synchronization=is_local, **_order(chosen))
         mine = made if group.rank in part else mine
     return mine
+
+
+def _order(ranks: Sequence[int]) -> dict[str, Any]:
+    """What makes torch number the ranks of a new group as they are listed; it would sort them."""
+    if list(ranks) == sorted(ranks):
+        return {}
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ConfigurationError(
+            f"group of ranks {list(ranks)}: torch {torch.__version__} numbers the ranks of a group in rising"
+            " order only. List them in rising order, or use a torch whose new_group has `sort_ranks`."
+        )
+    return {"sort_ranks": False}
+
+
+@contextmanager
+def _without_splits() -> Generator[None, None, None]:
+    """Lets some ranks of the run make a group without the others.
+
+    Where the default group is bound to a device, a new NCCL group is split from it, and a split ends when all
+    its ranks have called it. Without a device, a group of its own is set up at its first collective.
+    """
+    default: Any = dist.group.WORLD
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device

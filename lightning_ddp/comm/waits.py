@@ -204,6 +204,37 @@ class Waits:
             with self._waiting("the device" if last is None else last.name(), last):
                 self._poll(event.query, None)
 
+    def watch_device(
+        self,
+        device: torch.device,
+        label: str,
+        since: float,
+        on_slice: Callable[[float], None] | None = None,
+    ) -> None:
+        """Has somebody look after what waits have only queued on the current stream. Returns at once.
+
+        Where waits of this group wait here, or nobody would hear of what is found, it does nothing.
+
+        Args:
+            device: of the stream.
+            label: what is queued there, for people.
+            since: before the first of its collectives was started, of `time.monotonic`.
+            on_slice: as for `wait`, but called in another thread.
+        """
+        interrupt = self.interrupt
+        if interrupt is None or interrupt.expect is None or device.type != "cuda":
+            return
+        if self.backend(device) in ("gloo", "python") or torch.cuda.is_current_stream_capturing():
+            return
+        interrupt.expect(
+            label,
+            process_group=self.process_group,
+            device=device,
+            since=since,
+            entry=interrupt.activity.last_started(),
+            on_slice=on_slice,
+        )
+
     def _poll(
         self, done: Callable[[], bool], on_slice: Callable[[float], None] | None, every_s: float = _POLL_S
     ) -> None:

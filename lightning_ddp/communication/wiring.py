@@ -121,7 +121,7 @@ class Communication:
         device: torch.device,
         *,
         node_size: int,
-        loss_scale: Callable[[], float],
+        loss_scale: Callable[[], float | torch.Tensor],
         scaler: Callable[[], Any] | None = None,
     ) -> None:
         """Builds the hook and registers it with a `BucketedDDP`. All ranks call it; communicates.
@@ -131,7 +131,7 @@ class Communication:
             group: its ranks.
             device: of the gradients.
             node_size: ranks of a node.
-            loss_scale: tells the present factor of the loss under mixed precision.
+            loss_scale: tells the present factor of the loss under mixed precision, to a job of the hook.
             scaler: tells who decides on it; None for nobody.
 
         Raises:

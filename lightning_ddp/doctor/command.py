@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ddp.bench import BenchmarkError
-from lightning_ddp.bench.arguments import positive_float, positive_int
+from lightning_ddp.bench.arguments import existing_file, positive_float, positive_int
 from lightning_ddp.bench.processes import RankContext, run_ranks
 from lightning_ddp.bench.report import progress_bar
 from lightning_ddp.doctor import checks, network
@@ -73,6 +73,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest all-reduce in MiB (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="train on this machine's GPUs (or on --processes of them; else on 2 CPU ranks) and compare: with"
+        " torch's DDP, every hook and averager with its formula; kill a rank; time steps. Under a minute",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="of --verify (default: cuda where there is a GPU)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="CHECK",
+        help="run only those checks of --verify whose names begin so, such as 'hook topk'",
+    )
+    parser.add_argument(
+        "--preload",
+        type=existing_file,
+        metavar="FILE",
+        help="a Python file that each rank of --verify runs first: to set a backend up, or to break something"
+        " that has to be found",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout_s,
         interface=_choose_interface(env, placement, examination, args.timeout_s),
     )
-    if args.processes is not None:
+    if args.verify:
+        _verify(examination, env, args, placement)
+    elif args.processes is not None:
         _examine_processes(examination, plan, env, args.processes)
     elif placement.world_size > 1:
         _examine_launched(examination, plan, env, placement)
@@ -119,6 +144,27 @@ def _examine_alone(
     examination.answers = [gather_facts(env, rank=placement.rank, local_rank=placement.local_rank)]
     message = "not measured, as this process is alone: add --processes 2, or launch it as you launch a run"
     examination.add("PASS", "all-reduce", message)
+
+
+def _verify(
+    examination: Examination, env: Mapping[str, str], args: argparse.Namespace, placement: Placement
+) -> None:
+    from lightning_ddp.doctor.verify import choose, refusal, verify
+
+    examination.answers = [gather_facts(env, rank=placement.rank, local_rank=placement.local_rank)]
+    refused = refusal(placement)
+    if refused is not None:
+        examination.findings.append(refused)
+        return
+    examination.findings += verify(
+        choose(
+            num_ranks=args.processes,
+            device=args.device,
+            timeout_s=args.timeout_s,
+            preload=args.preload,
+            only=args.only,
+        )
+    )
 
 
 def _examine_processes(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm.channel import Channel
+from lightning_ddp.comm.uploads import uploaded
 from lightning_ddp.comm.wire import Wire
 from lightning_ddp.errors import ConfigurationError
 
@@ -42,8 +43,8 @@ class Part:
     """Positions without a gradient on this rank."""
     index: int
     is_last: bool
-    loss_scale: float
-    """The gradients are those of the loss times this."""
+    loss_scale: float | torch.Tensor
+    """The gradients are those of the loss times this; a tensor of the device if the host does not know it."""
     present: tuple[bool, ...] = ()
     """Whether some rank has a gradient; agreed by all."""
     flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -78,8 +79,8 @@ class Hook:
         self.channel = channel
         self.wire = wire
         self.options = options
-        self.loss_scale: Callable[[], float] = lambda: 1.0
-        """Tells the present factor of the loss under mixed precision; read for each bucket."""
+        self.loss_scale: Callable[[], float | torch.Tensor] = lambda: 1.0
+        """Tells the present factor of the loss under mixed precision; read for each bucket, in its job."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options})"
@@ -98,9 +99,14 @@ class Hook:
             absent=frozenset(getattr(bucket, "absent", ())),
             index=bucket.index(),
             is_last=bucket.is_last(),
-            loss_scale=self.loss_scale(),
+            loss_scale=1.0,
         )
-        return self.channel.submit(lambda: self.run(part))
+
+        def job() -> torch.Tensor:
+            part.loss_scale = self.loss_scale()
+            return self.run(part)
+
+        return self.channel.submit(job)
 
     def _names(self, bucket: Any, num_parameters: int) -> tuple[str, ...]:
         return tuple(getattr(bucket, "names", ())) or ("",) * num_parameters
@@ -146,7 +152,12 @@ class StatefulHook(Hook):
     of them skip the step, and the state is what it was. Residuals are kept divided by the loss scale, in
     float32.
 
-    Subclasses implement `reduce`, read with `recall` and write with `remember`.
+    On the CPU it is known at once what is finite. On a device that stays there: a bucket that is not goes
+    through the same arithmetic as zeros, and the host learns of it in a job after the step, for which no
+    training waits.
+
+    Subclasses implement `reduce`, read with `recall`, write with `remember` and hand what has arrived to
+    `check_finite`.
     """
 
     shared_keys: ClassVar[frozenset[str]] = frozenset()
@@ -159,7 +170,20 @@ class StatefulHook(Hook):
         self._state: dict[str, dict[str, torch.Tensor]] = {}
         self._pending: dict[str, dict[str, torch.Tensor]] = {}
         self._previous_index = -1
-        self._is_spoiled = False
+        self.is_deferred = channel.device.type != "cpu"
+        """Whether the host learns only after a step whether all of it was finite."""
+        self._is_spoiled: bool | torch.Tensor = False
+        """Whether something of this step was not finite; where the host learns that later, a tensor."""
+        self._is_bucket_spoiled = torch.zeros((), dtype=torch.bool)
+        """The same of the present bucket; only used there."""
+        self._settling: torch.futures.Future[torch.Tensor] | None = None
+
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Queues the reduction of a full bucket; `state` is not used. Raises as `Hook` does."""
+        future = super().__call__(state, bucket)
+        if self.is_deferred and bucket.is_last():
+            self._settling = self.channel.submit(self._settle)
+        return future
 
     def reduce(self, part: Part) -> torch.Tensor:
         """The mean of `part.flat` over the ranks, compressed. Communicates; all values are finite.
@@ -167,9 +191,21 @@ class StatefulHook(Hook):
         Positions that are not `part.present` hold zeros and must keep their state.
 
         Raises:
-            NonFinitePayload: on all ranks, if what they received is not finite.
+            NonFinitePayload: from `check_finite`.
         """
         raise NotImplementedError
+
+    def check_finite(self, payload: torch.Tensor) -> torch.Tensor:
+        """Returns `payload`, which holds the same on all ranks; if it is not finite, the bucket will not be.
+
+        Raises:
+            NonFinitePayload: it is not, and the host knows.
+        """
+        if self.is_deferred:
+            self._is_bucket_spoiled |= ~_is_finite(payload)
+        elif not bool(_is_finite(payload)):
+            raise NonFinitePayload
+        return payload
 
     # ------------------------------------------------------------------ memory
 
@@ -219,56 +255,99 @@ class StatefulHook(Hook):
         self._previous_index = part.index
         dtype = part.buffer.dtype
         part.flat = part.buffer.to(torch.promote_types(dtype, torch.float32), copy=True)
-        if part.loss_scale != 1.0:
+        is_scaled = isinstance(part.loss_scale, torch.Tensor) or part.loss_scale != 1.0
+        if is_scaled:
             part.flat.div_(part.loss_scale)
-        if self._agree(part):
-            try:
-                result = self.reduce(part)
-                if part.loss_scale != 1.0:
-                    result.mul_(part.loss_scale)
-                if result.data_ptr() != part.buffer.data_ptr():
-                    part.buffer.copy_(result)
-                self._is_spoiled |= dtype == torch.float16 and not is_finite(part.buffer)
-            except NonFinitePayload:
-                self._spoil(part)
-        else:
-            self._spoil(part)
+        try:
+            self._agree(part)
+            result = self.reduce(part)
+            if is_scaled:
+                result.mul_(part.loss_scale)
+            if result.data_ptr() != part.buffer.data_ptr():
+                part.buffer.copy_(result)
+            if self.is_deferred:
+                part.buffer.masked_fill_(self._is_bucket_spoiled, torch.nan)
+                self._is_spoiled |= self._is_bucket_spoiled
+            if dtype == torch.float16:
+                is_over = ~_is_finite(part.buffer)
+                self._is_spoiled |= is_over if self.is_deferred else bool(is_over)
+        except NonFinitePayload:
+            part.buffer.fill_(torch.nan)
+            self._is_spoiled = True
         part.flat = torch.empty(0)
-        if part.is_last:
+        if part.is_last and not self.is_deferred:
             self._end_step()
         return part.buffer
 
-    def _agree(self, part: Part) -> bool:
-        """Learns which parameters some rank has a gradient for, and whether all gradients are finite."""
-        flags = [not is_finite(part.flat)]
-        for position, piece in enumerate(part.slices()):
-            # a gradient from backwards without synchronisation counts, though none came in this one
-            flags.append(position not in part.absent or bool(piece.any()))
-        agreed = torch.tensor(flags, dtype=torch.uint8, device=part.flat.device)
-        is_spoiled, *present = self.channel.all_reduce(agreed, dist.ReduceOp.MAX).tolist()
-        part.present = tuple(map(bool, present))
-        return not is_spoiled
+    def _agree(self, part: Part) -> None:
+        """Learns which parameters some rank has a gradient for, and whether all gradients are finite.
 
-    def _spoil(self, part: Part) -> None:
-        part.buffer.fill_(torch.nan)
-        self._is_spoiled = True
+        Raises:
+            NonFinitePayload: they are not, and the host knows.
+        """
+        has_gradient = [position not in part.absent for position in range(len(part.names))]
+        # a gradient from backwards without synchronisation counts, though none came in this one
+        earlier = {p: piece.any() for p, piece in enumerate(part.slices()) if p in part.absent}
+        is_finite = _is_finite(part.flat)
+        if self.is_deferred:
+            flags = uploaded(torch.tensor([False, *has_gradient], dtype=torch.uint8), part.flat.device)
+            flags[0] = ~is_finite
+            for position, has_any in earlier.items():
+                flags[1 + position] = has_any
+        else:
+            for position, has_any in earlier.items():
+                has_gradient[position] = bool(has_any)
+            flags = torch.tensor([not bool(is_finite), *has_gradient], dtype=torch.uint8)
+        self.channel.all_reduce(flags, dist.ReduceOp.MAX)
+        if self.is_deferred:
+            self._is_bucket_spoiled = flags[0].bool()
+            part.flat.masked_fill_(self._is_bucket_spoiled, 0)
+            # what this rank has a gradient for is present; for the rest the host has to wait for the device
+            present = flags[1:].tolist() if part.absent else has_gradient
+        else:
+            is_spoiled, *present = flags.tolist()
+            if is_spoiled:
+                raise NonFinitePayload
+        part.present = tuple(map(bool, present))
+
+    def _settle(self) -> None:
+        """Ends a step that is not over yet. A job of the channel."""
+        if self._previous_index >= 0:
+            self._end_step()
 
     def _end_step(self) -> None:
-        """Makes what the step remembered the state, or forgets it."""
-        if not self._is_spoiled:
-            for name, values in self._pending.items():
-                self._state.setdefault(name, {}).update(values)
+        """Makes what the step remembered the state, or forgets it. If that was deferred, a part of a job."""
+        is_spoiled = self._is_spoiled
+        if isinstance(is_spoiled, torch.Tensor):
+            is_spoiled = bool(self.channel.read(is_spoiled))
+        if not is_spoiled:
+            self.commit(self._pending)
             self.step += 1
         self._pending = {}
         self._is_spoiled = False
         self._previous_index = -1
 
+    def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Makes what a finite step remembered the state."""
+        for name, values in pending.items():
+            self._state.setdefault(name, {}).update(values)
+
+    def _wait_until_settled(self) -> None:
+        """Between steps: what the last one remembered is the state, or forgotten, when this returns."""
+        if not self.is_deferred:
+            self._settle()
+        else:
+            if self._previous_index >= 0:
+                self._settling = self.channel.submit(self._settle)
+            if self._settling is not None:
+                self.channel.group.wait_done(self._settling)
+                self._settling = None
+
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """The step and all tensors by parameter name, copied to the CPU. Between steps only."""
-        if self._previous_index >= 0:
-            self._end_step()
+        self._wait_until_settled()
         tensors = {
             name: {key: value.detach().cpu().clone() for key, value in values.items()}
             for name, values in self._state.items()
@@ -280,6 +359,7 @@ class StatefulHook(Hook):
         notes = super().load_state_dict(state, names)
         if notes:
             return notes
+        self._wait_until_settled()
         known = set(names)
         device = self.channel.device
         dropped = [n for n in state["tensors"] if known and n not in known and not n.startswith("bucket:")]
@@ -304,23 +384,12 @@ class StatefulHook(Hook):
                 del values[key]
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite. One pass without a temporary; waits for the device."""
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all elements are finite, on their device. One pass without a temporary."""
     if not tensor.numel():
-        return True
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
     low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def check_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor`, which holds the same on all ranks.
-
-    Raises:
-        NonFinitePayload: an element is not finite.
-    """
-    if not is_finite(tensor):
-        raise NonFinitePayload
-    return tensor
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:

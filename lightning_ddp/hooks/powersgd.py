@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ddp.comm.options import require
-from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook, check_finite
+from lightning_ddp.comm.uploads import uploaded
+from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook
 
 __all__ = ["PowerSGD", "PowerSGDOptions"]
 
@@ -77,7 +78,7 @@ class PowerSGD(StatefulHook):
     def reduce(self, part: Part) -> torch.Tensor:
         """The mean of the bucket: low-rank for large matrices, exact for the rest."""
         if self.step < self.options.start_step:
-            return check_finite(self.wire.mean(part.flat))
+            return self.check_finite(self.wire.mean(part.flat))
         if self.options.error_feedback:
             self.add_errors(part)
         # the mean goes straight into the bucket where types allow; the gradients stay for the residual
@@ -154,7 +155,8 @@ class PowerSGD(StatefulHook):
         generator = torch.Generator().manual_seed(
             zlib.crc32(f"{self.options.seed} {start} {name}".encode())  # the same on all ranks
         )
-        return torch.randn(m, rank, generator=generator).to(part.flat)
+        start_q = torch.randn(m, rank, generator=generator).to(part.flat.dtype)
+        return uploaded(start_q, part.flat.device)
 
     # ------------------------------------------------------------------ power iteration
 
@@ -176,16 +178,17 @@ class PowerSGD(StatefulHook):
         """The means over the ranks, in one collective."""
         if not tensors:
             return []
-        flat = check_finite(self.wire.mean(torch.cat([t.reshape(-1) for t in tensors])))
+        flat = self.check_finite(self.wire.mean(torch.cat([t.reshape(-1) for t in tensors])))
         pieces = flat.split([t.numel() for t in tensors])
         return [p.view(t.shape).to(t.dtype) for p, t in zip(pieces, tensors, strict=True)]
 
-    def _end_step(self) -> None:
-        used = {name for name in self._pending if name.startswith(_LAYOUT_PREFIX)}
-        if used and not self._is_spoiled:
+    def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
+        """As every hook; factors of a layout that is no more are forgotten."""
+        used = {name for name in pending if name.startswith(_LAYOUT_PREFIX)}
+        if used:
             for name in [n for n in self._state if n.startswith(_LAYOUT_PREFIX) and n not in used]:
-                del self._state[name]  # of a layout that is no more
-        super()._end_step()
+                del self._state[name]
+        super().commit(pending)
 
 
 def orthonormalise(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:

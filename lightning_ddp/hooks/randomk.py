@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ddp.comm.options import require
-from lightning_ddp.hooks.base import Part, check_finite
+from lightning_ddp.comm.uploads import uploaded
+from lightning_ddp.hooks.base import Part
 from lightning_ddp.hooks.momentum import MomentumHook, MomentumOptions
 
 __all__ = ["RandomK", "RandomKOptions"]
@@ -53,12 +54,12 @@ class RandomK(MomentumHook):
         velocity = self.add_momentum(part)
         if self.step < self.options.start_step:
             self.remember_velocity(part, velocity)
-            return check_finite(self.wire.mean(part.flat))
+            return self.check_finite(self.wire.mean(part.flat))
         self.add_errors(part)
         indices = self._choose(part)
         if not indices.numel():
             return part.flat
-        means = check_finite(self.wire.mean(part.flat[indices]))
+        means = self.check_finite(self.wire.mean(part.flat[indices]))
         part.flat[indices] = 0
         self.remember_errors(part, part.flat)
         self.remember_velocity(part, velocity, indices)
@@ -76,7 +77,7 @@ class RandomK(MomentumHook):
             start += size
         if not chosen:
             return torch.empty(0, dtype=torch.int64, device=part.flat.device)
-        return torch.cat(chosen).to(part.flat.device)
+        return uploaded(torch.cat(chosen), part.flat.device)
 
     def _positions(self, name: str, size: int, count: int) -> torch.Tensor:
         """`count` different positions below `size`, each with the same probability."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ddp.comm.options import require
-from lightning_ddp.hooks.base import Part, check_finite
+from lightning_ddp.comm.uploads import uploaded
+from lightning_ddp.hooks.base import Part
 from lightning_ddp.hooks.momentum import MomentumHook, MomentumOptions
 
 __all__ = ["Sign", "SignOptions", "pack_signs", "unpack_signs"]
@@ -50,16 +51,18 @@ class Sign(MomentumHook):
         """The mean over the ranks of what each of them sends."""
         self.remember_velocity(part, self.add_momentum(part))
         if self.step < self.options.start_step:
-            return check_finite(self.wire.mean(part.flat))
+            return self.check_finite(self.wire.mean(part.flat))
         self.add_errors(part)
-        lengths = torch.tensor(self._block_lengths(part), device=part.flat.device)
-        gathered_scales = check_finite(self.channel.all_gather(self._scales(part)))
+        lengths = uploaded(torch.tensor(self._block_lengths(part)), part.flat.device)
+        numel = part.flat.numel()
+        gathered_scales = self.check_finite(self.channel.all_gather(self._scales(part)))
         gathered_bits = self.channel.all_gather(pack_signs(part.flat))
         mean = torch.zeros_like(part.flat)
         residual = part.flat
         for rank in range(self.channel.size):
-            signs = unpack_signs(gathered_bits[rank], part.flat.numel()).to(mean.dtype)
-            sent = signs.mul_(gathered_scales[rank].repeat_interleave(lengths))
+            signs = unpack_signs(gathered_bits[rank], numel).to(mean.dtype)
+            # the host would wait for the device to learn the size of the result
+            sent = signs.mul_(gathered_scales[rank].repeat_interleave(lengths, output_size=numel))
             mean.add_(sent)
             if rank == self.channel.rank:
                 residual = part.flat - sent

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ddp.comm.options import require
-from lightning_ddp.hooks.base import Part, check_finite
+from lightning_ddp.hooks.base import Part
 from lightning_ddp.hooks.momentum import MomentumHook, MomentumOptions
 
 __all__ = ["TopK", "TopKOptions"]
@@ -72,13 +72,13 @@ class TopK(MomentumHook):
         velocity = self.add_momentum(part)
         if self.step < self.options.start_step:
             self.remember_velocity(part, velocity)
-            return check_finite(self.wire.mean(part.flat))
+            return self.check_finite(self.wire.mean(part.flat))
         self.add_errors(part)
         indices = self._select(part)
         if not indices.numel():
             return part.flat
         sent = part.flat[indices]
-        values = check_finite(self.wire.gather(sent))
+        values = self.check_finite(self.wire.gather(sent))
         positions = self.channel.all_gather(indices.to(torch.int32))
         # where the wire rounds, what it rounded off stays here
         part.flat[indices] = sent - values[self.channel.rank].to(sent.dtype)

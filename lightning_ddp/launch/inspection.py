@@ -136,6 +136,8 @@ class Inspector:
             state, label, since = "starts" if wait.is_start else "waits", wait.label, wait.since
         elif not self._is_active and self._num_runs:
             state, label, since = "finished", self._run_name, self._left_at
+        elif activity.on_device is not None:
+            state, label, since = "waits", activity.on_device.label, activity.on_device.since
         else:
             state, label, since = "runs", wait.label if wait is not None else None, activity.since
         entry = activity.entry()

@@ -9,12 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-__all__ = ["choose_interface", "describe_route", "is_own_address"]
-
-_VARIABLES = {"gloo": ("GLOO_SOCKET_IFNAME",), "nccl": ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")}
+__all__ = ["backend_names", "choose_interface", "describe_route", "is_own_address"]
 
 
 class _Address(ctypes.Structure):
@@ -72,25 +70,65 @@ def _route(address: str) -> tuple[str | None, str]:
     return next((name for name, text in _interfaces() if text == plain), None), plain
 
 
+def backend_names(backend: str) -> frozenset[str]:
+    """The backends of a process group, in torch's spelling: one name, or one for each type of device.
+
+    >>> sorted(backend_names("cpu:gloo,cuda:nccl")), sorted(backend_names("NCCL"))
+    (['gloo', 'nccl'], ['nccl'])
+    """
+    return frozenset(part.strip().rpartition(":")[2] for part in backend.lower().split(","))
+
+
 def choose_interface(address: str, backend: str) -> dict[str, str]:
     """The variables by which gloo and NCCL are told the interface that leads to the first node.
 
     Args:
         address: where the first node is reached.
-        backend: 'gloo', 'nccl' ...
+        backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...
 
     Returns:
         Nothing where the user has named one, or no interface is found. The loopback is named to gloo only,
-        and only where the address is a number: a name may lead elsewhere from another node.
+        and only where the address is a number: a name may lead elsewhere from another node. NCCL, which
+        spreads its sockets over all interfaces that it finds, is told nothing where it finds the way itself.
     """
-    wanted = [name for name in _VARIABLES.get(backend, ()) if name not in os.environ]
-    name = None
-    with suppress(OSError):  # whoever connects next says so, with more words
+    backends = backend_names(backend)
+    if not backends & {"gloo", "nccl"}:
+        return {}
+    try:
         name, own = _route(address)
-        is_loopback = own.startswith("127.") or own == "::1"
-        if is_loopback and (backend != "gloo" or address != own):
-            return {}
-    return {} if name is None else dict.fromkeys(wanted, name)
+    except OSError:  # whoever connects next says so, with more words
+        return {}
+    if name is None:
+        return {}
+    is_loopback = own.startswith("127.") or own == "::1"
+    chosen = {}
+    if not is_loopback or ("gloo" in backends and address == own):
+        chosen["GLOO_SOCKET_IFNAME"] = name
+    if "nccl" in backends and not is_loopback:
+        found = list(dict.fromkeys(interface for interface, _ in _interfaces()))
+        names = _names_for_nccl(found, name)
+        if names is not None:
+            chosen["NCCL_SOCKET_IFNAME"] = names
+    return {variable: value for variable, value in chosen.items() if variable not in os.environ}
+
+
+def _names_for_nccl(found: Sequence[str], route: str) -> str | None:
+    """What to name to NCCL so that its ranks meet by the interface `route`; None if they would anyway.
+
+    NCCL takes InfiniBand's interfaces if there are some, else all that are neither Docker's nor the loopback.
+    Its ranks meet by the first of them, in the order of the C library; data goes over all. So of those that
+    it would take only the ones before the right one are in the way, such as a bridge of containers.
+
+    >>> _names_for_nccl(["lo", "eth0", "eth1", "docker0"], "eth0") is None
+    True
+    >>> _names_for_nccl(["lo", "cni0", "eth0", "eth1", "docker0"], "eth0")
+    '=eth0,eth1'
+    """
+    taken = [name for name in found if name.startswith("ib")]
+    taken = taken or [name for name in found if not name.startswith(("docker", "lo"))]
+    if taken and (taken[0] == route or taken[0].startswith("ib")):
+        return None
+    return "=" + ",".join(taken[taken.index(route) :] if route in taken else [route])
 
 
 def describe_route(address: str) -> str:

@@ -13,7 +13,7 @@ from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.launch.brood import set_for_run
 from lightning_ddp.launch.init_method import meet, tcp_address
-from lightning_ddp.launch.interface import choose_interface
+from lightning_ddp.launch.interface import backend_names, choose_interface
 from lightning_ddp.launch.orphans import is_child
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
 from lightning_ddp.launch.rendezvous import STORE_VARIABLE, existing_group, find_store, join_default_group
@@ -101,6 +101,9 @@ def join_run(
         address = tcp_address(init_method)
         main_address = environment.main_address if address is None else address[0]
         set_for_run(choose_interface(main_address, backend))
+    if timeout is not None and "nccl" in backend_names(backend) and current().watch is not None:
+        # this package says first what is late; NCCL's watchdog, which ends the process, is the last resort
+        timeout += timedelta(seconds=settings.failure_grace_s)
     return join_default_group(
         backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
     )

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.multiprocessing as mp
 
@@ -17,8 +17,10 @@ from lightning_ddp._lightning import (
     LightningEnvironment,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
+    check_can_start_children,
     interrupt_trainer,
     set_num_threads_if_needed,
+    teardown_trainer,
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.launch.brood import Brood, the_brood
@@ -108,7 +110,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             brood.children.send_signal(signum)
 
     def _start_children(self) -> None:
-        self._check_can_spawn_children()
+        check_can_start_children(self)
         environment = self.cluster_environment
         node_rank = _node_rank_of(environment, self.num_nodes)
         address, first_rank = environment.main_address, node_rank * self.num_processes
@@ -213,6 +215,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         init_method: str | None = None,
     ) -> None:
         super().__init__(strategy, start_method=start_method)
+        self._owner = strategy
         self._init_method = init_method
         self._settings = settings or ReconcileSettings()
 
@@ -226,7 +229,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             ConfigurationError: several nodes without a port that all know.
             RendezvousError: the port that the user named is taken.
         """
-        strategy = cast(DDPStrategy, self._strategy)
+        strategy = self._owner
         environment = strategy.cluster_environment
         assert environment is not None  # the Trainer has set it before it launches
         node_rank = _node_rank_of(environment, strategy.num_nodes)
@@ -304,7 +307,7 @@ class _Unwinding:
         except BaseException as error:
             if self._trainer is not None:
                 interrupt_trainer(self._trainer, error)
-                self._trainer._teardown()
+                teardown_trainer(self._trainer)
             raise
 
 

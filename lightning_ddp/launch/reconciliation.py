@@ -22,6 +22,7 @@ from typing import Any
 
 from lightning_ddp._lightning import SIGTERMException, TunerExitException
 from lightning_ddp.comm.abort import abort_groups
+from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailure
 from lightning_ddp.launch.inspection import Inspector
@@ -125,6 +126,7 @@ class Reconciliation:
         self.kill_children: Callable[[], None] = lambda: None
         """Set by a launching process."""
         self._settings = ReconcileSettings()
+        self._device_watch: DeviceWatch | None = None
         self._depth = 0
         self._stop_signals: StopSignals | None = None
 
@@ -171,6 +173,8 @@ class Reconciliation:
                 on_message=self.inspector.on_message,
             )
             self.inspector.attach(self.watch)
+            self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
+            self.interrupt.expect = self._device_watch.expect
             if is_child:
                 outlive_parent()
             self._stop_signals = StopSignals(self.watch, is_ending=lambda: self._is_ending)
@@ -234,7 +238,7 @@ class Reconciliation:
                 continue
         if self.watch is not None:
             self.is_over = True
-            threading.Thread(target=abort_groups, daemon=True, name="abort-groups").start()
+            abort_groups()
         return failure
 
     def _explain(self, error: BaseException) -> PeerFailure | None:
@@ -300,6 +304,8 @@ class Reconciliation:
 
     def close(self) -> None:
         """Leaves the run: the end of this process is no failure from now on."""
+        if self._device_watch is not None:
+            self._device_watch.close()
         if self.watch is not None:
             self.watch.close()
         if self.server is not None:
@@ -320,15 +326,26 @@ class Reconciliation:
         self.interrupt.set(error)
         if self.identity is not None and record.rank != self.identity.rank:
             self._write_error_file(record)
+        self._limit_ending()
+        threading.Thread(target=self._ring, args=(error,), daemon=True, name="failure-alarm").start()
+
+    def _device_failed(self, error: BaseException) -> None:
+        """In the thread that looks after the device: what it has to run does not end, or has failed."""
+        if self.interrupt.set(error):
+            self._limit_ending()
+            self._ring(error)
+
+    def _limit_ending(self) -> None:
+        """Gives this process its time to end."""
         if not self.alarm.is_silent or self.is_over:
             # in C and without the GIL, whatever holds that: prints all stacks and ends the process
             faulthandler.dump_traceback_later(
                 self._settings.failure_grace_s, exit=True, file=_standard_error()
             )
-        threading.Thread(target=self._ring, args=(error,), daemon=True, name="failure-alarm").start()
 
-    def _ring(self, error: PeerFailure) -> None:
-        self._wake_stopped(error)
+    def _ring(self, error: BaseException) -> None:
+        if isinstance(error, PeerFailure):
+            self._wake_stopped(error)
         start, has_aborted = time.monotonic(), False
         while not self.alarm.is_silent:
             self.alarm.ring(error)

@@ -19,7 +19,7 @@ from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch.attempt import store_of_attempt
-from lightning_ddp.launch.interface import describe_route, is_own_address
+from lightning_ddp.launch.interface import backend_names, describe_route, is_own_address
 
 __all__ = [
     "STORE_VARIABLE",
@@ -189,7 +189,7 @@ def join_default_group(
     """Makes the default process group of this process. All ranks call it; it returns once all have.
 
     Args:
-        backend: 'gloo', 'nccl' ...
+        backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...
         store: the store of the run.
         rank: of this process.
         world_size: number of ranks.
@@ -205,15 +205,14 @@ def join_default_group(
         arguments["device_id"] = device
     with remember_connections():
         dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), **arguments)
-    if backend == "nccl":
+    if "nccl" in backend_names(backend):
         atexit.register(leave_default_group)  # torch warns of an NCCL group that is left to the exit
     return dist.group.WORLD
 
 
 def _require_backend(backend: str) -> None:
     known = dist.Backend.backend_list
-    for part in backend.lower().split(","):
-        name = part.rpartition(":")[2]  # as in "cpu:gloo,cuda:nccl"
+    for name in sorted(backend_names(backend)):
         if name not in known:
             raise ConfigurationError(
                 f"process_group_backend={backend!r}: this process knows no backend {name!r}; there are"

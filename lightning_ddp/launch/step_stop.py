@@ -10,7 +10,13 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING, Any
 
-from lightning_ddp._lightning import SIGTERMException, TrainerFn
+from lightning_ddp._lightning import (
+    SIGTERMException,
+    TrainerFn,
+    at_step_boundaries,
+    note_sigterm,
+    replace_signal_handlers,
+)
 from lightning_ddp.launch.reconciliation import current
 
 if TYPE_CHECKING:
@@ -27,16 +33,18 @@ class StepStop:
         self._requeue: Any = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Takes over from Lightning, where there is a control channel, before it registers its handlers."""
+        """Takes over from Lightning, where there is a control channel, before it registers its handlers.
+
+        Raises:
+            UnsupportedVersionError: this Lightning could not be taken over from.
+        """
         if current().watch is None or self._trainer is trainer:
             return
         self._trainer = trainer
-        connector: Any = trainer._signal_connector
-        self._requeue = connector._slurm_sigusr_handler_fn
-        connector._sigterm_notifier_fn = _leave_to_stop_signals
-        connector._slurm_sigusr_handler_fn = _ask_to_stop
-        epoch_loop: Any = trainer.fit_loop.epoch_loop
-        epoch_loop._broadcast_sigterm_tensor = self.check
+        self._requeue = replace_signal_handlers(
+            trainer, on_sigterm=_leave_to_stop_signals, on_requeue=_ask_to_stop
+        )
+        at_step_boundaries(trainer, self.check)
 
     def check(self) -> None:
         """A step boundary. All ranks pass the same ones; does not communicate.
@@ -48,8 +56,7 @@ class StepStop:
         ours = current()
         if self._trainer is None or not ours.reached_step_boundary():
             return
-        connector: Any = self._trainer._signal_connector
-        connector.received_sigterm = True
+        note_sigterm(self._trainer)
         if ours.boundary.is_requeue:
             # all ranks save a checkpoint together, and rank 0 asks SLURM to start the job again
             self._requeue(ours.boundary.signal, None)

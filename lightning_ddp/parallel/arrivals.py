@@ -55,7 +55,7 @@ class Arrivals:
         for index in expected.declared | expected.never:
             self._fill_absent(index)
         for bucket in self._layout.buckets:
-            if not bucket.num_pending:  # nobody expects anything of it: no rank launches it
+            if bucket.all_but_one < 0:  # nobody expects anything of it: no rank launches it
                 bucket.is_skipped = expected.declared.issuperset(bucket.spec.indices)
                 full.append(bucket)
         return full + self.mark_absent(expected.unreached)
@@ -78,6 +78,8 @@ class Arrivals:
     def _fill_absent(self, index: int) -> Bucket:
         bucket, position = self._layout.where[index]
         bucket.fill_absent(position, self._reduction.scale)
+        if bucket.streams is not None:
+            bucket.streams.note()
         return bucket
 
     def take_undefined(
@@ -149,7 +151,7 @@ class Arrivals:
 
     def start_exchange(self, absent: Sequence[int]) -> Any | None:
         """Starts to find out whether other ranks have used them, where ranks tell each other; its work."""
-        if not self._expected.are_counted:
+        if not self._expected.are_counted or self._usage.settled is not None:
             return None
         return self._usage.start(absent, self._expected.declared)
 
@@ -160,8 +162,8 @@ class Arrivals:
             absent: their indices.
             exchange: what `start_exchange` returned; this waits for it.
         """
-        counts: list[int] | None = None
+        counts = self._usage.settled
         if exchange is not None:
-            summed = self._usage.finish(exchange)
-            counts = summed.tolist() if absent else None  # reading it waits for the device
+            static = self._expected.is_static
+            counts = self._usage.finish(exchange, is_needed=bool(absent), is_static=static)
         settle_absent([(i, *self._layout.where[i]) for i in absent], counts, self._expected.declared)

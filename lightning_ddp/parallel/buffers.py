@@ -11,6 +11,7 @@ import torch
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.parallel.snapshot import unseen_by_autograd
 from lightning_ddp.parallel.states import broadcast_coalesced
 
 __all__ = ["BufferHook", "BufferReaders", "BufferSettings", "BufferSync", "Buffers"]
@@ -192,7 +193,7 @@ class BufferSync:
             self._find()
         if not self._places:
             return
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
+        with unseen_by_autograd(self.tensors):
             for pack in self._packs:
                 pack.broadcast(self._group, src)
             broadcast_coalesced(self._group, self._others, src)

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError, ProcessGroupError, UnsuitableModuleError
 from lightning_ddp.parallel import torch_words
+from lightning_ddp.parallel.sparse import sparse_parameters
 from lightning_ddp.parallel.storage import Bucket
 
-__all__ = ["check_device_ids", "check_hook", "check_process_group", "trainable_parameters"]
+__all__ = ["check_backend", "check_device_ids", "check_hook", "check_process_group", "trainable_parameters"]
+
+_DENSE_BACKENDS = ("nccl", "mpi", "ucc", "xccl")
+"""Parts of the names of backends that refuse sparse tensors, or fail in the first backward with one."""
 
 
 def trainable_parameters(
@@ -78,6 +83,38 @@ def _group_of_mesh(mesh: Any) -> Any:
             " not supported. Pass process_group=mesh.get_group() for a module of plain tensors."
         )
     return mesh.get_group(mesh_dim=0)
+
+
+def check_backend(
+    group: Group, module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]
+) -> None:
+    """Refuses parameters whose gradients the backend of the group cannot reduce.
+
+    Raises:
+        ConfigurationError: they are sparse and the backend knows dense tensors only, or they are on another
+            device than the one that the group is bound to.
+    """
+    bound = getattr(group.process_group, "bound_device_id", None)
+    kind = bound.type if bound is not None else None
+    elsewhere = [n for n, p in named if p.device.type == kind and p.device != bound]
+    if elsewhere:
+        devices = sorted({str(p.device) for _, p in named})
+        raise ConfigurationError(
+            f"the module is on {', '.join(devices)}, and this process group is bound to {bound}"
+            " (init_process_group(device_id=...)), so that it reduces nothing on another device:"
+            f" {', '.join(map(repr, elsewhere))}. Move the whole module to {bound}, or make the group without"
+            " device_id."
+        )
+    sparse = sparse_parameters(module.modules())
+    found = [(n, p) for n, p in named if id(p) in sparse]
+    for backend in {group.backend(p.device) for _, p in found}:
+        if any(word in backend for word in _DENSE_BACKENDS):
+            names = ", ".join(repr(n) for n, _ in found)
+            raise ConfigurationError(
+                f"the gradients of {names} are sparse, as their embeddings were made with sparse=True, and"
+                f" {backend} reduces dense tensors only. Make them with sparse=False, or use gloo"
+                " (process_group_backend='gloo')."
+            )
 
 
 def check_device_ids(

@@ -13,6 +13,7 @@ import torch
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.parallel.states import broadcast_coalesced
+from lightning_ddp.parallel.streams import GradientStreams
 
 __all__ = ["DelayedAllReduce"]
 
@@ -52,11 +53,16 @@ class DelayedAllReduce:
             parts = flat.split([p.numel() for p in same])
             self._places += [(p, part.view(p.shape)) for p, part in zip(same, parts, strict=True)]
         broadcast_coalesced(group, list(parameters))
+        self._streams = {d: GradientStreams(d) for _, d in kinds if d.type == "cuda"}
+        on_streams = [p for p in parameters if p.device in self._streams]
+        self._handles = [p.register_post_accumulate_grad_hook(self._note_stream) for p in on_streams]
         # after its own gradient is in, as it may be one of the parameters
-        self._handle = trigger.register_post_accumulate_grad_hook(self._launch)
+        self._handles.append(trigger.register_post_accumulate_grad_hook(self._launch))
 
     def prepare(self) -> None:
         """Before a backward: every gradient lives in its buffer, zero where there was none."""
+        for streams in self._streams.values():
+            streams.clear()
         with torch.no_grad():
             for parameter, view in self._places:
                 if parameter.grad is view:
@@ -67,9 +73,14 @@ class DelayedAllReduce:
                     view.copy_(parameter.grad)
                 parameter.grad = view
 
+    def _note_stream(self, parameter: torch.Tensor) -> None:
+        self._streams[parameter.device].note()
+
     def _launch(self, _trigger: torch.Tensor) -> None:
         if not self._is_on():
             return
+        for streams in self._streams.values():
+            streams.join()
         with torch.no_grad():
             for flat in self._flats:
                 self._works.append((self.group.all_reduce(flat.div_(self.group.size)), flat.device))
@@ -79,6 +90,7 @@ class DelayedAllReduce:
         while self._works:
             self.group.wait(*self._works.pop(0))
 
-    def remove_hook(self) -> None:
-        """Takes the hook off the trigger."""
-        self._handle.remove()
+    def remove_hooks(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()

@@ -15,6 +15,10 @@ from lightning_ddp.parallel.storage import Bucket
 
 __all__ = ["BucketLayout"]
 
+_ALIGNMENT_BYTES = 512
+"""Where buckets start. NCCL moves 16 bytes at a time only from a multiple of them, and vector instructions of
+the CPU read whole cache lines; what CUDA's allocator hands out starts at a multiple of 512 bytes."""
+
 
 class BucketLayout:
     """The buckets of a reducer.
@@ -120,7 +124,10 @@ class BucketLayout:
         )
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
-        """One allocation a dtype and device for all its buckets, so that a new plan needs no new memory."""
+        """One allocation a dtype and device for all its buckets, so that a new plan needs no new memory.
+
+        Between two buckets there may be a gap, which nobody reads. There is room for a bucket a parameter.
+        """
         offsets: dict[tuple[torch.dtype, torch.device], int] = {}
         flats = []
         for spec in plan:
@@ -130,10 +137,10 @@ class BucketLayout:
             kind = (spec.dtype, spec.device)
             if kind not in self._storage:
                 same = [o for o in plan if (o.dtype, o.device) == kind and not o.is_sparse]
-                numel = sum(other.numel for other in same)
-                self._storage[kind] = self._zeros(numel, *kind)
+                numels = [self._specs[i].numel for other in same for i in other.indices]
+                self._storage[kind] = self._zeros(sum(_aligned(n, spec.dtype) for n in numels), *kind)
             start = offsets.get(kind, 0)
-            offsets[kind] = start + spec.numel
+            offsets[kind] = start + _aligned(spec.numel, spec.dtype)
             flats.append(self._storage[kind][start : start + spec.numel])
         return flats
 
@@ -153,3 +160,13 @@ class BucketLayout:
         self.where = {}
         self.buckets = ()
         return grads
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    """`numel` elements, and those that are needed for the next bucket to start where it should.
+
+    >>> _aligned(128, torch.float32), _aligned(129, torch.float32)
+    (128, 256)
+    """
+    step = _ALIGNMENT_BYTES // dtype.itemsize
+    return -(-numel // step) * step

@@ -94,6 +94,8 @@ class MixedPrecision:
         parameter.data = data
         if grad is not None:
             parameter.grad = grad.to(data.dtype)
+            if grad.is_cuda:  # it may have been made on another stream, where its memory would be used again
+                grad.record_stream(torch.cuda.current_stream(grad.device))
 
     def restore_after_backward(self, outputs: Any) -> None:
         """Restores the parameters at the end of a backward from `outputs`, synchronised or not; or at once,

@@ -18,6 +18,7 @@ from lightning_ddp.parallel import torch_words
 from lightning_ddp.parallel.buckets import ParameterSpec
 from lightning_ddp.parallel.buffers import BufferHook, Buffers, BufferSettings
 from lightning_ddp.parallel.checks import (
+    check_backend,
     check_device_ids,
     check_hook,
     check_process_group,
@@ -120,7 +121,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             'shared_memory': the same, or an error. 'gloo': through the process group.
 
     Raises:
-        ConfigurationError: an argument cannot be used.
+        ConfigurationError: an argument cannot be used, or the group cannot reduce the module's gradients.
         UnsuitableModuleError: no parameter requires a gradient, or one is lazy.
         RankMismatchError: the ranks hold different models.
 
@@ -194,6 +195,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         self.bucket_bytes_cap_list = [int(mb * 1024 * 1024) for mb in bucket_cap_mb_list or ()]
         self.bucket_bytes_cap = max(caps_bytes)
         self._group = Group(group, interrupt, transport=transport)
+        check_backend(self._group, module, named)
         token = "unverified"
         if init_sync:
             settings = {
@@ -303,10 +305,12 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         Args:
             process_group: the new ranks.
         """
+        group = Group(process_group, self._group.interrupt, transport=self.transport)
+        check_backend(group, self.module, list(zip(self._places.names, self._places.parameters, strict=True)))
         state, hook = self.reducer.state_and_hook
         step = self.reducer.step
         self.reducer.close()
-        self._group = Group(process_group, self._group.interrupt, transport=self.transport)
+        self._group = group
         self._connect(f"updated/{step}/{process_group.size()}", find_hosts(self._group, self.device))
         if hook is not None:
             self.reducer.set_hook(state, hook)
@@ -475,7 +479,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         """Takes the hooks off the parameters, so that the module can be used without this wrapper."""
         self.reducer.close()
         if self._delayed is not None:
-            self._delayed.remove_hook()
+            self._delayed.remove_hooks()
 
     def record_steps(self, num_steps: int = 256) -> StepRecorder:
         """From now on keeps what the last synchronised steps did, on this rank. Does not communicate.

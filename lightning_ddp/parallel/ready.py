@@ -60,6 +60,8 @@ class GradientHooks:
                 hook = self._make_learning_hook(bucket, index)
             else:
                 hook = self._make_hook(bucket, position, index, note_unsynced)
+            if bucket.streams is not None:
+                hook = _noting_stream(hook, bucket.streams.note)
             self._handles.append(_register(layout.params[index], hook))
 
     def remove(self) -> None:
@@ -104,6 +106,14 @@ class GradientHooks:
                     listener.progress(bucket)
 
         return ready
+
+
+def _noting_stream(hook: _Hook, note: Callable[[], None]) -> _Hook:
+    def noting(parameter: torch.Tensor) -> None:
+        note()
+        hook(parameter)
+
+    return noting
 
 
 def _register(parameter: torch.nn.Parameter, hook: _Hook) -> Any:

@@ -10,6 +10,7 @@ gradients became ready on rank 0 (Li et al., "PyTorch Distributed", VLDB 2020, s
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -82,6 +83,7 @@ class Reducer(ReducerTorchNames):
         self.times = RunTimes(device)
         self._params = self.layout.params
         self._group = group
+        self._device = device
         self._reduction = Reduction(group, device, token, memory)
         board = MissingGradients(group, token)
         self.failures = BackwardFailures(
@@ -91,6 +93,7 @@ class Reducer(ReducerTorchNames):
             self._params, finds_unused=options.find_unused_parameters, is_static=options.static_graph
         )
         self._lock = threading.Lock()
+        self._beginning = threading.RLock()  # autograd has a thread for each device
         self.usage = UsageExchange(group, len(self._params), device)
         self._arrivals = Arrivals(
             self.layout,
@@ -116,6 +119,7 @@ class Reducer(ReducerTorchNames):
         self.recorder: StepRecorder | None = None
         """What is told of each moment of a step, if somebody wants to know."""
         self.facts = StepFacts()
+        self._begun_at = 0.0
         self.step = -1  # number of the synchronised backward that runs or ran last
         self._replanning = Replanning(
             self.layout,
@@ -262,14 +266,18 @@ class Reducer(ReducerTorchNames):
 
     def _count_step(self) -> None:
         self.step += 1
+        self._begun_at = time.monotonic()
         self._reduction.step = self.step
         self._reduction.num_launched = 0
 
     def begin(self) -> None:
-        """The first event of a synchronised backward."""
-        if self._is_running:
-            return
-        self._is_running = True
+        """The first event of a synchronised backward. In every thread it returns once that is dealt with."""
+        with self._beginning:
+            if not self._is_running:
+                self._is_running = True
+                self._begin()
+
+    def _begin(self) -> None:
         self._creates_graph = torch.is_grad_enabled()
         self.times.start_backward()
         self._count_step()
@@ -302,6 +310,8 @@ class Reducer(ReducerTorchNames):
         recorder = self.recorder
         if recorder is not None:
             recorder.ready(bucket.index(), bucket.flat.numel() * bucket.flat.element_size())
+        if bucket.streams is not None:
+            bucket.streams.join()
         if not bucket.is_skipped:
             with torch.no_grad():
                 try:
@@ -312,11 +322,14 @@ class Reducer(ReducerTorchNames):
         bucket.is_full = True
         with self._lock:
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
+                following = self.buckets[self._next]
+                if following.streams is not None:  # it may have become full on another stream
+                    following.streams.join()
                 self.times.start_comm()
                 with self.failures.noted():
-                    self._reduction.launch(self.buckets[self._next], self._watch())
+                    self._reduction.launch(following, self._watch())
                 if recorder is not None:
-                    recorder.launched(self._next, self.buckets[self._next].work)
+                    recorder.launched(self._next, following.work)
                 self._next += 1
         if self.auto_plan is not None:
             self.auto_plan.times.launched(bucket.index())
@@ -359,6 +372,9 @@ class Reducer(ReducerTorchNames):
                 bucket.copy_out()
             if self.after_bucket is not None:
                 self.after_bucket(bucket)
+        if self._device.type == "cuda":
+            label = f"averaging of gradients, backward {self.step}"
+            self._group.watch_device(self._device, label, self._begun_at, self._watch())
         self._arrivals.settle(absent, exchange)
         while self.futures:
             self._group.wait_future(self.futures.pop())
@@ -413,13 +429,13 @@ class Reducer(ReducerTorchNames):
         zeros = [bucket.zeros() for bucket in self.buckets]
         for bucket in zeros:
             self._reduction.launch(bucket, self._watch())
-        is_counted = self._expected.are_counted
-        used = self.usage.start_with([0] * len(self._params)) if is_counted else None
+        is_counted = self._expected.are_counted and self.usage.settled is None
+        used = self.usage.start_idle() if is_counted else None
         for bucket in zeros:
             if bucket.work is not None:
                 self._wait(bucket)
         if used is not None:
-            self.usage.finish(used)
+            self.usage.finish(used, is_needed=False, is_static=self._expected.is_static)
         self._replanning.note_order(())
 
     def reduce_sum(self, bucket: Bucket) -> Any:

@@ -72,6 +72,7 @@ class Replanning:
         self._hooks.mark = self._ready.append
         if self.auto_plan is not None and self.auto_plan.is_timing:
             self._hooks.mark = self.auto_plan.times.make_mark()
+        self._are_hooks_learning = expected.is_learning
         self._hooks.add(self._layout, is_learning=expected.is_learning, note_unsynced=note)
 
     @contextmanager
@@ -100,6 +101,10 @@ class Replanning:
             Whether the buckets have changed.
         """
         if self._first_order is None:
+            if self._are_hooks_learning and not self._expected.is_learning:
+                # this rank had no input yet in the step after which all of them planned anew
+                self._apply([bucket.spec for bucket in self._layout.buckets])
+                return True
             return self.auto_plan is not None and self._follow(self.auto_plan, step)
         device = self._device
         arrived = list(dict.fromkeys(self._first_order))

@@ -22,7 +22,7 @@ _NS_PER_MS = 1_000_000
 
 @dataclass
 class _Marks:
-    """The five moments of one step: host time in ns, and on CUDA an event on the current stream."""
+    """The five moments of one step: host time in ns, and on CUDA an event on the device's current stream."""
 
     host_ns: list[int | None] = field(default_factory=lambda: [None] * 5)
     events: list[Any] = field(default_factory=lambda: [None] * 5)
@@ -51,7 +51,7 @@ class RunTimes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device = device
         self._marks: _Marks | None = None
         self.sample_rate = 100
         self.num_forwards = 0
@@ -117,9 +117,9 @@ class RunTimes:
         if self._marks is None:
             return
         self._marks.host_ns[moment] = time.time_ns()
-        if self._is_cuda:
+        if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))  # the process may be on another device
             self._marks.events[moment] = event
 
     def _publish(self, marks: _Marks) -> None:

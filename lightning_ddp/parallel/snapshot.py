@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["ModuleSnapshot", "copy_states", "put_states"]
+__all__ = ["ModuleSnapshot", "copy_states", "put_states", "unseen_by_autograd"]
+
+
+@contextmanager
+def unseen_by_autograd(tensors: Sequence[torch.Tensor]) -> Generator[None, None, None]:
+    """What is written to `tensors` in here does not count as a change: a backward may still follow."""
+    preserve: Any = torch.autograd._unsafe_preserve_version_counter
+    takes_many = "tensors" in preserve.__init__.__annotations__  # not in torch 2.5
+    with torch.no_grad(), ExitStack() as stack:
+        for kept in (tuple(tensors),) if takes_many else tensors:
+            stack.enter_context(preserve(kept))
+        yield
 
 
 class ModuleSnapshot:
@@ -26,9 +38,8 @@ class ModuleSnapshot:
         ]
 
     def restore(self) -> None:
-        """Puts them back, in place and unseen by autograd: a backward may still follow."""
-        tensors = tuple(tensor for _, _, tensor, _ in self._buffers if tensor is not None)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensors):
+        """Puts them back, in place and unseen by autograd."""
+        with unseen_by_autograd([tensor for _, _, tensor, _ in self._buffers if tensor is not None]):
             for owner, key, tensor, value in self._buffers:
                 if tensor is not None and value is not None:
                     tensor.detach().copy_(value)

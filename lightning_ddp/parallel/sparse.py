@@ -84,6 +84,8 @@ class SparseBucket(Bucket):
                 " the parameter in that embedding only, or make it with sparse=False."
             )
         self.flat = grad.clone() if scale is None else grad * scale
+        if self.streams is not None:
+            self.streams.keep([grad])
         self.set_buffer(self.flat)
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from lightning_ddp.parallel.buckets import BucketSpec
+from lightning_ddp.parallel.streams import GradientStreams
 
 __all__ = ["Bucket"]
 
@@ -71,6 +72,8 @@ class Bucket:
             and all(v.nbytes < _MOST_BYTES_IN_PLACE for v in self._late_views)
         )
         self._is_open = False
+        self.streams = GradientStreams(spec.device) if spec.device.type == "cuda" else None
+        """On which streams gradients have come in this backward; None for a device without streams."""
         self.armed = False
         self.num_pending = 0
         self.all_but_one = -1
@@ -144,6 +147,8 @@ class Bucket:
         self._is_open = False
         self.absent.clear()
         self._saved.clear()
+        if self.streams is not None:
+            self.streams.clear()
         self.work = None
         self._buffer = self.flat
 
@@ -201,6 +206,8 @@ class Bucket:
         else:
             torch.mul(grad, scale, out=view)
         if self._is_view:
+            if self.streams is not None:
+                self.streams.keep([grad])
             param.grad = view
 
     def copy_late(self, scale: float | None) -> None:
@@ -223,6 +230,8 @@ class Bucket:
         if grads:
             torch._foreach_copy_(views, cast(list[torch.Tensor], grads))
             if self._is_view:
+                if self.streams is not None:
+                    self.streams.keep(cast(list[torch.Tensor], grads))
                 for param, view in zip(params, views, strict=True):
                     param.grad = view
         if scale is not None and self._late_runs:
@@ -277,9 +286,11 @@ class Bucket:
             for position in present:
                 self._give(position)
             return
-        grads = [self.params[i].grad for i in present]
+        grads = [cast(torch.Tensor, self.params[i].grad) for i in present]
         if grads:
-            torch._foreach_copy_(cast(list[torch.Tensor], grads), [self.views[i] for i in present])
+            torch._foreach_copy_(grads, [self.views[i] for i in present])
+        if self.streams is not None:
+            self.streams.keep(grads)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Parameters that the graph does not reach, and what becomes of their gradients.
 
 Which they are, the graph of the outputs tells before backward. Whether some other rank used them, a bitmap
-tells that all ranks sum up at the end of backward.
+tells that all ranks sum up at the end of backward; of a static graph, once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.uploads import uploaded
 from lightning_ddp.parallel.storage import Bucket
 
 __all__ = ["UsageExchange", "find_tensors", "reached_parameters", "settle_absent"]
@@ -80,31 +81,55 @@ class UsageExchange:
         self._device = device
         self.unsynced: set[int] = set()
         """Parameters that got a gradient in a backward without synchronisation."""
-        self.counts = torch.zeros(num_parameters, dtype=torch.int32)
-        """Ranks that used each parameter, as of the last exchange."""
+        self.settled: list[int] | None = None
+        """Ranks that use each parameter of a static graph, when all have told; there is no exchange after."""
+        # the last number counts the ranks that have a backward of their own
+        self._sums = torch.zeros(num_parameters + 1, dtype=torch.int32)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Ranks that used each parameter, as of the last exchange; int32."""
+        return self._sums[:-1]
 
     def start(self, absent: Iterable[int], never: set[int] | frozenset[int] = frozenset()) -> Any:
-        """Starts the sum over the ranks. All ranks call it, in each synchronised backward.
+        """Starts the sum over the ranks. All call it, in each synchronised backward until it is settled.
 
         Args:
             absent: parameters without a gradient in this backward.
             never: those of them that count as unused whatever happened before.
         """
-        used = [1] * self._num
+        used = [1] * (self._num + 1)
         for index in absent:
             used[index] = int(index in self.unsynced and index not in never)
-        return self.start_with(used)
+        return self._start(used)
 
-    def start_with(self, used: Sequence[int]) -> Any:
-        """Starts the sum of what the caller says of each parameter: 1 for used, 0 for not."""
-        self.counts = torch.tensor(used, dtype=torch.int32, device=self._device)
-        return self._group.all_reduce(self.counts)
+    def start_idle(self) -> Any:
+        """Starts the sum for a rank that takes part in the backward of the others and has none of its own."""
+        return self._start([0] * (self._num + 1))
 
-    def finish(self, work: Any) -> torch.Tensor:
-        """Waits for the sum and returns it: int32, one number a parameter."""
+    def _start(self, used: Sequence[int]) -> Any:
+        self._sums = uploaded(torch.tensor(used, dtype=torch.int32), self._device)
+        return self._group.all_reduce(self._sums)
+
+    def finish(self, work: Any, *, is_needed: bool, is_static: bool) -> list[int] | None:
+        """Waits for the sum; where it is needed the host waits for the device, too.
+
+        Args:
+            work: what has been started.
+            is_needed: whether the caller wants the sum.
+            is_static: whether the graph is the same in all steps; then the sum of all ranks settles it.
+
+        Returns:
+            Ranks that used each parameter, if that is needed or settles it.
+        """
         self._group.wait(work, self._device)
         self.unsynced.clear()
-        return self.counts
+        if not (is_needed or is_static):
+            return None
+        *counts, num_ranks = self._sums.tolist()
+        if is_static and num_ranks == self._group.size:
+            self.settled = counts
+        return counts
 
 
 def settle_absent(

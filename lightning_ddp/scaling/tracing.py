@@ -80,6 +80,10 @@ class _Notebook(Channel):
         shape = (self.size, *tensor.shape)
         return self._start("all_gather", tensor, lambda: tensor.expand(shape).contiguous())
 
+    def read(self, tensor: torch.Tensor) -> Any:
+        """The value of a tensor of one element."""
+        return tensor.item()
+
     def _start(
         self, kind: Kind, tensor: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> Callable[[], torch.Tensor]:

@@ -1,0 +1,223 @@
+"""Watches what a device has still to run, so that a step which never ends is found though no host waits.
+
+With NCCL a wait returns as soon as it is queued on the stream: a rank that is late, gone or lacks a gradient
+leaves the others' devices waiting, and nobody looks at the deadline or at what that rank has to say. So the
+engine records one event at the end of each backward, and a thread of its own asks now and then whether it has
+come. It is not the thread of the control channel, which must hear of failures while this one asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_ddp.comm.activity import Entry, Waiting
+from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.errors import CollectiveError
+
+__all__ = ["DeviceWatch"]
+
+_LOOK_S = 0.2
+"""Time in seconds between two looks at the device."""
+_IDLE_LOOKS = 50
+"""After so many looks at nothing the thread ends; the next step starts another one."""
+_CAPTURE_OF_THIS_THREAD = 1  # cudaStreamCaptureModeThreadLocal
+
+
+@dataclass(kw_only=True)
+class _Queued:
+    """What a stream held when its event was recorded."""
+
+    event: Any
+    label: str
+    entry: Entry | None
+    process_group: Any
+    device: torch.device
+    on_slice: Callable[[float], None] | None
+    since: float
+
+    def waiting(self) -> Waiting:
+        """The device's wait for it."""
+        return Waiting(self.label, self.since, self.entry, is_start=False, is_side=True, is_for_job=False)
+
+
+def _record(event: Any | None, device: torch.device) -> Any:
+    """Records an event, a new one for None, on the current stream; returns it."""
+    event = torch.cuda.Event() if event is None else event
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class DeviceWatch:
+    """Looks whether what was queued on a device has run, and says why if it does not within the deadline.
+
+    Args:
+        interrupt: has the deadline, and makes the error of a step that passes it.
+        on_failure: called in the thread of the watch with what has gone wrong; once.
+        record: records an event that can be asked with `query`; gets one to use again, or None, and a device.
+        look_s: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        interrupt: Interrupt,
+        on_failure: Callable[[BaseException], None],
+        *,
+        record: Callable[[Any | None, torch.device], Any] = _record,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._interrupt = interrupt
+        self._on_failure = on_failure
+        self._record = record
+        self._look_s = look_s
+        self._lock = threading.Lock()
+        self._latest: _Queued | None = None
+        self._watched: _Queued | None = None
+        self._spare: list[Any] = []  # to destroy an event may wait for a lock of CUDA's
+        self._is_running = False
+        self._is_closed = threading.Event()
+
+    def expect(
+        self,
+        label: str,
+        *,
+        process_group: Any,
+        device: torch.device,
+        since: float,
+        entry: Entry | None = None,
+        on_slice: Callable[[float], None] | None = None,
+    ) -> None:
+        """What the current stream holds now has to run. Returns after a few microseconds.
+
+        Args:
+            label: what it is, for people.
+            process_group: whose collectives are in it.
+            device: of the stream.
+            since: before the first of those collectives, of `time.monotonic`.
+            entry: the last of those collectives.
+            on_slice: called in the thread of the watch now and then, with the seconds since, as long as it
+                has not run; may raise what is to be raised here instead.
+        """
+        if self._is_closed.is_set():
+            return
+        with self._lock:
+            spare = self._spare.pop() if self._spare else None
+        queued = _Queued(
+            event=self._record(spare, device),
+            label=label,
+            entry=entry,
+            process_group=process_group,
+            device=device,
+            on_slice=on_slice,
+            since=since,
+        )
+        with self._lock:
+            if self._latest is not None:  # of an earlier step: this one comes after it
+                self._spare.append(self._latest.event)
+            self._latest = queued
+            has_to_start = not self._is_running
+            self._is_running = True
+        if has_to_start:
+            threading.Thread(target=self._run, daemon=True, name="lightning_ddp device watch").start()
+
+    def close(self) -> None:
+        """From now on nothing is looked at."""
+        self._is_closed.set()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        _let_others_capture()
+        num_idle = 0
+        while not self._is_closed.wait(self._look_s):
+            queued = self._next()
+            if queued is None:
+                num_idle += 1
+                if num_idle >= _IDLE_LOOKS and self._may_end():
+                    return
+                continue
+            num_idle = 0
+            try:
+                if self._has_run(queued):
+                    self._release(queued)
+                else:
+                    self._interrupt.activity.on_device = queued.waiting()
+            except Exception as error:  # noqa: BLE001 (whatever it is, the main thread gets it)
+                if self._interrupt.error is None:
+                    self._on_failure(error)
+                return
+
+    def _next(self) -> _Queued | None:
+        with self._lock:
+            if self._watched is None:
+                self._watched, self._latest = self._latest, None
+            return self._watched
+
+    def _release(self, queued: _Queued) -> None:
+        with self._lock:
+            self._watched = None
+            self._spare.append(queued.event)
+        activity = self._interrupt.activity
+        if activity.on_device is not None:
+            activity.on_device = None
+            activity.advance()
+
+    def _may_end(self) -> bool:
+        with self._lock:
+            self._is_running = self._latest is not None
+            return not self._is_running
+
+    def _has_run(self, queued: _Queued) -> bool:
+        """Whether it has.
+
+        Raises:
+            CollectiveError: NCCL has found an error.
+            CollectiveTimeoutError: it has not within the deadline.
+            BaseException: what `on_slice` raised.
+        """
+        waited_s = time.monotonic() - queued.since
+        found = _error_of(queued)
+        if found is not None:
+            raise CollectiveError(
+                f"{queued.label}: NCCL's watchdog reports {found}, so that what was averaged cannot be"
+                " trusted. What it has found stands in the log above: as a rule a connection that broke, or"
+                " a rank that is gone",
+                label=queued.label,
+                rank=queued.process_group.rank(),
+                waited_s=waited_s,
+            )
+        if queued.event.query():
+            return True
+        if queued.on_slice is not None:
+            queued.on_slice(waited_s)
+        if waited_s >= self._interrupt.deadline_s and self._interrupt.explain is not None:
+            raise self._interrupt.explain(queued.waiting())
+        return False
+
+
+def _error_of(queued: _Queued) -> str | None:
+    """What the backend's own watchdog has found, such as 'COMM_ERROR'; None for nothing."""
+    backend = queued.process_group
+    get_backend = getattr(backend, "_get_backend", None)
+    if get_backend is not None:
+        backend = get_backend(queued.device)
+    get_error = getattr(backend, "get_error", None)  # which an older torch does not have
+    try:
+        found = get_error() if get_error is not None else None
+    except RuntimeError:  # a backend that does not tell
+        return None
+    name = str(getattr(found, "name", "SUCCESS"))
+    return None if name == "SUCCESS" else name
+
+
+def _let_others_capture() -> None:
+    """A query must not spoil the graph that another thread captures; torch's own watchdog says the same."""
+    exchange = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_CAPTURE_OF_THIS_THREAD)))
