@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import torch.distributed as dist
+from simcuda.build import CannotBuild, build
+from simcuda.ranks import SimulatedRanks
+from simcuda.ranks import simulated_ranks as serve_simulated_ranks
+
+# a loaded machine is no fault of a test
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 # Set by the machinery, not by the test: pytest's own, and what torch and its OpenMP set at import.
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
@@ -17,17 +30,52 @@ _ENDING_GRACE_S = 2.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--all-faults`: the whole fault matrix of `test_failures.py`."""
-    parser.addoption("--all-faults", action="store_true", help="run all combinations of the fault matrix")
+    """`--slow`: the second tier as well; `-m slow` with it selects that tier alone."""
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses workers that would not keep the tests of an `xdist_group` together, without a word."""
+    if not config.getoption("numprocesses", None) or pytest.version_tuple < (9, 2):
+        return
+    if tuple(map(int, metadata.version("pytest-xdist").split(".")[:2])) <= (3, 8):
+        raise pytest.UsageError(
+            f"pytest-xdist up to 3.8 loses groups of tests with pytest {pytest.__version__}: install"
+            " tests/requirements.txt, or pass -n 0"
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what only `--all-faults` runs."""
-    if config.getoption("--all-faults"):
+    """Leaves out what only `--slow` runs."""
+    if config.getoption("--slow"):
         return
-    left_out = [item for item in items if item.get_closest_marker("all_faults")]
+    left_out = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what was imported from the garbage collector, which `harness` runs for each set of ranks."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def simulated_cuda(pytestconfig: pytest.Config) -> Path:
+    """The folder with the compiled simulated CUDA device; where it cannot be compiled tests are skipped."""
+    try:
+        return build(pytestconfig.cache.mkdir("simcuda"))
+    except CannotBuild as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def simulated_ranks(simulated_cuda: Path) -> Iterator[SimulatedRanks]:
+    """Runs functions on ranks with simulated CUDA devices."""
+    with serve_simulated_ranks(simulated_cuda) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +137,10 @@ def no_leaked_children() -> Iterator[None]:
 
 
 def _is_shared_server(process: psutil.Process) -> bool:
-    # multiprocessing keeps one of each for the life of the interpreter
+    # multiprocessing keeps one of each for the life of the interpreter, as does `harness/scripts.py`
     command = _command(process)
+    if "harness/script_server.py" in command:
+        return process.ppid() == os.getpid()  # and not what it has started
     return "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
 
 

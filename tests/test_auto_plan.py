@@ -93,14 +93,14 @@ def gradients(model: BucketedDDP) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"static_graph": True, "gradient_as_bucket_view": False},
-        {"transport": "shared_memory"},
-        {"batched_grad_copy": True},
+        pytest.param({"static_graph": True, "gradient_as_bucket_view": False}, marks=pytest.mark.slow),
+        pytest.param({"transport": "shared_memory"}, marks=pytest.mark.slow),
+        pytest.param({"batched_grad_copy": True}, marks=pytest.mark.slow),
     ],
     ids=["gloo", "static graph, no views", "shared memory", "one copy a bucket"],
 )
@@ -130,6 +130,7 @@ def test_every_step_has_the_gradients_of_the_fixed_plan(options, world_size) -> 
     assert all(plans == first for plans in others)
 
 
+@pytest.mark.slow
 def test_what_is_measured_leaves_gradients_alone_and_tells_bytes_from_the_transport() -> None:
     def rank_main(rank, world_size, group):
         model = auto(group, nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)]))
@@ -177,6 +178,7 @@ def uneven(rank: int, world_size: int) -> Any:
     return report
 
 
+@pytest.mark.slow
 def test_ranks_that_run_out_of_inputs_take_part_and_copies_begin_anew() -> None:
     first, second = run_ranks(uneven, 2)
     assert first == second
@@ -184,6 +186,7 @@ def test_ranks_that_run_out_of_inputs_take_part_and_copies_begin_anew() -> None:
     assert first.measured_default_s > 0
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails_on_all_ranks_is_no_obstacle() -> None:
     def rank_main(rank, world_size, group):
         model = auto(group)
@@ -266,6 +269,7 @@ OBSTACLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "module", "options", "reason"), OBSTACLES.values(), ids=OBSTACLES)
 def test_where_nothing_can_be_measured_the_default_plan_stays_with_a_warning(
     world_size, module, options, reason, caplog
@@ -284,6 +288,7 @@ def test_where_nothing_can_be_measured_the_default_plan_stays_with_a_warning(
     assert reason in record.getMessage()
 
 
+@pytest.mark.slow
 def test_where_buckets_are_reduced_after_the_backward_the_default_plan_stays() -> None:
     def rank_main(rank, world_size, group):
         model = auto(group, transport="shared_memory")
@@ -301,6 +306,7 @@ def average(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     return future
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 3, 8])
 def test_a_communication_hook_brings_the_default_plan_back(step, caplog) -> None:
     def rank_main(rank, world_size, group):
@@ -318,6 +324,7 @@ def test_a_communication_hook_brings_the_default_plan_back(step, caplog) -> None
     assert record.levelno == logging.WARNING
 
 
+@pytest.mark.slow
 def test_parameters_that_take_turns_keep_the_default_plan() -> None:
     def rank_main(rank, world_size, group):
         model = auto(group)
@@ -332,6 +339,7 @@ def test_parameters_that_take_turns_keep_the_default_plan() -> None:
     assert run_threads(rank_main, 2) == [expected] * 2
 
 
+@pytest.mark.slow
 def test_a_small_gain_is_not_tried() -> None:
     def rank_main(rank, world_size, group):
         model = auto(group)

@@ -453,6 +453,20 @@ def test_agreement_averages_what_has_diverged_and_nothing_else():
     assert train(spec, 2, num_steps=5, finish=finish)[0][1][1] == 0, "gradients were averaged so far"
 
 
+def test_agreement_averages_running_statistics_as_well():
+    def rank_main(rank, world_size, group):
+        module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        spec = {"name": "post_local_sgd", "start_step": 0, "period": 100}
+        averager = build_averager(spec, module, [optimizer], group)
+        averager.step(optimizer)
+        module[1].running_mean.fill_(rank + 1.0)
+        averager.agree()
+        return module[1].running_mean.tolist()
+
+    assert run_threads(rank_main, 2) == [[1.5] * 3] * 2
+
+
 @pytest.mark.parametrize(
     ("spec", "limit"),
     [

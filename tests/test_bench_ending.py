@@ -66,6 +66,8 @@ def namespaces_of(process: subprocess.Popen[bytes]) -> list[Path] | None:
     return found if len(found) == 2 else None
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
 @pytest.mark.parametrize(
     ("arguments", "find"),
     [

@@ -36,6 +36,7 @@ def test_the_slower_rank_counts():
     assert merge_ranks(ranks) == {"a": [{"seconds": 2.0, "bytes": 5}]}
 
 
+@pytest.mark.slow
 def test_the_tables_hold_medians_and_spreads(tmp_path):
     row = {"kernel_bytes": 2e6, "counted_bytes": 1e6, "codec_seconds": 0.01}
     text = format_link({"ours": [row | {"seconds": 4.0}], "int8": [row | {"seconds": 1.0}]})
@@ -53,6 +54,7 @@ def test_the_tables_hold_medians_and_spreads(tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "chance"), [("digits", 10.0), ("text", 60.0)])
 def test_a_task_begins_at_chance_and_ranks_have_other_batches(name, chance):
     tasks = [make_task(name, rank=rank, world_size=2, seed=1) for rank in range(2)]
@@ -65,6 +67,7 @@ def test_a_task_begins_at_chance_and_ranks_have_other_batches(name, chance):
     assert (0 <= score < 30) if name == "digits" else (chance < score < 500)
 
 
+@pytest.mark.slow
 def test_learning_is_compared_and_written(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lightning_ddp.bench.hooks._TASKS", {"digits": 60})
     path = tmp_path / "a.json"
@@ -80,6 +83,8 @@ def test_learning_is_compared_and_written(tmp_path, capsys, monkeypatch):
     assert "digits: test accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
 @pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
 def test_the_kernel_counts_what_hooks_count_and_a_link_is_as_slow_as_asked():
     settings = LinkSettings(model="convbn40", hooks={"ours": None, "allreduce": "allreduce"}, num_rounds=3)

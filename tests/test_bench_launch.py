@@ -45,6 +45,7 @@ def test_the_first_round_of_imports_does_not_count(monkeypatch: pytest.MonkeyPat
     assert len(steps) == 3
 
 
+@pytest.mark.slow
 def test_the_import_is_that_of_lightning_and_this_package_after_it() -> None:
     alone, both = imports._time_import("pytorch_lightning", PACKAGE_ROOT, 600.0)
     assert 0 < alone < both

@@ -43,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "steps"
 
 
+@pytest.mark.slow
 def test_a_timeline_becomes_tables_a_file_and_a_picture(folder: Path, tmp_path: Path, capsys) -> None:
     written, picture = tmp_path / "a.json", tmp_path / "a.svg"
     network = ["--latency-us", "100", "--gbit", "8", "--ranks", "1", "2", "4096"]
@@ -109,6 +110,7 @@ def test_contenders_are_read_with_their_options() -> None:
             parse_contender(text)
 
 
+@pytest.mark.slow
 def test_two_ranks_record_trace_and_probe_here(tmp_path: Path, capsys) -> None:
     written = tmp_path / "a.json"
     command = ["bench", "scaling", "--models", "convbn40", "--steps", "2", "--ranks", "1", "2", *SMALL]
@@ -169,6 +171,8 @@ def test_without_iproute2_validation_says_so(monkeypatch, capsys, tmp_path: Path
     assert "shaped links need iproute2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
 @pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
 def test_a_link_is_measured_beside_what_predicts_it(tmp_path: Path) -> None:
     settings = LinkRunSettings(

@@ -15,6 +15,7 @@ from lightning_ddp.bench.session import open_session
 from lightning_ddp.cli import main
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_has_started_are_joined_and_the_first_one_speaks(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     launcher = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"

@@ -80,6 +80,7 @@ def test_a_sample_of_a_trainer_is_the_median_of_the_steps_after_the_warm_up(
     assert step.format_trainer(comparisons).endswith("geometric mean of custom_ddp/ddp: 0.500")
 
 
+@pytest.mark.slow
 def test_a_trainer_trains_as_many_steps_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_steps, "STRATEGIES", ("custom_ddp",))
     samples = trainer_steps.time_trainer_steps(
@@ -95,6 +96,8 @@ def test_a_trainer_trains_as_many_steps_as_asked(monkeypatch: pytest.MonkeyPatch
     assert 0 < milliseconds < 100_000
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
 @pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
 def test_steps_on_a_link_last_as_long_as_their_bytes_need(tmp_path, capsys) -> None:
     path, mbit = tmp_path / "step.json", 40.0

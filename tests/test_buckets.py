@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import doctest
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_ddp.launch import children, environment
-from lightning_ddp.parallel import buckets, options
+from lightning_ddp.parallel import buckets, layout, options
 from lightning_ddp.parallel.buckets import ParameterSpec, plan_buckets
+from lightning_ddp.parallel.layout import BucketLayout
+from lightning_ddp.parallel.options import ReducerOptions
 from lightning_ddp.parallel.storage import Bucket
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -86,6 +90,21 @@ def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
     assert bucket.buffer().tolist() == [1.0] * 120 + [2.0] * 3
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_buckets_start_at_multiples_of_512_bytes_of_one_memory_in_every_plan(dtype) -> None:
+    params = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (7, 1, 129, 0, 4096, 3, 255)]
+    made = BucketLayout(params, [str(i) for i in range(7)], ReducerOptions(caps_bytes=[10**6]))
+    memory = made.flat.untyped_storage().data_ptr()
+    for caps in ([10**6], [1], [1, 600, 2]):
+        made.apply(plan_buckets(made.specs, [3, 0, 6, 1, 5, 4, 2], caps_bytes=caps))
+        for index, bucket in enumerate(made.buckets):
+            assert bucket.flat.storage_offset() * dtype.itemsize % 512 == 0
+            assert bucket.flat.untyped_storage().data_ptr() == memory
+            bucket.flat.fill_(index)
+        for index, bucket in enumerate(made.buckets):
+            assert bucket.flat.eq(index).all(), "they must not overlap"
+
+
 def test_a_hook_may_replace_the_buffer() -> None:
     params = [torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))]
     specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(params)]
@@ -100,7 +119,7 @@ def test_a_hook_may_replace_the_buffer() -> None:
 
 
 def test_doctests() -> None:
-    for module in (buckets, children, environment, options):
+    for module in (buckets, children, environment, layout, options):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0

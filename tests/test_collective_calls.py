@@ -9,7 +9,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from harness import run_threads
+import torch.distributed as dist
+from harness import run_ranks, run_threads, toy_backend
 from test_collective_kinds import CPU, KINDS, group_of, on_threads
 
 from lightning_ddp import comm
@@ -248,6 +249,35 @@ def test_groups_of_a_list_and_of_a_node() -> None:
         (None, [0, 2], 4, [2, 0]),
         ([3, 1], [1, 3], 4, [3, 1]),
     ]
+
+
+def groups_that_torch_makes(rank, world_size, store):
+    toy_backend.register()
+    dist.init_process_group("toy", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+    group = Group(dist.group.WORLD)
+    some = comm.sub_group(group, [3, 1], CPU)
+    if some is not None:
+        assert (some.size, some.rank) == (2, [3, 1].index(rank))
+        assert comm.all_gather(some, torch.tensor(rank)).tolist() == [3, 1]
+    node = comm.node_group(group, CPU, node=rank % 2)
+    device = torch.device("cuda", 0)
+    dist.group.WORLD.bound_device_id = device  # as init_process_group(device_id=) leaves it
+    nested = None
+    if rank % 2:  # a split would wait for the other two
+        pair = comm.sub_group(node, [1, 0], CPU)
+        nested = comm.all_gather(pair, torch.tensor(rank)).tolist()
+    assert dist.group.WORLD.bound_device_id == device
+    dist.group.WORLD.bound_device_id = None
+    make = dist.new_group
+    dist.new_group = lambda ranks, use_local_synchronization: make(ranks)  # as in older releases
+    with pytest.raises(ConfigurationError, match=r"group of ranks \[2, 0\]: torch .* List them in rising"):
+        comm.sub_group(group, [2, 0], CPU)
+    return nested
+
+
+def test_groups_that_torch_makes_keep_the_order_of_the_list_and_need_nobody_else(tmp_path) -> None:
+    results = run_ranks(groups_that_torch_makes, 4, str(tmp_path / "store"), process_group=False)
+    assert results == [None, [3, 1], None, [3, 1]]
 
 
 # ---------------------------------------------------------------------- refusals

@@ -19,6 +19,7 @@ from lightning_ddp.communication.rank_files import load_state, rank_file, save_s
 from lightning_ddp.communication.wiring import Communication
 from lightning_ddp.errors import ConfigurationError
 
+pytestmark = pytest.mark.xdist_group("communication_trainer")  # they share what the fixtures make
 SCRIPT = Path(__file__).parent / "harness" / "communication_script.py"
 CPU = torch.device("cpu")
 

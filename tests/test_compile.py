@@ -105,12 +105,15 @@ def assert_same_training(answers: list[Any]) -> list[int]:
     return [num_graphs for *_, num_graphs in answers]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["outside", *(pytest.param(way, marks=pytest.mark.slow) for way in ("inside", "above"))]
+)
 def test_losses_are_those_of_eager(way) -> None:
     answers = run_ranks(compiled_and_eager, 2, way, "counts", {"bucket_cap_mb": 10}, timeout_s=120)
     assert min(assert_same_training(answers)) >= 1, "something must have been compiled"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_losses_are_those_of_eager_with_inductor() -> None:
     assert_same_training(run_ranks(compiled_and_eager, 2, "outside", "inductor", {}, timeout_s=180))
@@ -145,6 +148,7 @@ def overlap(rank, world_size, way, wrap_name, options):
     return still_missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["outside", "above"])
 def test_buckets_are_launched_while_the_compiled_backward_still_runs(way) -> None:
     """The graph is split at the buckets, as torch's own DDPOptimizer does for its DDP."""
@@ -176,6 +180,7 @@ def graphs_by_cap(rank, world_size, wrap_name, caps):
     return counts
 
 
+@pytest.mark.slow
 def test_the_graph_is_split_into_as_many_parts_as_under_torch() -> None:
     caps = [25, 2 * ONE_LAYER_EACH_MB, ONE_LAYER_EACH_MB]  # as few as one part, and several
     expected = run_ranks(graphs_by_cap, 2, "torch", caps, timeout_s=120)

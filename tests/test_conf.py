@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import pickle
 from datetime import timedelta
@@ -44,16 +45,25 @@ def message_of(*overrides: str) -> str:
     return str(raised.value)
 
 
-def kept_arguments(strategy: lightning_ddp.CustomDDPStrategy) -> tuple[Any, ...]:
-    communication = strategy._communication
-    return (
-        communication._hook_plan,
-        communication.averager_plan,
-        strategy._start_method,
-        strategy._ddp_kwargs,
-        strategy._timeout,
-        strategy._reconcile_settings,
-    )
+@pytest.fixture
+def constructed(monkeypatch) -> list[dict[str, Any]]:
+    """What each strategy was made with since the test began: every argument, hooks and averagers as plans."""
+    calls, construct = [], lightning_ddp.CustomDDPStrategy.__init__
+
+    @functools.wraps(construct)
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        bound = inspect.signature(construct).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name not in SET_BY_THE_TRAINER}
+        if given["ddp_comm_hook"] is not None and not callable(given["ddp_comm_hook"]):
+            given["ddp_comm_hook"] = parse_hook(given["ddp_comm_hook"])
+        if given["model_averaging"] is not None:
+            given["model_averaging"] = parse_averager(given["model_averaging"])
+        calls.append({name: value for name, value in given.items() if name != "self"})
+
+    monkeypatch.setattr(lightning_ddp.CustomDDPStrategy, "__init__", recorded)
+    return calls
 
 
 # ---------------------------------------------------------------------- agreement with the code
@@ -89,11 +99,12 @@ def test_every_option_of_a_hook_or_averager_is_there_with_its_default_and_a_desc
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
-def test_a_file_makes_the_strategy_that_the_variant_of_its_name_makes(name):
+def test_a_file_makes_the_strategy_that_the_variant_of_its_name_makes(name, constructed):
     strategy = hydra.utils.instantiate(composed(f"strategy={SHORT_NAMES[name]}").strategy)
     assert type(strategy) is lightning_ddp.CustomDDPStrategy
-    expected = lightning_ddp.CustomDDPStrategy(**variant_arguments(name))
-    assert kept_arguments(strategy) == kept_arguments(expected)
+    lightning_ddp.CustomDDPStrategy(**variant_arguments(name))
+    found, expected = constructed
+    assert found == expected
 
 
 def test_every_hook_and_averager_can_be_chosen_and_is_that_of_the_code():
@@ -118,7 +129,7 @@ def test_the_files_are_package_data():
 # ---------------------------------------------------------------------- composition
 
 
-def test_a_trainer_is_built_with_the_chosen_strategy_and_plain_values():
+def test_a_trainer_is_built_with_the_chosen_strategy_and_plain_values(constructed):
     config = composed(
         "trainer.max_epochs=3",
         "trainer.logger=false",
@@ -131,17 +142,18 @@ def test_a_trainer_is_built_with_the_chosen_strategy_and_plain_values():
     trainer = hydra.utils.instantiate(config.trainer)
     assert type(trainer) is lightning_ddp.Trainer
     assert (trainer.max_epochs, trainer.num_devices) == (3, 2)
-    plan = trainer.strategy._communication._hook_plan
-    assert (plan.name, plan.entries[0][1].rank, plan.entries[0][1].start_step) == ("powersgd", 3, 100)
-    assert trainer.strategy._timeout == timedelta(minutes=10)
-    assert trainer.strategy._reconcile_settings.stall_timeout_s == 300
-    assert type(trainer.strategy._ddp_kwargs["bucket_cap_mb_list"]) is list
+    assert type(trainer.strategy) is lightning_ddp.CustomDDPStrategy
+    (given,) = constructed
+    assert given["ddp_comm_hook"] == parse_hook({"name": "powersgd", "rank": 3, "start_step": 100})
+    assert (given["timeout"], given["stall_timeout"]) == (timedelta(minutes=10), timedelta(minutes=5))
+    assert given["bucket_cap_mb_list"] == [1, 2.5]
+    assert type(given["bucket_cap_mb_list"]) is list
 
 
 @pytest.mark.parametrize(("text", "value"), [("50", 50), ("2.5", 2.5), ("auto", "auto"), ("null", None)])
-def test_the_cap_of_buckets_is_a_number_of_either_type_or_auto(text, value):
-    strategy = hydra.utils.instantiate(composed(f"strategy.bucket_cap_mb={text}").strategy)
-    assert strategy._ddp_kwargs["bucket_cap_mb"] == value
+def test_the_cap_of_buckets_is_a_number_of_either_type_or_auto(text, value, constructed):
+    hydra.utils.instantiate(composed(f"strategy.bucket_cap_mb={text}").strategy)
+    assert constructed[0]["bucket_cap_mb"] == value
 
 
 def test_options_are_typed_and_survive_a_pickle_and_a_copy():
@@ -160,19 +172,19 @@ def test_options_are_typed_and_survive_a_pickle_and_a_copy():
         (["~strategy.model_averaging.periods.4", "+strategy.model_averaging.periods={2: 2}"], {2: 2, 16: 0}),
     ],
 )
-def test_periods_can_be_added_changed_and_removed_on_the_command_line(overrides, periods):
-    strategy = hydra.utils.instantiate(composed("strategy=hierarchical_sgd", *overrides).strategy)
-    assert strategy._communication.averager_plan.options.periods == periods
+def test_periods_can_be_added_changed_and_removed_on_the_command_line(overrides, periods, constructed):
+    hydra.utils.instantiate(composed("strategy=hierarchical_sgd", *overrides).strategy)
+    assert constructed[0]["model_averaging"].options.periods == periods
 
 
-def test_hooks_may_be_given_as_text_as_a_list_and_as_a_function():
+def test_hooks_may_be_given_as_text_as_a_list_and_as_a_function(constructed):
     for given, name in (("bf16", "bf16"), ("[bf16,{name:powersgd,rank:4}]", "bf16+powersgd")):
-        strategy = hydra.utils.instantiate(composed(f"strategy.ddp_comm_hook={given}").strategy)
-        assert strategy._communication._hook_plan.name == name
+        hydra.utils.instantiate(composed(f"strategy.ddp_comm_hook={given}").strategy)
+        assert constructed[-1]["ddp_comm_hook"].name == name
     path = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook"
     given = f"{{_target_:hydra.utils.get_method,path:{path}}}"
-    strategy = hydra.utils.instantiate(composed(f"strategy.ddp_comm_hook={given}").strategy)
-    assert strategy._communication._function.__name__ == "fp16_compress_hook"
+    hydra.utils.instantiate(composed(f"strategy.ddp_comm_hook={given}").strategy)
+    assert constructed[-1]["ddp_comm_hook"].__name__ == "fp16_compress_hook"
 
 
 def test_the_groups_can_be_placed_below_other_keys_and_taken_from_the_store_by_their_long_names():
@@ -337,7 +349,7 @@ trainer:
 """
 
 
-def test_lightning_cli_builds_the_strategy_from_its_yaml(tmp_path, capsys, monkeypatch):
+def test_lightning_cli_builds_the_strategy_from_its_yaml(tmp_path, capsys, monkeypatch, constructed):
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 causes some
     from pytorch_lightning.cli import LightningCLI
     from pytorch_lightning.demos.boring_classes import BoringDataModule, BoringModel
@@ -348,7 +360,8 @@ def test_lightning_cli_builds_the_strategy_from_its_yaml(tmp_path, capsys, monke
         monkeypatch.setattr("sys.argv", ["train.py", "--config", str(path)])
         return LightningCLI(BoringModel, BoringDataModule, run=False, seed_everything_default=False)
 
-    expected = lightning_ddp.CustomDDPStrategy(
+    assert type(run("bucket_cap_mb: 10").trainer.strategy) is lightning_ddp.CustomDDPStrategy
+    lightning_ddp.CustomDDPStrategy(
         ddp_comm_hook={"name": "powersgd", "rank": 3},
         model_averaging={"name": "post_local_sgd", "period": 4},
         timeout=timedelta(minutes=10),
@@ -356,7 +369,8 @@ def test_lightning_cli_builds_the_strategy_from_its_yaml(tmp_path, capsys, monke
         uneven_inputs="join",
         bucket_cap_mb=10,
     )
-    assert kept_arguments(run("bucket_cap_mb: 10").trainer.strategy) == kept_arguments(expected)
+    found, expected = constructed
+    assert found == expected
     for wrong, complaint in (("bucket_cap: 10", "bucket_cap"), ("bucket_cap_mb: ten", "bucket_cap_mb")):
         with pytest.raises(SystemExit, match="2"):
             run(wrong)

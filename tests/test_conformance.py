@@ -1,64 +1,96 @@
-"""PyTorch's own tests of DistributedDataParallel, with `BucketedDDP` in its place.
-
-The runner and the lists stand beside the repository; without them these tests are skipped.
-"""
+"""PyTorch's own tests of DistributedDataParallel pass with `BucketedDDP` in its place, but for three."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import os
+from collections.abc import Iterator
 
 import pytest
-
-CONFORMANCE = Path(__file__).resolve().parents[2] / "shared" / "conformance"
-DEADLINE_S = 900
+import torch
+from conformance import KNOWN_TORCH, Outcome, TorchTest, TorchTests, read_list
 
 _SHARED_MEMORY = (
     "the profiler's events are searched for gloo:all_reduce, but gradients of ranks of one host are summed in"
     " memory that they share; with transport='gloo' it passes"
 )
 EXCEPTIONS = {
-    "spawn:test_ddp_profiling_autograd_profiler": _SHARED_MEMORY,
-    "spawn:test_ddp_profiling_torch_profiler": _SHARED_MEMORY,
-    "spawn:test_ddp_broadcast_buffers_deprecation_warning": (
+    "test_ddp_profiling_autograd_profiler": ("Scalars are not equal", _SHARED_MEMORY),
+    "test_ddp_profiling_torch_profiler": ("Scalars are not equal", _SHARED_MEMORY),
+    "test_ddp_broadcast_buffers_deprecation_warning": (
+        "0 not greater than 0",
         "torch deprecates broadcast_buffers=True and =False in favour of forward_sync_buffers; here it"
-        " stays, as it carries the default 'auto', so naming another choice of it is no reason for a warning"
+        " stays, as it carries the default 'auto', so naming another choice of it is no reason for a warning",
     ),
 }
-"""Tests that fail with `BucketedDDP`, and why that is right."""
+"""Tests that fail with `BucketedDDP`: with what text, and why that is right."""
 
-pytestmark = pytest.mark.skipif(
-    not CONFORMANCE.is_dir(), reason="the conformance runner is not beside the repository"
-)
+AS_THEY_ARE = read_list("as_they_are.txt")
+CPU_FOR_CUDA = read_list("cpu_for_cuda.txt")
 
 
-def failed_tests(tmp_path: Path, *options: str) -> tuple[set[str], int]:
-    """Runs one list. Returns the tests that did not pass, and how many there are."""
-    report = tmp_path / "report.json"
-    command = [sys.executable, "torch_ddp.py", "--ddp", "lightning_ddp:BucketedDDP", "--jobs", "2"]
-    result = subprocess.run(
-        [*command, "--json", str(report), *options],
-        cwd=CONFORMANCE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
+def require_known_torch() -> None:
+    if not torch.__version__.startswith(tuple(f"{version}." for version in KNOWN_TORCH)):
+        reason = f"the lists are for the tests of torch {' and '.join(KNOWN_TORCH)}, not {torch.__version__}"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+
+
+@pytest.fixture(scope="module")
+def as_they_are() -> Iterator[TorchTests]:
+    require_known_torch()
+    tests = TorchTests(cpu_for_cuda=False)
+    yield tests
+    tests.close()
+
+
+@pytest.fixture(scope="module")
+def with_cpu_for_cuda() -> Iterator[TorchTests]:
+    require_known_torch()
+    tests = TorchTests(cpu_for_cuda=True)
+    yield tests
+    tests.close()
+
+
+def require_pass(tests: TorchTests, test: TorchTest) -> None:
+    outcome = tests.run(test)
+    assert outcome.status == "passed", outcome.error
+
+
+def require_failure(outcome: Outcome, message: str) -> None:
+    assert outcome.status == "failed", outcome
+    assert f"AssertionError: {message}" in outcome.error, outcome.error
+
+
+@pytest.mark.xdist_group("conformance")
+@pytest.mark.parametrize("test", AS_THEY_ARE, ids=lambda test: test.name)
+def test_a_test_that_needs_no_gpu_passes(as_they_are, test):
+    require_pass(as_they_are, test)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("test", CPU_FOR_CUDA, ids=lambda test: test.name)
+def test_a_test_with_the_cpu_in_place_of_cuda_passes_or_fails_for_a_reason(with_cpu_for_cuda, test):
+    if test.name in EXCEPTIONS:
+        message, _ = EXCEPTIONS[test.name]
+        require_failure(with_cpu_for_cuda.run(test), message)
+    else:
+        require_pass(with_cpu_for_cuda, test)
+
+
+def test_the_exceptions_are_tests_of_the_list():
+    assert EXCEPTIONS.keys() <= {test.name for test in CPU_FOR_CUDA}
+
+
+@pytest.mark.xdist_group("conformance")
+@pytest.mark.parametrize("class_", ["NoSync", "SumNotMean", "Nothing"])
+def test_a_class_with_wrong_gradients_fails(as_they_are, class_):
+    test = TorchTest(name="test_DistributedDataParallelCPU")
+    outcome = as_they_are.run(test, f"conformance.wrong_classes:{class_}")
+    require_failure(outcome, "Tensor-likes are not close")
+
+
+@pytest.mark.slow
+def test_a_class_that_broadcasts_no_buffers_fails(with_cpu_for_cuda):
+    outcome = with_cpu_for_cuda.run(
+        TorchTest(name="test_ddp_broadcast_buffer"), "conformance.wrong_classes:NoBuffers"
     )
-    assert report.exists(), result.stdout[-3000:]
-    tests = json.loads(report.read_text())["tests"]
-    return {test["id"] for test in tests if test["status"] != "PASS"}, len(tests)
-
-
-def test_the_tests_that_run_as_they_are_pass(tmp_path: Path) -> None:
-    failed, num_tests = failed_tests(tmp_path)
-    assert num_tests == 11
-    assert failed == set()
-
-
-def test_the_tests_with_the_cpu_standing_in_for_cuda_pass(tmp_path: Path) -> None:
-    failed, num_tests = failed_tests(tmp_path, "--cpu-shim")
-    assert num_tests == 98
-    assert failed == set(EXCEPTIONS)
+    require_failure(outcome, "Tensor-likes are not close")

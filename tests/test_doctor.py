@@ -1,4 +1,4 @@
-"""`python -m lightning_ddp doctor` and `variants`: what they find, what they say, and that they end."""
+"""`python -m lightning_ddp doctor`: what it finds, what it says, and that it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from lightning_ddp.doctor.findings import Finding
 from lightning_ddp.doctor.measure import Line, Timing, clock_offsets, fit_line, time_all_reduce
 from lightning_ddp.doctor.placement import first_host, place
 from lightning_ddp.doctor.report import format_report
-from lightning_ddp.variants import BUILTIN
 
 TORCHRUN = {
     "RANK": "3",
@@ -444,6 +443,7 @@ def test_under_torchrun_rank_0_reports_for_all_ranks():
     assert sum(message == "rank 1: reached" for message in reached) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peers_do_not_come_ends_within_its_deadline():
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     with bound_port(listens=False) as port:
@@ -454,22 +454,10 @@ def test_a_rank_whose_peers_do_not_come_ends_within_its_deadline():
     assert f"rank 0 of 2 has the store at 127.0.0.1, port {port}, but does not find all" in result.stdout
 
 
+@pytest.mark.slow
 def test_local_ranks_are_started_measured_and_drawn(capsys):
     status = main(["doctor", "--processes", "2", "--max-mb", "0.1", "--timeout-s", "60"])
     out = capsys.readouterr().out
     assert status == 0, out
     assert "float32 over gloo, 2 ranks" in out
     assert [line.split()[0] for line in out.splitlines() if "KiB " in line] == ["4", "16", "64"]
-
-
-# ---------------------------------------------------------------------- variants
-
-
-def test_variants_lists_names_arguments_and_descriptions(capsys):
-    assert main(["variants"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["name", "arguments", "description"]
-    rows = {line.split()[0]: line for line in lines[2:]}
-    for name, (description, arguments) in BUILTIN.items():
-        assert description in rows[name]
-        assert all(f"{key}={value!r}" in rows[name] for key, value in arguments.items())

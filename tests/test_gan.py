@@ -9,13 +9,14 @@ import pytest
 import torch
 from harness import run_script
 
+pytestmark = pytest.mark.xdist_group("gan")  # they share what the fixtures make
 SCRIPT = Path(__file__).with_name("harness") / "gan_script.py"
 
 
 def train(strategy: str, folder: Path) -> list[dict[str, Any]]:
     """The results of both ranks."""
     out = folder / "results"
-    run_script(SCRIPT, ["--strategy", strategy, "--out", str(out)], cwd=folder, hidden_packages=()).check()
+    run_script(SCRIPT, ["--strategy", strategy, "--out", str(out)], cwd=folder).check()
     return [torch.load(out.with_suffix(f".{rank}.pt")) for rank in range(2)]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from harness import (
     run_script,
     run_threads,
     run_threads_outcomes,
+    start_script,
 )
 
 pytest_plugins = ["pytester"]
@@ -154,7 +157,7 @@ def returns_a_lambda_on_rank_0(rank, world_size):
 
 def test_a_result_that_cannot_be_pickled_is_reported():
     with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(0\)(.|\n)*[Cc]an't pickle|lambda") as caught:
-        run_ranks(returns_a_lambda_on_rank_0, 2)
+        run_ranks(returns_a_lambda_on_rank_0, 2, process_group=False)
     assert list(caught.value.failures) == [0]
 
 
@@ -169,7 +172,7 @@ def returns_what_cannot_be_unpickled_on_rank_1(rank, world_size):
 
 def test_a_result_that_cannot_be_unpickled_is_reported():
     with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(1\)(.|\n)*no number"):
-        run_ranks(returns_what_cannot_be_unpickled_on_rank_1, 2)
+        run_ranks(returns_what_cannot_be_unpickled_on_rank_1, 2, process_group=False)
 
 
 def leaves_on_rank_1(rank, world_size):
@@ -263,40 +266,172 @@ def test_a_thread_that_hangs_in_a_collective_is_reported():
     assert "group.allreduce" in outcomes[0].traceback
 
 
-def test_a_script_gives_its_output_and_exit_code():
+# ---------------------------------------------------------------------- scripts
+
+
+STARTS = pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
+
+
+@STARTS
+def test_a_script_gives_its_output_and_exit_code(fresh):
     source = "import sys; print('out', *sys.argv[1:]); print('err', file=sys.stderr); sys.exit(3)"
-    result = run_script(source, ["a", "b"])
+    result = run_script(source, ["a", "b"], fresh=fresh)
     assert (result.returncode, result.stdout, result.stderr) == (3, "out a b\n", "err\n")
     with pytest.raises(ScriptFailed, match=r"exit code 3(.|\n)*out a b(.|\n)*err"):
         result.check()
 
 
-def test_a_script_gets_its_environment_but_not_that_of_a_rank(monkeypatch):
+@STARTS
+def test_a_script_gets_its_environment_but_not_that_of_a_rank(fresh, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "7")
     source = "import os; print(os.environ.get('LOCAL_RANK'), os.environ['COLOUR'])"
-    assert run_script(source, env={"COLOUR": "green"}).check().stdout == "None green\n"
+    assert run_script(source, env={"COLOUR": "green"}, fresh=fresh).check().stdout == "None green\n"
 
 
-def test_a_script_that_hangs_shows_its_stack_and_is_killed():
+@STARTS
+def test_a_script_that_hangs_shows_its_stack_and_is_killed(fresh):
     source = f"import os\nprint(os.getpid(), flush=True)\ndef stuck():\n    {SLEEPER}\nstuck()\n"
     with pytest.raises(ScriptFailed, match=r"did not end within 1.0 s(.|\n)*in stuck") as caught:
-        run_script(source, timeout_s=1.0)
+        run_script(source, timeout_s=1.0, fresh=fresh)
     pid = int(str(caught.value).split("--- stdout\n")[1].split()[0])
     assert not psutil.pid_exists(pid)
 
 
+@STARTS
 @pytest.mark.parametrize("new_session", [False, True])
-def test_a_script_that_leaves_a_process_fails_and_the_process_is_killed(new_session, tmp_path):
+def test_a_script_that_leaves_a_process_fails_and_the_process_is_killed(fresh, new_session, tmp_path):
     source = (
         "import subprocess, sys\n"
         f"child = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}], start_new_session={new_session})\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
     )
-    with pytest.raises(ProcessLeftBehind, match=r"left 1 process\(es\) behind: pid \d+"):
-        run_script(source, leftover_grace_s=0.2)
-    pid = int(Path(tmp_path, "pid").read_text())
-    # what init has not reaped yet is dead all the same
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with pytest.raises(ProcessLeftBehind, match=r"left 1 process\(es\) behind: pid \d+.*signal\.pause"):
+        run_script(source, leftover_grace_s=0.2, fresh=fresh)
+    assert not psutil.pid_exists(int(Path(tmp_path, "pid").read_text()))
+
+
+SEEN = """
+import json, os, signal, subprocess, sys
+
+def seen():
+    signals = signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+    return {
+        "argv": sys.argv,
+        "main": [__name__, __file__, __spec__ and __spec__.name, vars(sys.modules["__main__"]) is globals()],
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "environment": {k: v for k, v in os.environ.items() if k not in ("LC_CTYPE", "KMP_INIT_AT_FORK")},
+        "handlers": [str(signal.getsignal(number)) for number in signals],
+        "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
+        "is_in_group_of_parent": os.getpgid(0) == os.getpgid(os.getppid()),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],
+        "imported": sorted({"lightning_ddp", "hydra", "omegaconf"} & set(sys.modules)),
+        "buffers": sys.stdout.write_through,
+    }
+
+if len(sys.argv) == 2:  # what another one has started
+    os.write(int(sys.argv[1]), b"written to the file")
+    is_parent = os.getppid() == int(sys.stdin.readline())
+    print(json.dumps({**seen(), "is_parent": is_parent}))
+    sys.exit(5)
+print(json.dumps(seen()))
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGUSR2, lambda *_: None)
+os.environ["MINE"] = "ü"
+os.mkdir("below")
+reading, writing = os.pipe()
+for how in [[__file__], ["-u", __file__], ["-m", "seen"]]:
+    child = subprocess.run(
+        [sys.executable, *how, str(writing)], input=str(os.getpid()), pass_fds=[writing], capture_output=True,
+        text=True, cwd="below", env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    written = os.read(reading, 99).decode()
+    print(json.dumps([json.loads(child.stdout), child.stderr, child.returncode, written]))
+"""
+
+
+def test_a_fork_sees_what_a_fresh_interpreter_sees_and_so_do_those_that_it_starts(tmp_path):
+    found = []
+    for fresh in (True, False):
+        folder = tmp_path / "work"
+        folder.mkdir()
+        (folder / "seen.py").write_text(SEEN)
+        lines = run_script(folder / "seen.py", cwd=folder, fresh=fresh).check().stdout.splitlines()
+        found.append([json.loads(line) for line in lines])
+        shutil.rmtree(folder)
+    fresh, forked = found
+    assert forked == fresh
+    main, *children = forked
+    assert (main["leads"], main["threads"], main["imported"]) == ([True, True], 1, [])
+    for child, error, code, written in children:
+        assert (error, code, written) == ("", 5, "written to the file")
+        assert child["is_parent"]
+        assert child["environment"]["MINE"] == "ü"
+        assert (child["leads"], child["is_in_group_of_parent"]) == ([False, False], True)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("raise ValueError('wrong')", 1),
+        ("sys.exit('a word')", 1),
+        ("sys.exit(300)", 44),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("threading.Thread(target=lambda: print('a thread')).start()", 0),
+        ("def f(:", 1),
+    ],
+)
+def test_a_fork_ends_as_a_fresh_interpreter_does(end, code, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import atexit, os, signal, sys, threading\n"
+        "atexit.register(lambda: print('at exit', getattr(sys, 'last_value', None)))\n"
+        f"{end}\n"
+    )
+    fresh, forked = run_script(path, fresh=True), run_script(path)
+    assert forked == fresh
+    assert forked.returncode == code
+
+
+SPAWNING = """
+import multiprocessing, os, sys
+
+def answer(number, queue):
+    queue.put((number, __name__, os.getppid(), "torch" in sys.modules))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=answer, args=(number, queue)) for number in range(2)]
+    for process in processes:
+        process.start()
+    answers = sorted(queue.get() for _ in processes)
+    for process in processes:
+        process.join()
+    is_imported = answers[0][3]
+    assert answers == [(number, "__mp_main__", os.getpid(), is_imported) for number in range(2)], answers
+    print([process.exitcode for process in processes], is_imported)
+"""
+
+
+def test_what_multiprocessing_spawns_is_forked_as_well():
+    assert run_script(SPAWNING, fresh=True).check().stdout == "[0, 0] False\n"
+    assert run_script(SPAWNING).check().stdout == "[0, 0] True\n"
+
+
+def test_lightning_knows_the_rank_of_a_fork():
+    source = "import pytorch_lightning as pl, torchmetrics.utilities.prints as t\n"
+    source += "print(pl.utilities.rank_zero_only.rank, t.rank_zero_only.rank)"
+    assert run_script(source, env={"LOCAL_RANK": "1"}).check().stdout == "1 1\n"
+
+
+def test_a_started_script_that_nobody_waits_for_is_killed():
+    with start_script(SLEEPER) as script:
+        (process,) = script.processes()
+        assert process.pid == script.pid
+    assert not psutil.pid_exists(script.pid)
 
 
 LEAKY = """
@@ -328,6 +463,7 @@ def test_clean():
 
 def test_a_test_that_leaks_fails_and_does_not_disturb_the_next(pytester, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
     pytester.makepyfile(LEAKY)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)

@@ -165,6 +165,29 @@ def test_a_step_that_overflows_on_one_rank_leaves_no_trace(spec, value):
 
 
 @remembering
+def test_what_the_host_learns_after_a_step_comes_to_the_same(spec):
+    """As on CUDA, where neither the loss scale nor what is finite is known on the host in time."""
+    inputs = inputs_of(7)
+    inputs[1][3]["second"][1, 2, 3] = math.nan
+    if "batched" not in str(spec):  # its factors belong to all parameters of a bucket
+        for rank, step, name in ((0, 2, "second"), (1, 2, "second"), (1, 5, "third")):
+            del inputs[rank][step][name]
+
+    def rank_main(rank, world_size, group, is_deferred):
+        run = Run(group, spec, cap_mb=0.002, find_unused_parameters=True)
+        run.hook.is_deferred = is_deferred
+        run.hook.loss_scale = lambda: torch.tensor(256.0) if is_deferred else 256.0
+        outputs = [run.step(grads) for grads in inputs[rank]]
+        state = run.hook.state_dict()
+        return [*outputs, *state["tensors"].values()], state["step"]
+
+    deferred, at_once = (run_threads(rank_main, 2, is_deferred) for is_deferred in (True, False))
+    for (found, num_steps), (expected, expected_steps) in zip(deferred, at_once, strict=True):
+        assert num_steps == expected_steps == 6
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@remembering
 def test_the_loss_scale_may_change(spec):
     inputs = inputs_of(6)
     scales = [1.0, 1.0, 256.0, 512.0, 512.0, 8.0]

@@ -17,7 +17,7 @@ from harness import ScriptResult, run_script
 from harness.scripts import ROOT
 
 TESTS = ROOT / "tests"
-DEADLINE_S = 300
+DEADLINE_S = 300.0
 
 Note = dict[str, Any]
 
@@ -26,10 +26,12 @@ Note = dict[str, Any]
 class Node:
     """How the program is started on one node."""
 
-    python: Sequence[str] = (sys.executable,)
+    fresh: bool = False
+    python: str = sys.executable
     launcher: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str = "."
+    namespace: str | None = None
 
 
 class Run:
@@ -53,8 +55,18 @@ class Run:
             variables = {"NOTES": str(notes), "HYDRA_FULL_ERROR": "1", **node.env, "PYTHONPATH": path}
             cwd = folder / node.cwd
             cwd.mkdir(exist_ok=True)
-            how: dict[str, Any] = {"python": node.python, "launcher": node.launcher, "is_module": is_module}
-            return run_script(program, args, variables, timeout_s=DEADLINE_S, cwd=cwd, **how)
+            return run_script(
+                program,
+                args,
+                variables,
+                DEADLINE_S,
+                fresh=node.fresh,
+                python=node.python,
+                launcher=node.launcher,
+                is_module=is_module,
+                cwd=cwd,
+                namespace=node.namespace,
+            )
 
         with ThreadPoolExecutor(len(nodes)) as pool:
             self.results = list(pool.map(run_on, nodes))
@@ -121,7 +133,7 @@ def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(
         tmp_path,
         TESTS / "hydra_app" / "train.py",
         ["--multirun", "lr=0.1,0.2", "num_fits=2", "hydra.job.chdir=true"],
-        nodes=[Node(env={"WHO": "someone"})],
+        nodes=[Node(fresh=True, env={"WHO": "someone"})],
     )
     run.check()
     jobs = run.jobs()
@@ -176,6 +188,7 @@ def test_a_job_s_overrides_folders_and_name_reach_all_ranks(tmp_path) -> None:
             "hydra.job.chdir=false",
             "hydra.job.name='naïve'",
         ],
+        nodes=[Node(fresh=True)],
     )
     run.check()
     (notes,) = run.jobs().values()
@@ -346,6 +359,6 @@ def environment_without(folder: Path, *packages: str) -> str:
 def test_hydra_is_not_imported_by_a_script_that_does_not_use_it_and_need_not_be_installed(tmp_path) -> None:
     python = environment_without(tmp_path / "venv", "hydra", "omegaconf", "antlr4")
     installed = "from importlib.util import find_spec\nassert find_spec('hydra') is None\n"
-    run = Run(tmp_path, installed + WITHOUT_HYDRA, nodes=[Node(python=[python])]).check()
+    run = Run(tmp_path, installed + WITHOUT_HYDRA, nodes=[Node(fresh=True, python=python)]).check()
     lines = run.result.stdout.splitlines()
     assert sorted(line for line in lines if "TRAINED" in line) == [f"TRAINED {rank} 0" for rank in range(2)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, run_ranks_outcomes, run_script, toy_backend
+from harness import free_port, run_ranks, run_ranks_outcomes, run_script, toy_backend
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_ddp import CustomDDPStrategy, comm
@@ -124,19 +124,6 @@ if __name__ == "__main__":
     text = "rank %d sum %g same %s broadcast %d" % (trainer.global_rank, sums["a"], same, received[0][0])
     os.write(1, f"{{text}} port {{os.environ['MASTER_PORT']}} {{dist.get_backend()}}\\n".encode())
 """
-
-
-def free_port() -> int:
-    """One below those that the kernel hands out by itself, so that nobody is given it meanwhile."""
-    for port in range(20000 + os.getpid() % 10000, 32000):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no port is free")
 
 
 @pytest.mark.parametrize("backend", ["gloo", "toy"])

@@ -6,282 +6,129 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
-from harness import run_script
+import user_script
+from harness import ScriptResult, free_port, run_script, start_script
+from user_script import STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.children import ChildExit, Children
 
-DEADLINE_S = 180
-
-VICTIM = """
-import os, signal, sys
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-victim, kind, strategy, devices = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-if "in-background" in sys.argv and "LOCAL_RANK" not in os.environ:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell script does for what it starts with &
-
-class Model(BoringModel):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and self.trainer.global_rank == victim:
-            print("FAULT FIRED", flush=True)
-            if kind == "raise":
-                raise ValueError("expected 3 channels, got 1")
-            if kind == "exit":
-                os._exit(3)
-            if kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch, batch_idx)
-
-class Witness(pl.Callback):
-    def on_exception(self, trainer, module, exception):
-        print(f"WITNESS rank {trainer.global_rank} {type(exception).__name__}", flush=True)
-
-if __name__ == "__main__":
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Witness()],
-    )
-    trainer.fit(Model())
-"""
-
-DEATHS = {
-    "raise": "exited with code 1",
-    "exit": "exited with code 3",
-    "kill": "was killed by SIGKILL",
-}
+DEADLINE_S = 180.0
+SCRIPT = Path(user_script.__file__)
 
 
-@pytest.mark.parametrize("kind", DEATHS)
-@pytest.mark.parametrize("devices", [2, 3])
-def test_a_child_that_dies_ends_the_run_with_its_rank(kind, devices) -> None:
-    victim = devices - 1
-    result = run_script(VICTIM, [str(victim), kind, "custom_ddp", str(devices)], timeout_s=DEADLINE_S)
-    assert result.returncode == 1
-    assert result.stdout.count("FAULT FIRED") == 1
-    assert "WITNESS rank 0 PeerFailure" in result.stdout
-    assert f"PeerFailure: rank {victim} (host {socket.gethostname()}, pid " in result.stderr
-    if kind == "raise":
-        assert result.stderr.rstrip().endswith("ValueError: expected 3 channels, got 1")
-        assert f"WITNESS rank {victim} ValueError" in result.stdout
-    else:
-        assert f"the process {DEATHS[kind]}" in result.stderr.splitlines()[-1]
+def train(folder: Path, *args: str, **more: Any) -> ScriptResult:
+    """Runs a user's program that trains one epoch on two ranks."""
+    return run_script(SCRIPT, [*order(folder), *args], timeout_s=DEADLINE_S, **more)
 
 
-@pytest.mark.parametrize("place", ["in-foreground", "in-background"])
-def test_children_unwind_when_the_launching_rank_fails(place) -> None:
-    result = run_script(VICTIM, ["0", "raise", "custom_ddp", "3", place], timeout_s=DEADLINE_S)
-    assert result.returncode == 1
-    assert "ValueError: expected 3 channels, got 1" in result.stderr
-    for rank in (1, 2):
-        assert f"WITNESS rank {rank} PeerFailure" in result.stdout
-    assert result.stderr.rstrip().endswith("ValueError: expected 3 channels, got 1")
+def require_trained(folder: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
+    """What each rank noted at its end; all have made all steps, and have the same weights."""
+    notes = read_notes(folder)
+    ends = [notes[f"finally-{rank}"] for rank in range(num_ranks)]
+    assert [end["step"] for end in ends] == [STEPS] * num_ranks
+    assert all(end["weights"] == ends[0]["weights"] for end in ends)
+    assert not any(name.startswith("on_exception") for name in notes)
+    return ends
 
 
-@pytest.mark.parametrize(("kind", "code"), [("exit", 3), ("kill", -9)])
-def test_children_do_not_outlive_a_launching_rank_that_dies(kind, code) -> None:
-    arguments = ["0", kind, "custom_ddp", "2"]
-    result = run_script(VICTIM, arguments, timeout_s=DEADLINE_S, leftover_grace_s=30.0)
-    assert result.returncode == code
-    assert result.stdout.count("FAULT FIRED") == 1
-
-
-@pytest.mark.parametrize("strategy", ["custom_ddp_spawn", "custom_ddp_fork"])
-@pytest.mark.parametrize("kind", DEATHS)
-def test_a_worker_process_that_dies_ends_the_run_with_its_rank(strategy, kind) -> None:
-    result = run_script(VICTIM, ["1", kind, strategy, "2"], timeout_s=DEADLINE_S)
-    assert result.returncode == 1
-    assert result.stdout.count("FAULT FIRED") == 1
-    assert "PeerFailure: rank 1 (host " in result.stderr
-    if kind == "raise":
-        assert "ValueError: expected 3 channels, got 1" in result.stderr
-    else:
-        assert f"the process {DEATHS[kind]}" in result.stderr
-
-
-RECONCILE = """
-import sys
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-class Model(BoringModel):
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 3 and self.global_rank == 1:
-            self.trainer.strategy.reconciliate_processes("Traceback of mine\\nthe disk is full")
-
-if __name__ == "__main__":
-    pl.Trainer(
-        strategy="custom_ddp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Model())
-"""
-
-
-def test_reconciliate_processes_ends_the_run_with_its_trace() -> None:
-    result = run_script(RECONCILE, timeout_s=DEADLINE_S)
-    assert result.returncode == 1
-    report = result.stderr.rpartition("lightning_ddp: ")[2]
-    assert report.startswith("rank 1 (node 0, host ")
-    assert report.rstrip().endswith("Traceback of mine\nthe disk is full")
-
-
-def test_the_environment_switches_reconciliation_off() -> None:
-    result = run_script(
-        VICTIM, ["1", "kill", "custom_ddp", "2"], {"PL_RECONCILE_PROCESS": "0"}, timeout_s=DEADLINE_S
-    )
-    assert result.returncode == 1
-    assert "lightning_ddp: rank" not in result.stderr
-    assert "WITNESS rank 0" in result.stdout  # told by its own launcher, or by the broken connection
-
-
-HANG = """
-import os, sys, threading
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-class Model(BoringModel):
-    def on_train_start(self):
-        os.write(1, b"READY %d" % os.getpid() + os.linesep.encode())  # one write: two ranks share the pipe
-        threading.Event().wait()
-
-if __name__ == "__main__":
-    pl.Trainer(
-        strategy=sys.argv[1], accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Model())
-"""
-
-
-@pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn", "custom_ddp_fork"])
-def test_processes_vanish_with_a_launcher_that_is_killed(strategy, tmp_path) -> None:
-    script = tmp_path / "hang.py"
-    script.write_text(HANG)
-    launcher = subprocess.Popen(
-        [sys.executable, str(script), strategy], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        assert launcher.stdout is not None
-        pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
-        ranks = [psutil.Process(pid) for pid in pids if pid != launcher.pid]
-        assert ranks
-        launcher.kill()
-        launcher.wait(DEADLINE_S)
-        _, alive = psutil.wait_procs(ranks, timeout=60)
-        assert not alive
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.wait(DEADLINE_S)
-        launcher.stdout.close()
-
-
-TRAIN = """
-import os, sys
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-if __name__ == "__main__":
-    trainer = pl.Trainer(
-        strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    trainer.fit(BoringModel())
-    words = "TRAINED", trainer.global_rank, os.environ["MASTER_PORT"], sys.argv[1:]
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # one write: the other rank prints as well
-"""
-
-
-def test_a_named_port_in_use_is_an_error_that_names_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = run_script(TRAIN, env={"MASTER_PORT": str(port)}, timeout_s=DEADLINE_S)
-    assert result.returncode == 1
-    assert f"RendezvousError: port {port} on 127.0.0.1, named by MASTER_PORT, is in use" in result.stderr
-    assert "TRAINED" not in result.stdout
-
-
-def test_without_a_named_port_a_free_one_is_taken_and_arguments_reach_the_children() -> None:
-    result = run_script(TRAIN, ["--x", "a b"], timeout_s=DEADLINE_S).check()
-    lines = sorted(line for line in result.stdout.splitlines() if line.startswith("TRAINED"))
-    assert len(lines) == 2
-    assert {line.split()[2] for line in lines} != {"29500"}
-    assert len({line.split()[2] for line in lines}) == 1
-    assert all("['--x', 'a b']" in line for line in lines)
-
-
-def test_forkserver_trains_as_well(tmp_path) -> None:
-    script = TRAIN.replace(
-        'strategy="custom_ddp"', 'strategy=lightning_ddp.CustomDDPStrategy(start_method="forkserver")'
-    )
-    script = script.replace('os.environ["MASTER_PORT"]', "trainer.world_size")
-    result = run_script(script, timeout_s=DEADLINE_S).check()
-    assert "TRAINED 0 2 []" in result.stdout
-
-
-def test_processes_that_slurm_started_are_joined_and_none_is_added(tmp_path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            variables = {
-                "SLURM_NTASKS": "2",
-                "SLURM_NTASKS_PER_NODE": "2",
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(rank),
-                "SLURM_NODEID": "0",
-                "SLURM_NODELIST": "localhost",
-                "SLURM_JOB_ID": "1",
-                "SLURM_JOB_NAME": "train",
-                "MASTER_PORT": str(port),
-            }
-            process = subprocess.Popen(
-                [sys.executable, str(script)],
-                env={**os.environ, **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            ranks.append(stack.enter_context(process))  # closes its pipe
-            stack.callback(process.kill)
-        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    for rank, output in enumerate(outputs):
-        assert output.count("TRAINED") == 1
-        assert f"TRAINED {rank} {port} []" in output
+def test_a_script_is_run_again_with_its_arguments_and_a_free_port_is_taken(tmp_path) -> None:
+    train(tmp_path, "--x", "a b", fresh=True).check()
+    ends = require_trained(tmp_path)
+    assert [end["arguments"] for end in ends] == [["--x", "a b"]] * 2
+    assert {end["port"] for end in ends} != {"29500"}
+    assert ends[0]["port"] == ends[1]["port"]
+    assert ends[0]["pid"] != ends[1]["pid"]
 
 
 def test_a_module_is_run_again_as_a_module(tmp_path) -> None:
     package = tmp_path / "some_app"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "train.py").write_text("from some_app import __path__\n" + TRAIN)
-    result = subprocess.run(
-        [sys.executable, "-m", "some_app.train"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("TRAINED") == 2
+    (package / "train.py").write_text(SCRIPT.read_text() + "\nfrom . import __path__\n")
+    run_script("some_app.train", order(tmp_path), is_module=True, cwd=tmp_path, timeout_s=DEADLINE_S).check()
+    require_trained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fresh"),
+    [
+        ("custom_ddp_spawn", True),
+        ("custom_ddp_fork", True),
+        ("custom_ddp_notebook", False),
+        ({"start_method": "forkserver"}, False),
+    ],
+    ids=["spawn", "fork", "notebook", "forkserver"],
+)
+def test_processes_are_made_in_other_ways_as_well(tmp_path, strategy, fresh) -> None:
+    arguments = order(tmp_path, strategy=strategy)
+    run_script(SCRIPT, arguments, timeout_s=DEADLINE_S, fresh=fresh).check()
+    notes = read_notes(tmp_path)
+    assert [notes[f"trained-{rank}"]["step"] for rank in range(2)] == [STEPS] * 2
+    assert notes["trained-0"]["pid"] != notes["trained-1"]["pid"]
+
+
+def test_processes_that_slurm_started_are_joined_and_none_is_added(tmp_path) -> None:
+    variables = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "train",
+        "MASTER_PORT": str(free_port()),
+    }
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for rank in range(2):
+            env = {**variables, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            run = start_script(SCRIPT, order(tmp_path, pause="fit"), env, fresh=True)
+            runs.append(stack.enter_context(run))
+        notes = wait_for_notes(runs[0], tmp_path, ["ready-0", "ready-1"])
+        assert [notes[f"ready-{rank}"]["pid"] for rank in range(2)] == [run.pid for run in runs]
+        assert [[process.pid for process in run.processes()] for run in runs] == [[run.pid] for run in runs]
+        (tmp_path / "go").touch()
+        for run in runs:
+            run.wait(DEADLINE_S).check()
+    assert {end["port"] for end in require_trained(tmp_path)} == {variables["MASTER_PORT"]}
+
+
+def test_a_named_port_in_use_is_an_error_that_names_it(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = train(tmp_path, env={"MASTER_PORT": str(port)})
+    assert result.returncode == 1
+    assert f"RendezvousError: port {port} on 127.0.0.1, named by MASTER_PORT, is in use" in result.stderr
+    assert "metrics-0" not in read_notes(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn", "custom_ddp_fork"])
+def test_processes_vanish_with_a_launcher_that_is_killed(strategy, tmp_path) -> None:
+    with start_script(SCRIPT, order(tmp_path, strategy=strategy, pause="fit")) as script:
+        notes = wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
+        assert {notes[f"ready-{rank}"]["pid"] for rank in range(2)} - {script.pid}
+        os.kill(script.pid, signal.SIGKILL)
+        assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("is_in_background", [False, True])
+def test_children_unwind_when_the_launching_rank_fails(is_in_background, tmp_path) -> None:
+    options = {"trainer": {"devices": 3}, "is_in_background": is_in_background}
+    arguments = order(tmp_path, fault="exception", rank=0, **options)
+    result = run_script(SCRIPT, arguments, timeout_s=DEADLINE_S)
+    assert result.returncode == 1
+    notes = read_notes(tmp_path)
+    assert [notes[f"on_exception-{rank}"]["kind"] for rank in (1, 2)] == ["PeerFailure"] * 2
+    assert {"finally-1", "finally-2"} <= notes.keys()
+    assert result.stderr.rstrip().endswith("ValueError: expected 3 channels, got 1")
 
 
 @pytest.mark.parametrize(

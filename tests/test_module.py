@@ -72,6 +72,22 @@ def test_a_pickle_needs_a_default_group(tmp_path) -> None:
     run_threads(rank_main, 1)
 
 
+def accumulate_grad(parameter: torch.Tensor):
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
+def test_no_node_of_autograd_outlives_its_step_so_the_stream_of_the_construction_does_not_matter() -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(net(), process_group=group)
+        for _ in range(2):  # before the first step and after it
+            for parameter in model.parameters():
+                accumulate_grad(parameter).metadata["is_seen"] = True
+                assert "is_seen" not in accumulate_grad(parameter).metadata
+            model(torch.ones(2, 4)).sum().backward()
+
+    run_threads(rank_main, 1)
+
+
 def test_after_teardown_the_module_is_on_its_own() -> None:
     def rank_main(rank, world_size, group):
         model = BucketedDDP(net(), process_group=group)
@@ -106,6 +122,36 @@ def test_arguments_that_cannot_be_used_are_named(arguments, error, message) -> N
             BucketedDDP(**given)
 
     run_threads(rank_main, 1)
+
+
+class DenseOnly:
+    """Says that it is NCCL, and is bound to a device; refused before anything communicates."""
+
+    bound_device_id = None
+
+    def name(self) -> str:
+        return "nccl"
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def test_gradients_that_the_backend_cannot_reduce_are_refused_at_wrapping() -> None:
+    group = DenseOnly()
+    text = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    with pytest.raises(ConfigurationError, match=r"'0\.weight' are sparse, .* nccl reduces dense"):
+        BucketedDDP(text, process_group=group)
+    text[0].weight.requires_grad_(False)
+    model = BucketedDDP(text, process_group=group, init_sync=False)
+    group.bound_device_id = torch.device("cpu", 1)
+    message = r"the module is on cpu, and .* bound to cpu:1 .*: '1\.weight', .* without device_id"
+    with pytest.raises(ConfigurationError, match=message):
+        BucketedDDP(text, process_group=group)
+    with pytest.raises(ConfigurationError, match=message):
+        model.update_process_group(group)
 
 
 def test_without_any_group_the_error_says_what_to_call() -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import RunningScript, start_script
 from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, two_namespaces
-from harness.preloaded import Preloaded, PreloadedResult, preloaded
 from test_hydra import TESTS, Node, Note, Run
 
 TRAIN = TESTS / "hydra_app" / "train.py"
@@ -22,10 +23,28 @@ TIMEOUT_S = 150.0
 NOBODY = "192.0.2.1"  # an address that RFC 5737 keeps for examples
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[Preloaded]:
-    with preloaded("launch_script") as process:
-        yield process
+pytestmark = pytest.mark.xdist_group("nodes")  # they share what the fixtures make
+
+FIT = """
+import json, sys
+from datetime import timedelta
+import pytorch_lightning as pl
+from hydra_app.training import fit, note
+from pytorch_lightning.plugins.environments import KubeflowEnvironment
+import lightning_ddp
+
+if __name__ == "__main__":
+    name, options, gate = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+    if gate:
+        open(gate).close()  # a named pipe: waits until somebody writes
+    if "timeout_s" in options:
+        timeout = timedelta(seconds=options.pop("timeout_s"))
+        options["strategy"] = lightning_ddp.CustomDDPStrategy(timeout=timeout)
+    if options.pop("is_kubeflow", False):
+        options["plugins"] = KubeflowEnvironment()
+    pl.seed_everything(7)  # as the program of the other tests
+    note(name, fit(**options))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,33 +53,32 @@ def network() -> Iterator[None]:
         yield
 
 
-def order(folder: Path, name: str, environment: dict[str, str] | None = None, **more: Any) -> list[str]:
-    everything = {"NOTES": str(folder), **(environment or {})}
-    return [json.dumps({"name": name, "environment": everything, **more})]
+def start_fit(
+    folder: Path,
+    name: str,
+    env: dict[str, str] | None = None,
+    namespace: str | None = None,
+    gate: str = "",
+    **options: Any,
+) -> AbstractContextManager[RunningScript]:
+    variables = {**(env or {}), "NOTES": str(folder), "PYTHONPATH": str(TESTS)}
+    return start_script(FIT, [name, json.dumps(options), gate], variables, namespace=namespace)
 
 
 def notes_in(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem.rpartition("-")[0]: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def require_success(result: PreloadedResult) -> None:
-    assert result.exit_code == 0, result.stderr[-4000:]
-    assert not result.left
-
-
 @pytest.fixture(scope="module")
-def single_node(process: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def single_node(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The weights that four ranks on one node train."""
     folder = tmp_path_factory.mktemp("single")
-    require_success(process.run(order(folder, "it", fit={"lr": 0.25, "devices": 4}), timeout_s=TIMEOUT_S))
+    with start_fit(folder, "it", lr=0.25, devices=4) as run:
+        run.wait(TIMEOUT_S).check()
     notes = notes_in(folder)
     weights: list[float] = notes["it-0"]["weights"]
     assert all(notes[f"it-{rank}"]["weights"] == weights for rank in range(4))
     return weights
-
-
-def python_on(node: int) -> tuple[str, ...]:
-    return ("ip", "netns", "exec", NAMESPACES[node], sys.executable)
 
 
 def require_two_nodes(notes: dict[int, Note], weights: list[float]) -> None:
@@ -76,7 +94,8 @@ def require_two_nodes(notes: dict[int, Note], weights: list[float]) -> None:
 def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node, tmp_path) -> None:
     nodes = [
         Node(
-            python=python_on(node),
+            fresh=True,
+            namespace=NAMESPACES[node],
             env={"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "NODE_RANK": str(node)},
             cwd=f"disk {node}",
         )
@@ -95,7 +114,7 @@ def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node,
 def test_torchrun_with_a_c10d_rendezvous_trains_what_one_node_does(network, single_node, tmp_path) -> None:
     nodes = [
         Node(
-            python=python_on(node),
+            namespace=NAMESPACES[node],
             launcher=(
                 *TORCHRUN,
                 "--nnodes=2",
@@ -125,7 +144,7 @@ def test_torchrun_with_a_c10d_rendezvous_trains_what_one_node_does(network, sing
 
 def test_torchrun_starts_all_again_after_a_failure(network, tmp_path) -> None:
     static = (f"--master-port={PORT}", "--master-addr=127.0.0.1", "--nnodes=1", "--max-restarts=1")
-    node = Node(python=python_on(0), launcher=(*TORCHRUN, *static))
+    node = Node(namespace=NAMESPACES[0], launcher=(*TORCHRUN, *static))
     run = Run(tmp_path, TRAIN, ["fault=first attempt", "num_fits=2"], nodes=[node]).check()
     assert run.result.stderr.count("FAULT FIRED") == 1
     (notes,) = run.jobs().values()
@@ -171,19 +190,18 @@ def test_tasks_of_slurm_that_submitit_has_submitted_train_what_one_node_does(
     assert (folder / "train.log").read_text().count("a line of rank") == 1
 
 
-def test_twenty_jobs_that_start_at_the_same_moment_all_finish_without_a_port(process, tmp_path) -> None:
+def test_twenty_jobs_that_start_at_the_same_moment_all_finish_without_a_port(tmp_path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    runs = [
-        process.start(order(tmp_path, f"job{number}", gate=str(gate), fit={"lr": (number + 1) / 100}))
-        for number in range(NUM_JOBS)
-    ]
-    opened = os.open(gate, os.O_RDWR)  # stays open: one that comes late passes as well
-    try:
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(start_fit(tmp_path, f"job{number}", gate=str(gate), lr=(number + 1) / 100))
+            for number in range(NUM_JOBS)
+        ]
+        opened = os.open(gate, os.O_RDWR)  # stays open: one that comes late passes as well
+        stack.callback(os.close, opened)
         for run in runs:
-            require_success(run.wait(TIMEOUT_S))
-    finally:
-        os.close(opened)
+            run.wait(TIMEOUT_S).check()
     notes = notes_in(tmp_path)
     assert sorted(notes) == sorted(f"job{number}-{rank}" for number in range(NUM_JOBS) for rank in range(2))
     weights = []
@@ -195,20 +213,21 @@ def test_twenty_jobs_that_start_at_the_same_moment_all_finish_without_a_port(pro
     assert weights in (sorted(weights), sorted(weights, reverse=True))  # a job's own learning rate
 
 
-def test_pods_of_kubeflow_are_joined(process, network, tmp_path) -> None:
-    runs = []
-    for rank in range(2):
-        environment = {
-            "KUBERNETES_PORT": "tcp://127.0.0.1:443",
-            "MASTER_ADDR": ADDRESSES[0],
-            "MASTER_PORT": str(PORT),
-            "WORLD_SIZE": "2",
-            "RANK": str(rank),
-        }
-        place = {"namespace": NAMESPACES[rank], "fit": {"devices": 1, "num_nodes": 2}}
-        runs.append(process.start(order(tmp_path, "pod", environment, **place)))
-    for run in runs:
-        require_success(run.wait(TIMEOUT_S))
+def test_pods_of_kubeflow_are_joined(network, tmp_path) -> None:
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for rank in range(2):
+            env = {
+                "KUBERNETES_PORT": "tcp://127.0.0.1:443",
+                "MASTER_ADDR": ADDRESSES[0],
+                "MASTER_PORT": str(PORT),
+                "WORLD_SIZE": "2",
+                "RANK": str(rank),
+            }
+            options = {"is_kubeflow": True, "devices": 1, "num_nodes": 2}
+            runs.append(stack.enter_context(start_fit(tmp_path, "pod", env, NAMESPACES[rank], **options)))
+        for run in runs:
+            run.wait(TIMEOUT_S).check()
     notes = notes_in(tmp_path)
     assert [notes[f"pod-{rank}"]["interface"] for rank in range(2)] == list(INTERFACES)
     assert notes["pod-0"]["weights"] == notes["pod-1"]["weights"]
@@ -252,14 +271,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_place_that_is_described_wrongly_is_an_error_and_no_hang(process, tmp_path, what) -> None:
-    environment, num_nodes, messages = WRONG[what]
-    result = process.run(
-        order(tmp_path, "wrong", environment, timeout_s=2.0, fit={"num_nodes": num_nodes}),
-        timeout_s=TIMEOUT_S,
-    )
-    assert result.exit_code == 1
-    assert not result.left
+def test_a_place_that_is_described_wrongly_is_an_error_and_no_hang(tmp_path, what) -> None:
+    env, num_nodes, messages = WRONG[what]
+    with start_fit(tmp_path, "wrong", env, timeout_s=2.0, num_nodes=num_nodes) as run:
+        result = run.wait(TIMEOUT_S)
+    assert result.returncode == 1
     assert not notes_in(tmp_path)
     for message in messages:
         assert message in result.stderr, result.stderr[-4000:]

@@ -40,6 +40,7 @@ STRATEGIES = {
     "spawn": "custom_ddp_spawn",
     "fork": "custom_ddp_fork",
 }
+pytestmark = pytest.mark.xdist_group("parity_trainer")  # they share what the fixtures make
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TIMEOUT_S = 170
 
@@ -59,7 +60,7 @@ class Launch:
 def launch(strategy: str, cases: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Launch:
     out = folder / "results.pt"
     args = ["--strategy", strategy, "--cases", ",".join(cases), "--out", str(out)]
-    script = run_script(SCRIPT, args, timeout_s=TIMEOUT_S, launcher=launcher, cwd=folder, hidden_packages=())
+    script = run_script(SCRIPT, args, timeout_s=TIMEOUT_S, launcher=launcher, cwd=folder)
     return Launch(script=script, results=torch.load(out) if out.exists() else {})
 
 

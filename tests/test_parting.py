@@ -63,4 +63,4 @@ del tensor
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's scheduling of threads")
 def test_a_backend_that_is_late_does_not_abort_the_exit(tmp_path):
-    run_script(SCRIPT, [str(tmp_path / "store")], timeout_s=120)
+    run_script(SCRIPT, [str(tmp_path / "store")], timeout_s=120, fresh=True).check()

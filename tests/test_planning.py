@@ -45,6 +45,7 @@ def test_no_plan_ends_sooner_and_none_with_fewer_buckets_ends_as_soon(times: Bac
             assert times.finish_s(other) > finish_s - 1e-9
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(backward_times())
 def test_a_plan_with_fewer_buckets_is_taken_if_it_ends_a_little_later(times: BackwardTimes) -> None:
@@ -78,6 +79,7 @@ def test_the_time_of_a_plan_is_that_of_the_closed_form() -> None:
     assert fast.finish_s([1, 2]) == 5.5
 
 
+@pytest.mark.slow
 def test_a_safe_plan_stays_good_where_the_transport_is_slower_than_measured() -> None:
     times = BackwardTimes(
         ready_s=tuple(range(1, 101)),

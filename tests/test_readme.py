@@ -58,14 +58,10 @@ def rows_of_table(heading: str) -> list[str]:
     return [name for row in table[1].splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
 
 
-def test_every_block_is_found():
+def test_every_block_is_found_and_its_note_understood():
     assert len(BLOCKS) == README.count("```") / 2
-    assert len(PYTHON_BLOCKS) == 8
-    assert {block.note for block in BLOCKS} == {
-        "",
-        "needs: 8 GPUs",
-        "run with: torchrun --standalone --nproc-per-node 2",
-    }
+    assert PYTHON_BLOCKS
+    assert [block.note for block in BLOCKS if block.note and not (block.num_gpus or block.launcher)] == []
 
 
 @pytest.mark.parametrize("block", [b for b in PYTHON_BLOCKS if b.num_gpus <= torch.cuda.device_count()])
@@ -98,13 +94,13 @@ def test_every_file_of_a_command_exists():
     files = [
         word for command in COMMANDS for word in shlex.split(command) if re.search(r"/.+\.(py|txt)$", word)
     ]
-    assert len(files) == 10
+    assert files
     assert [name for name in files if not (ROOT / name).is_file()] == []
 
 
 def test_every_command_of_the_package_is_one_that_it_has():
     ours = [command for command in COMMANDS if command.startswith("python -m lightning_ddp ")]
-    assert len(ours) == 12
+    assert ours
     for command in ours:
         build_parser().parse_args(shlex.split(command)[3:])
 

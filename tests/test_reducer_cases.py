@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -500,22 +501,41 @@ MISSING = {
 ALL_NAMES = set().union(*MISSING.values())
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [None, ONE_BUCKET_EACH_MB], ids=["one bucket", "one each"])
-@pytest.mark.parametrize(
-    "skip_by_rank",
-    [
-        {0: {"left"}, 1: {"left"}},
-        {0: {"left", "right", "last"}, 1: {"left", "right", "last"}},
-        {1: {"left"}},
-        {0: {"last"}},
-        {0: {"first"}},
-        {0: {"left"}, 1: {"right", "last"}},
-    ],
-    ids=["both", "both three layers", "rank 1", "rank 0 the last", "rank 0 the first", "different ones"],
-)
-def test_missing_gradients_are_an_error_on_every_rank_in_that_step(skip_by_rank, bucket_cap_mb):
-    options = {"bucket_cap_mb": bucket_cap_mb}
-    answers = run_threads(steps_with_missing, 2, skip_by_rank, options, timeout_s=20, collective_s=3.0)
+SKIPPED = {
+    "both": {0: {"left"}, 1: {"left"}},
+    "both three layers": {0: {"left", "right", "last"}, 1: {"left", "right", "last"}},
+    "rank 1": {1: {"left"}},
+    "rank 0 the last": {0: {"last"}},
+    "rank 0 the first": {0: {"first"}},
+    "different ones": {0: {"left"}, 1: {"right", "last"}},
+}
+CAPS = {"one bucket": None, "one each": ONE_BUCKET_EACH_MB}
+
+
+@pytest.fixture(scope="module")
+def faulty_runs():
+    """All cases at once: a collective that one rank has left pending holds its group to its time limit."""
+    with ThreadPoolExecutor(len(SKIPPED) * len(CAPS)) as pool:
+        yield {
+            (skipped, cap): pool.submit(
+                run_threads,
+                steps_with_missing,
+                2,
+                skip_by_rank,
+                {"bucket_cap_mb": bucket_cap_mb},
+                timeout_s=20,
+                collective_s=3.0,
+            )
+            for skipped, skip_by_rank in SKIPPED.items()
+            for cap, bucket_cap_mb in CAPS.items()
+        }
+
+
+@pytest.mark.xdist_group("missing gradients")
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("skipped", SKIPPED)
+def test_missing_gradients_are_an_error_on_every_rank_in_that_step(faulty_runs, skipped, cap):
+    answers, skip_by_rank = faulty_runs[skipped, cap].result(), SKIPPED[skipped]
     expected = [set().union(*(MISSING[layer] for layer in skip_by_rank.get(rank, ()))) for rank in range(2)]
     for answer in answers:
         assert answer is not None, "the step passed without an error"
@@ -687,3 +707,38 @@ def steps_around_a_user_error(rank, world_size, group, faulty_step, options):
 def test_a_step_after_an_exception_in_backward_is_clean(faulty_step, bucket_cap_mb, as_view):
     options = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": as_view}
     assert run_threads(steps_around_a_user_error, 2, faulty_step, options) == [1, 1]
+
+
+# ---------------------------------------------------------------- several threads of autograd
+
+
+class SlowEngine:
+    """Stands for autograd's engine in the thread that begins a backward, and stays there for a while."""
+
+    def __init__(self) -> None:
+        self.is_inside, self.other_has_returned = threading.Event(), threading.Event()
+        self.num_calls = 0
+        self.was_overtaken = False
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        self.num_calls += 1
+        self.is_inside.set()
+        self.was_overtaken = self.other_has_returned.wait(0.5)
+
+
+def begin_in_two_threads(rank, world_size, group, engine):
+    reducer = BucketedDDP(nn.Linear(2, 2), process_group=group).reducer
+    reducer.arm()
+    first = threading.Thread(target=reducer.begin)
+    first.start()
+    assert engine.is_inside.wait(20)
+    reducer.begin()
+    engine.other_has_returned.set()
+    first.join(20)
+    return reducer.step, engine.num_calls, engine.was_overtaken
+
+
+def test_of_the_threads_of_several_devices_one_begins_the_backward_and_the_others_wait(monkeypatch):
+    engine = SlowEngine()
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+    assert run_threads(begin_in_two_threads, 1, engine) == [(0, 1, False)]

@@ -250,6 +250,7 @@ SPECS: tuple[Any, ...] = (
 )
 
 
+@pytest.mark.slow
 def test_a_traced_hook_sends_what_the_hook_sends() -> None:
     def rank_main(rank: int, world_size: int, process_group: Any) -> list[int]:
         sent = []

@@ -417,7 +417,7 @@ def test_ranks_without_enough_memory_use_gloo_all_alike_and_say_so_once() -> Non
     (first, logged, told), (second, logged_by_second, _) = run_ranks(gradient_with_too_little_memory, 2)
     assert first == second == [1.5]
     assert len(logged) == 1
-    assert "by gloo and not by shared memory: rank 1: no 641600 bytes" in logged[0]
+    assert "by gloo and not by shared memory: rank 1: no 642048 bytes" in logged[0]
     assert not logged_by_second
     assert "Use 'auto'" in told
 

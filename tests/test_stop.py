@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,55 +15,50 @@ from typing import Any
 
 import pytest
 import torch
-from harness.preloaded import Preloaded, PreloadedRun, preloaded
-from test_failures import read_notes
+import user_script
+from harness import RunningScript, free_port, run_script, start_script
+from user_script import STEPS, order, read_notes, wait_for_notes
 
-TIMEOUT_S = 60.0
-SOON_S = 15.0  # 2 s is what is promised, on a machine that is not busy; less than any grace period
-GRACE_S = 3.0
+SCRIPT = Path(user_script.__file__)
+TIMEOUT_S = 120.0
+SOON_S = 30.0  # 2 s is what is promised, on a machine that is not busy; less than any grace period
+LONG_S = 60.0
+GRACE_S = 1.0
+
+
+def train(folder: Path, **more: Any) -> dict[str, Any]:
+    """What the ranks of a run that nobody disturbs note."""
+    run_script(SCRIPT, order(folder, **more), timeout_s=TIMEOUT_S).check()
+    return read_notes(folder)
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[Preloaded]:
-    with preloaded("stop_script") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def undisturbed(process: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """World size -> what the ranks of an undisturbed run note."""
 
     @functools.cache
     def notes(world_size: int) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("undisturbed")
-        result = process.run(["", str(folder), "", str(world_size)], timeout_s=TIMEOUT_S)
-        assert result.exit_code == 0, result.stderr
-        return read_notes(folder)
+        return train(tmp_path_factory.mktemp("undisturbed"), trainer={"devices": world_size})
 
     return notes
 
 
-def wait_until_ready(folder: Path, world_size: int) -> dict[int, int]:
+@contextlib.contextmanager
+def started(
+    folder: Path, pause: str, world_size: int = 2, grace_s: float = LONG_S
+) -> Iterator[tuple[RunningScript, dict[int, int]]]:
+    """A run whose ranks all wait in `pause`, and their process ids."""
+    strategy = {"failure_grace_s": grace_s}
+    arguments = order(folder, pause=pause, trainer={"devices": world_size}, strategy=strategy)
+    with start_script(SCRIPT, arguments) as run:
+        yield run, wait_until_ready(run, folder, world_size)
+
+
+def wait_until_ready(run: RunningScript, folder: Path, world_size: int) -> dict[int, int]:
     """Rank -> process id, once all ranks have paused."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        notes = read_notes(folder)
-        if {f"ready-{rank}" for rank in range(world_size)} <= notes.keys():
-            return {rank: notes[f"ready-{rank}"]["pid"] for rank in range(world_size)}
-        assert time.monotonic() < deadline, notes
-
-
-def start(
-    process: Preloaded, wait_at: str, folder: Path, world_size: int = 2
-) -> tuple[PreloadedRun, dict[int, int]]:
-    run = process.start([wait_at, str(folder), "", str(world_size)])
-    return run, wait_until_ready(folder, world_size)
-
-
-def report_seconds(begin: float) -> float:
-    seconds = time.monotonic() - begin
-    print(f"all ended {seconds:.2f} s after the signal")
-    return seconds
+    names = [f"ready-{rank}" for rank in range(world_size)]
+    notes = wait_for_notes(run, folder, names)
+    return {rank: notes[name]["pid"] for rank, name in enumerate(names)}
 
 
 @pytest.mark.parametrize(
@@ -71,26 +66,22 @@ def report_seconds(begin: float) -> float:
     [("fit", 0, 2), ("fit", 1, 2), ("validation", 0, 2), ("validation", 1, 2), ("fit", 2, 4)],
 )
 def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
-    process, undisturbed, tmp_path, moment, rank, world_size
+    undisturbed, tmp_path, moment, rank, world_size
 ) -> None:
-    run, pids = start(process, moment, tmp_path, world_size)
-    os.kill(pids[rank], signal.SIGTERM)
-    (tmp_path / "go").touch()
-    result = run.wait(TIMEOUT_S)
+    with started(tmp_path, moment, world_size) as (run, pids):
+        os.kill(pids[rank], signal.SIGTERM)
+        (tmp_path / "go").touch()
+        run.wait(TIMEOUT_S).check()
     notes = read_notes(tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert result.left == []
     kinds = [notes[f"on_exception-{r}"]["kind"] for r in range(world_size)]
     assert kinds == ["SIGTERMException"] * world_size
     (step,) = {notes[f"finally-{r}"]["step"] for r in range(world_size)}
-    assert 4 <= step < 12, "stopped before the end"
+    assert 4 <= step < STEPS, "stopped before the end"
 
     resumed = tmp_path / "resumed"
     resumed.mkdir()
-    arguments = ["", str(resumed), str(tmp_path / "stopped.ckpt"), str(world_size)]
-    result = process.run(arguments, timeout_s=TIMEOUT_S)
-    assert result.exit_code == 0, result.stderr
-    after_notes = read_notes(resumed)
+    checkpoint = str(tmp_path / "stopped.ckpt")
+    after_notes = train(resumed, checkpoint=checkpoint, trainer={"devices": world_size})
     for r in range(world_size):
         before = json.loads(notes[f"finally-{r}"]["losses"])
         after = json.loads(after_notes[f"finally-{r}"]["losses"])
@@ -98,50 +89,44 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
         assert before | after == json.loads(undisturbed(world_size)[f"finally-{r}"]["losses"])
 
 
-def test_a_second_sigterm_ends_the_process_at_once(process, tmp_path) -> None:
-    run, pids = start(process, "fit", tmp_path)
-    os.kill(pids[1], signal.SIGTERM)
-    deadline = time.monotonic() + TIMEOUT_S
-    while "sigterm-1" not in read_notes(tmp_path):  # a second one would merge with a first that is pending
-        assert time.monotonic() < deadline
-    os.kill(pids[1], signal.SIGTERM)
-    result = run.wait(TIMEOUT_S)
-    assert result.exit_code == 1
+def test_a_second_sigterm_ends_the_process_at_once(tmp_path) -> None:
+    with started(tmp_path, "fit") as (run, pids):
+        os.kill(pids[1], signal.SIGTERM)
+        wait_for_notes(run, tmp_path, ["sigterm-1"])  # a second one would merge with a pending one
+        os.kill(pids[1], signal.SIGTERM)
+        result = run.wait(TIMEOUT_S)
+    assert result.returncode == 1
     assert "second SIGTERM, ending" in result.stderr
     assert read_notes(tmp_path)["on_exception-0"]["rank"] == 1
-    assert result.left == []
 
 
-def test_ctrl_c_twice_means_now(process, tmp_path) -> None:
-    run, _ = start(process, "fit", tmp_path)
-    (tmp_path / "hang").touch()
-    os.killpg(run.pid, signal.SIGINT)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not {"hanging-0", "hanging-1"} <= read_notes(tmp_path).keys():
-        assert time.monotonic() < deadline
-    handlers = Path(f"/proc/{run.pid}/status")
-    while int(re.search(r"SigIgn:\s*(\w+)", handlers.read_text())[1], 16) & (1 << (signal.SIGINT - 1)):
-        assert time.monotonic() < deadline, "SIGINT stays ignored"
-    begin = time.monotonic()
-    os.killpg(run.pid, signal.SIGINT)
-    result = run.wait(TIMEOUT_S, leftover_grace_s=5.0)
-    assert report_seconds(begin) < SOON_S
-    assert result.exit_code == 130
-    assert result.left == []
+def test_ctrl_c_twice_means_now(tmp_path) -> None:
+    with started(tmp_path, "fit") as (run, _):
+        (tmp_path / "hang").touch()
+        os.killpg(run.pid, signal.SIGINT)
+        wait_for_notes(run, tmp_path, ["hanging-0", "hanging-1"])
+        handlers = Path(f"/proc/{run.pid}/status")
+        ignored = re.compile(r"SigIgn:\s*(\w+)")
+        bit = 1 << (signal.SIGINT - 1)
+        run.wait_until(lambda: not int(ignored.search(handlers.read_text())[1], 16) & bit)
+        begin = time.monotonic()
+        os.killpg(run.pid, signal.SIGINT)
+        result = run.wait(TIMEOUT_S)
+        assert time.monotonic() - begin < SOON_S
+    assert result.returncode == 130
 
 
 @pytest.mark.parametrize("whom", ["all", "launcher"])
-def test_ctrl_c_ends_all_soon(process, tmp_path, whom) -> None:
-    run, pids = start(process, "fit", tmp_path)
-    begin = time.monotonic()
-    if whom == "all":  # what a terminal does
-        os.killpg(run.pid, signal.SIGINT)
-    else:
-        os.kill(pids[0], signal.SIGINT)
-    result = run.wait(TIMEOUT_S)
-    assert report_seconds(begin) < SOON_S
-    assert result.exit_code == 1
-    assert result.left == []
+def test_ctrl_c_ends_all_soon(tmp_path, whom) -> None:
+    with started(tmp_path, "fit") as (run, pids):
+        begin = time.monotonic()
+        if whom == "all":  # what a terminal does
+            os.killpg(run.pid, signal.SIGINT)
+        else:
+            os.kill(pids[0], signal.SIGINT)
+        result = run.wait(TIMEOUT_S)
+        assert time.monotonic() - begin < SOON_S
+    assert result.returncode == 1
     notes = read_notes(tmp_path)
     kinds = [notes[f"on_exception-{rank}"]["kind"] for rank in range(2)]
     if whom == "all":  # a rank may hear of the other's interrupt before it has seen to its own
@@ -152,19 +137,16 @@ def test_ctrl_c_ends_all_soon(process, tmp_path, whom) -> None:
     assert "finally-1" in notes
 
 
-def test_a_process_that_does_not_end_within_the_grace_period_is_ended_with_its_stacks(
-    process, tmp_path
-) -> None:
+def test_a_process_that_does_not_end_within_the_grace_period_is_ended_with_its_stacks(tmp_path) -> None:
     (tmp_path / "hang").touch()
-    run, pids = start(process, "grace", tmp_path)
-    os.kill(pids[1], signal.SIGKILL)
-    begin = time.monotonic()
-    result = run.wait(TIMEOUT_S)
-    assert GRACE_S <= report_seconds(begin) < GRACE_S + SOON_S
-    assert result.left == []
-    assert result.exit_code == 1
+    with started(tmp_path, "fit", grace_s=GRACE_S) as (run, pids):
+        begin = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        result = run.wait(TIMEOUT_S)
+        assert GRACE_S <= time.monotonic() - begin < GRACE_S + SOON_S
+    assert result.returncode == 1
     assert "hanging-0" in read_notes(tmp_path)
-    assert "Timeout (0:00:03)!" in result.stderr
+    assert "Timeout (0:00:01)!" in result.stderr
     assert result.stderr.count("Thread 0x") + result.stderr.count("Current thread") >= 2, (
         "stacks of all threads"
     )
@@ -172,14 +154,12 @@ def test_a_process_that_does_not_end_within_the_grace_period_is_ended_with_its_s
     assert "finally-0" not in read_notes(tmp_path)
 
 
-def test_slurms_signal_to_one_rank_stops_all_saves_and_requeues_the_job_once(process, tmp_path) -> None:
+def test_slurms_signal_to_one_rank_stops_all_saves_and_requeues_the_job_once(tmp_path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     scontrol = tools / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
     scontrol.chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     variables = {
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
@@ -188,23 +168,23 @@ def test_slurms_signal_to_one_rank_stops_all_saves_and_requeues_the_job_once(pro
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NAME": "train",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "PATH": f"{tools}:{os.environ['PATH']}",
     }
-    runs = []
-    for rank in range(2):
-        environment = json.dumps({**variables, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
-        runs.append(process.start(["fit", str(tmp_path), "", "2", environment]))
-    pids = wait_until_ready(tmp_path, 2)
-    os.kill(pids[1], signal.SIGUSR1)
-    (tmp_path / "go").touch()
-    results = [run.wait(TIMEOUT_S) for run in runs]
-    context = "\n".join(result.stderr for result in results)
-    assert [result.exit_code for result in results] == [0, 0], context
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for rank in range(2):
+            env = {**variables, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            runs.append(stack.enter_context(start_script(SCRIPT, order(tmp_path, pause="fit"), env)))
+        pids = wait_until_ready(runs[0], tmp_path, 2)
+        os.kill(pids[1], signal.SIGUSR1)
+        (tmp_path / "go").touch()
+        for run in runs:
+            run.wait(TIMEOUT_S).check()
     notes = read_notes(tmp_path)
     assert [notes[f"on_exception-{rank}"]["kind"] for rank in range(2)] == ["SIGTERMException"] * 2
     (step,) = {notes[f"finally-{rank}"]["step"] for rank in range(2)}
-    assert 4 <= step < 12
+    assert 4 <= step < STEPS
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
     assert saved["global_step"] == step

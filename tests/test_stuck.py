@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import run_threads
-from harness.preloaded import Preloaded, preloaded
-from test_failures import read_notes
+import user_script
+from harness import run_script, run_threads
 from torch import nn
+from user_script import order, read_notes
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.comm import collectives
@@ -35,7 +37,7 @@ from lightning_ddp.reconcile.wire import LIMIT_BYTES, pack
 CPU = torch.device("cpu")
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class Member:
@@ -461,63 +463,73 @@ def test_a_malformed_account_is_taken_for_what_it_holds(message) -> None:
 # ---------------------------------------------------------------------- a Trainer with two processes
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[Preloaded]:
-    with preloaded("stuck_script") as process:
-        yield process
+SCRIPT = Path(user_script.__file__)
+POWERSGD = {"name": "powersgd", "start_step": 2, "rank": 1, "min_compression": 1}
+AVERAGING = {"name": "post_local_sgd", "start_step": 4, "period": 2}
 
 
-def test_a_fit_in_which_the_ranks_agree_is_not_disturbed(process, tmp_path) -> None:
+def test_a_fit_in_which_the_ranks_agree_is_not_disturbed(tmp_path) -> None:
     weights = []
-    for debug in ("detail", ""):
+    for debug in ("detail", None):
         folder = tmp_path / f"debug-{debug}"
         folder.mkdir()
-        result = process.run(["all", str(folder), debug], timeout_s=TIMEOUT_S)
-        assert result.exit_code == 0, result.stderr
-        assert result.left == []
-        weights += [read_notes(folder)[f"trained-{rank}"]["weight"] for rank in range(2)]
+        strategy = {"debug": debug, "ddp_comm_hook": POWERSGD, "model_averaging": AVERAGING}
+        arguments = order(folder, strategy=strategy, trainer={"max_epochs": 2}, validates=True)
+        run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S).check()
+        weights += [read_notes(folder)[f"finally-{rank}"]["weights"] for rank in range(2)]
     assert weights == [weights[0]] * 4
 
 
 @pytest.mark.parametrize(
-    ("way", "debug", "sentence"),
+    ("fault", "strategy", "sentence"),
     [
         (
             "barrier",
-            "detail",
+            {"debug": "detail"},
             "rank 1 is about to start barrier 'mine alone' at step 2 in training_step",
         ),
         (
             "shape",
-            "detail",
+            {"debug": "detail"},
             "rank 0 called all_reduce SUM of [2] float32 at step 2 in training_step; rank 1 called",
         ),
-        ("hang", "", "rank 1 waits for no collective at step 2 in training_step (stuck_script.py:"),
+        (
+            "hang",
+            {"timeout": 6.0},
+            "rank 1 waits for no collective at step 2 in training_step (user_script.py:",
+        ),
     ],
+    ids=["barrier", "shape", "hang"],
 )
 def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(
-    process, tmp_path, way, debug, sentence
+    tmp_path, fault, strategy, sentence
 ) -> None:
-    result = process.run([way, str(tmp_path), debug], timeout_s=TIMEOUT_S)
-    assert result.exit_code == 1, result.stderr
-    assert result.left == []
+    strategy = {"ddp_comm_hook": POWERSGD, **strategy}
+    result = run_script(SCRIPT, order(tmp_path, strategy=strategy, fault=fault, rank=1), timeout_s=TIMEOUT_S)
+    assert result.returncode == 1, result.stderr
     _, _, report = result.stderr.rpartition("lightning_ddp: ")
     assert sentence in report
     kinds = {read_notes(tmp_path)[f"on_exception-{rank}"]["kind"] for rank in range(2)}
     assert kinds <= {"CollectiveMismatchError", "CollectiveTimeoutError", "CommHookError", "PeerFailure"}
 
 
-def test_a_slow_rank_is_logged_and_named(process, tmp_path) -> None:
-    result = process.run(["slow", str(tmp_path), ""], timeout_s=TIMEOUT_S)
-    assert result.exit_code == 0, result.stderr
+def test_a_slow_rank_is_logged_and_named(tmp_path) -> None:
+    arguments = order(
+        tmp_path,
+        step_s=0.25,
+        rank=1,
+        monitors=True,
+        trainer={"limit_train_batches": 8, "val_check_interval": 8},
+    )
+    result = run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S).check()
     metrics = read_notes(tmp_path)["metrics-0"]
     assert {"step_ms", "exposed_ms", "overlap_percent", "megabytes", "gigabytes_per_s"} <= {
         name.removeprefix("communication/") for name in metrics
     }
     assert metrics["communication/lateness_ms/rank1"] > metrics["communication/lateness_ms/rank0"]
-    assert metrics["communication/megabytes"] == 72 * 4 / 1e6
-    assert "rank 1 (host " in result.stderr
-    assert "has been late for 4 steps in a row: " in result.stderr
-    assert "rank 0 (host" not in result.stderr
+    assert metrics["communication/megabytes"] == 6 * (4 * 4 + 4) * 4 / 1e6
+    late = re.findall(r"rank (\d) \(host .*has been late for (\d+) steps in a row: ", result.stderr)
+    assert {rank for rank, _ in late} == {"1"}
+    assert all(int(num_steps) >= 4 for _, num_steps in late)
     recordings = load_folder(tmp_path / "timeline")
     assert [[step.step for step in recording.steps] for recording in recordings] == [list(range(8))] * 2

@@ -13,6 +13,7 @@ from harness import run_script
 from harness.uneven_script import BATCH_SIZE, NUM_EPOCHS, NUM_FEATURES, batches
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.xdist_group("uneven_trainer")  # they share what the fixtures make
 SCRIPT = Path(__file__).with_name("harness") / "uneven_script.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TIMEOUT_S = 170

@@ -7,7 +7,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from harness import run_threads
+from harness import run_ranks, run_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -175,6 +175,28 @@ def test_a_static_graph_is_learned_once_with_its_unused_parameters(view) -> None
         return seen
 
     assert run_threads(rank_main, 2) == [[(1.5, 0.5, None)] * 4] * 2
+
+
+def static_epochs_in_which_a_rank_comes_later(rank, world_size):
+    model = BucketedDDP(Branches(), static_graph=True)
+    usage, exchanges = model.reducer.usage, []
+    start = usage._start
+    usage._start = lambda used: exchanges.append(used) or start(used)
+    seen = []
+    for num_batches in (2 * rank, 2, 2):  # at first the rank that uses both branches has no input
+        with model.join():
+            for _ in range(num_batches):
+                model.zero_grad()
+                model(input_of(rank), ("a", "b") if rank == 0 else ("a",)).backward()
+                seen.append(tuple(grads(model).values()))
+    return seen, len(exchanges)
+
+
+def test_a_rank_that_had_no_input_at_first_learns_the_static_graph_later() -> None:
+    both = [(1.5, 0.5, None)] * 4
+    # ranks tell each other what they use until the first step of all, not after it
+    expected = [(both, 3), ([(1.0, None, None)] * 2 + both, 3)]
+    assert run_ranks(static_epochs_in_which_a_rank_comes_later, 2) == expected
 
 
 class Checkpointed(nn.Module):

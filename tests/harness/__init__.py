@@ -1,27 +1,30 @@
 """Runs code on several ranks and answers for each of them: a result, or how it failed. Never silence.
 
 `run_ranks` and `run_ranks_outcomes` start forked processes, `run_threads` and `run_threads_outcomes` start
-threads with one gloo group each, `run_script` starts a Python script as a user would. None of them leaves
-a process behind, and each has a deadline.
+threads with one gloo group each, `run_script` and `start_script` start a Python script as a user would. None
+of them leaves a process behind, and each has a deadline.
 """
 
 from harness.leftovers import ProcessLeftBehind
-from harness.machine import host_with
+from harness.machine import free_port, host_with
 from harness.outcomes import RankFailed, RankOutcome
 from harness.processes import run_ranks, run_ranks_outcomes
-from harness.scripts import ScriptFailed, ScriptResult, run_script
+from harness.scripts import RunningScript, ScriptFailed, ScriptResult, run_script, start_script
 from harness.threads import run_threads, run_threads_outcomes
 
 __all__ = [
     "ProcessLeftBehind",
     "RankFailed",
     "RankOutcome",
+    "RunningScript",
     "ScriptFailed",
     "ScriptResult",
+    "free_port",
     "host_with",
     "run_ranks",
     "run_ranks_outcomes",
     "run_script",
     "run_threads",
     "run_threads_outcomes",
+    "start_script",
 ]

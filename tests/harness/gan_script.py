@@ -1,4 +1,4 @@
-"""Trains a GAN on scikit-learn's digits as a LightningModule with two optimizers, and saves its weights.
+"""Trains a GAN on random images as a LightningModule with two optimizers, and saves its weights.
 
 Run by `test_gan.py` under several strategies:
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
@@ -100,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     pl.seed_everything(11, verbose=False)
-    images = torch.tensor(load_digits().data[:NUM_IMAGES] / 16, dtype=torch.float32)
+    images = torch.rand(NUM_IMAGES, NUM_PIXELS)
     model = GAN()
     trainer_class = pl.Trainer if args.strategy.startswith("ddp") else lightning_ddp.Trainer
     trainer = trainer_class(

@@ -23,15 +23,6 @@ def in_sessions(session_ids: Iterable[int]) -> Callable[[psutil.Process], bool]:
     return belongs
 
 
-def with_environment(name: str, value: str) -> Callable[[psutil.Process], bool]:
-    """Tells whether a process was started with this variable; a new session does not shake it off."""
-
-    def belongs(process: psutil.Process) -> bool:
-        return process.environ().get(name) == value
-
-    return belongs
-
-
 def find_processes(belongs: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
     """Living processes for which `belongs` holds. Zombies are dead and only wait for their parent."""
     found = []
@@ -66,12 +57,13 @@ def require_none(belongs: Callable[[psutil.Process], bool], *, grace_s: float, w
     alive = alive or find_processes(belongs)
     if not alive:
         return
-    described = "; ".join(_describe(process) for process in alive)
+    described = "; ".join(describe_process(process) for process in alive)
     kill_processes([*alive, *find_processes(belongs)])
     raise ProcessLeftBehind(f"{what} left {len(alive)} process(es) behind: {described}")
 
 
-def _describe(process: psutil.Process) -> str:
+def describe_process(process: psutil.Process) -> str:
+    """Its process id and command line."""
     try:
         return f"pid {process.pid} ({' '.join(process.cmdline())[:200]})"
     except psutil.Error:

@@ -1,11 +1,13 @@
-"""Machines with another number of processors than this one."""
+"""Ports of this machine that are free, and machines with another number of processors than this one."""
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_ddp.comm import hosts
 
-__all__ = ["host_with"]
+__all__ = ["free_port", "host_with"]
 
 
 @contextmanager
@@ -17,3 +19,16 @@ def host_with(num_processors: int) -> Iterator[None]:
         yield
     finally:
         hosts._processors = real
+
+
+def free_port() -> int:
+    """One below those that the kernel hands out by itself, so that nobody is given it meanwhile."""
+    for port in range(20000 + os.getpid() % 10000, 32000):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")

@@ -221,8 +221,9 @@ class _Run:
 
 
 def _start_method() -> str:
-    # A process that used autograd where CUDA is present cannot run autograd in its forks.
-    return "forkserver" if torch.cuda.is_available() else "fork"
+    # A process that used autograd where CUDA is present cannot run autograd in its forks. Simulated devices
+    # (`simcuda`) are present in a torch that was not built for CUDA.
+    return "forkserver" if torch.version.cuda and torch.cuda.is_available() else "fork"
 
 
 def _describe_exit(exit_code: int | None) -> str:
@@ -248,7 +249,7 @@ def _rank_main(
 ) -> None:
     gc.freeze()  # what the parent left is not for this process to free
     os.setsid()
-    _die_with_parent()
+    die_with_parent()
     torch.set_num_threads(1)
     with _stack_path(scratch, rank).open("w") as stacks:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
@@ -278,7 +279,7 @@ def _init_default_group(rank: int, world_size: int, scratch: Path, timeout_s: fl
     )
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A test process that is killed takes its ranks with it."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -1,28 +1,37 @@
-"""Python scripts, run as a user would run them: in a fresh interpreter, with a fresh environment."""
+"""Python scripts, run as a user would run them: in processes of their own, from first line to exit code."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import uuid
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from harness.leftovers import find_processes, in_sessions, kill_processes, require_none, with_environment
+from harness.leftovers import ProcessLeftBehind, describe_process, kill_processes
+from harness.script_server import LONGEST_MESSAGE, TEMPLATE_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "LIGHTNING_DDP_TEST_RUN"
 HIDDEN_PACKAGES = ("scipy", "matplotlib")
 _NOT_INHERITED = ("PYTEST_", "PL_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "MASTER_", "LOCAL_")
-_NOT_INHERITED_NAMES = {"RANK", "NODE_RANK", "WORLD_SIZE"}
-LEFTOVER_GRACE_S = 5.0
+_NOT_INHERITED_NAMES = {"RANK", "NODE_RANK", "WORLD_SIZE", "PYTHONUNBUFFERED"}
+SIMULATED_CUDA = "SIMULATED_CUDA"
+"""The variable with the folder of compiled simulated CUDA devices, for scripts that are to have them."""
+LEFTOVER_GRACE_S = 8.0
 """How long after the end of the script its processes may take to end."""
+_STARTS_WITHIN_S = 240.0
 
 
 class ScriptFailed(Exception):
@@ -35,6 +44,7 @@ class ScriptResult:
 
     args: Sequence[str]
     returncode: int
+    """Negative is the number of the signal that killed it."""
     stdout: str
     stderr: str
 
@@ -58,10 +68,12 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 240.0,
     *,
-    python: Sequence[str] = (sys.executable,),
+    fresh: bool = False,
+    python: str = sys.executable,
     launcher: Sequence[str] = (),
     is_module: bool = False,
     cwd: Path | None = None,
+    namespace: str | None = None,
     leftover_grace_s: float = LEFTOVER_GRACE_S,
     hidden_packages: Sequence[str] = HIDDEN_PACKAGES,
 ) -> ScriptResult:
@@ -70,13 +82,18 @@ def run_script(
     Args:
         source_or_path: the text of the script, or a `Path` to it.
         args: arguments after the script.
-        env: variables on top of this process's environment, less those that describe a rank; `PYTHONPATH`
-            comes after that of the package.
+        env: variables on top of this process's environment, less those that describe a rank and the one for
+            unbuffered output; `PYTHONPATH` comes after that of the package. `SIMULATED_CUDA` gives the script
+            the devices of `simcuda`.
         timeout_s: after this the processes are made to print their stacks and are killed.
-        python: the interpreter; `ip netns exec NAME python` for one on another node.
+        fresh: whether it and all that it starts are new interpreters, where the import, the command line or
+            the start itself is what is tested; if not, forks of one that has imported torch and Lightning
+            (see `script_server.py`).
+        python: the interpreter of a fresh one.
         launcher: what stands between `python` and the script, such as `-m torch.distributed.run`.
         is_module: whether `source_or_path` is the name of a module, to be run with `-m`.
         cwd: where it runs; by default a folder that is removed afterwards.
+        namespace: the name of the network namespace that it runs in; by default this process's.
         leftover_grace_s: how long after its end other processes of it may still live.
         hidden_packages: what Python is to take for not installed; `light/sitecustomize.py` says why.
 
@@ -84,46 +101,150 @@ def run_script(
         ScriptFailed: it did not end within `timeout_s`.
         ProcessLeftBehind: it ended, but not all processes that it started, in its session or another one.
     """
+    with start_script(
+        source_or_path,
+        args,
+        env,
+        fresh=fresh,
+        python=python,
+        launcher=launcher,
+        is_module=is_module,
+        cwd=cwd,
+        namespace=namespace,
+        hidden_packages=hidden_packages,
+    ) as script:
+        return script.wait(timeout_s, leftover_grace_s)
+
+
+@contextlib.contextmanager
+def start_script(
+    source_or_path: str | Path,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    *,
+    fresh: bool = False,
+    python: str = sys.executable,
+    launcher: Sequence[str] = (),
+    is_module: bool = False,
+    cwd: Path | None = None,
+    namespace: str | None = None,
+    hidden_packages: Sequence[str] = HIDDEN_PACKAGES,
+) -> Iterator[RunningScript]:
+    """As `run_script`, for a test that does something meanwhile; what still runs at the end is killed."""
     with tempfile.TemporaryDirectory(prefix="script-") as scratch:
-        program = (
-            ["-m", str(source_or_path)] if is_module else [str(_script_path(source_or_path, Path(scratch)))]
-        )
-        command = [*python, *launcher, *program, *args]
-        mark = uuid.uuid4().hex
-        out, err = Path(scratch, "stdout"), Path(scratch, "stderr")
-        # files, not pipes: a process that is left behind would keep a pipe open and hide itself
-        with out.open("wb") as stdout, err.open("wb") as stderr:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                cwd=cwd or scratch,
-                env=environment(env or {}, mark, hidden_packages),
-                start_new_session=True,
-            )
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                _stop_with_stacks(process, mark)
-                raise ScriptFailed(
-                    f"{' '.join(command)} did not end within {timeout_s} s\n"
-                    f"--- stdout\n{_read(out)[-4000:]}\n--- stderr\n{_read(err)[-12000:]}"
-                ) from None
-            except BaseException:
-                kill_processes(_processes_of(process.pid, mark))
-                process.wait()
-                raise
-        result = ScriptResult(
-            args=command, returncode=process.returncode, stdout=_read(out), stderr=_read(err)
-        )
-        by_session, by_mark = in_sessions([process.pid]), with_environment(MARK, mark)
-        require_none(
-            lambda other: by_session(other) or by_mark(other),
-            grace_s=leftover_grace_s,
-            what=f"{' '.join(command)} (exit code {process.returncode})",
-        )
-        return result
+        program = ["-m", source_or_path] if is_module else [_script_path(source_or_path, Path(scratch))]
+        order = {
+            "command": [python, *launcher, *map(str, program), *args],
+            "cwd": str(cwd or scratch),
+            "env": environment(env or {}, hidden_packages),
+            "folder": scratch,
+            "group": None,
+            "is_fresh": fresh,
+            "namespace": namespace,
+            "stdout": f"{scratch}/stdout",
+            "stderr": f"{scratch}/stderr",
+        }
+        devices = (env or {}).get(SIMULATED_CUDA, "")
+        script = RunningScript(order["command"], Path(scratch), _ask_server(json.dumps(order), devices))
+        try:
+            yield script
+        finally:
+            script.kill()
+
+
+class RunningScript:
+    """A script that has been started."""
+
+    def __init__(self, command: Sequence[str], folder: Path, connection: socket.socket) -> None:
+        self._command, self._folder, self._connection = command, folder, connection
+        connection.settimeout(_STARTS_WITHIN_S)
+        ids = json.loads(connection.recv(LONGEST_MESSAGE))
+        self.pid: int = ids["main"]
+        """Of its main process, which leads a session and a process group."""
+        self._keeper = psutil.Process(ids["keeper"])
+        self._returncode: int | None = None
+
+    def wait(self, timeout_s: float = 240.0, leftover_grace_s: float = LEFTOVER_GRACE_S) -> ScriptResult:
+        """How it ended; see `run_script`."""
+        try:
+            self._connection.settimeout(timeout_s)
+            self._returncode = int(self._connection.recv(LONGEST_MESSAGE))
+        except TimeoutError:
+            self._stop_with_stacks()
+            raise ScriptFailed(f"{self._what} did not end within {timeout_s} s\n{self.output()}") from None
+        is_over = self._have_all_ended(leftover_grace_s)
+        left = [] if is_over else [describe_process(process) for process in self.processes()]
+        self.kill()
+        if left:
+            what = f"{self._what} (exit code {self._returncode})"
+            raise ProcessLeftBehind(f"{what} left {len(left)} process(es) behind: {'; '.join(left)}")
+        stdout, stderr = (self._read(name) for name in ("stdout", "stderr"))
+        return ScriptResult(args=self._command, returncode=self._returncode, stdout=stdout, stderr=stderr)
+
+    def wait_until(self, is_so: Callable[[], bool], within_s: float = 240.0) -> None:
+        """Waits until something is the case that the script brings about.
+
+        Raises:
+            ScriptFailed: it has ended before, or `within_s` seconds have passed.
+        """
+        deadline = time.monotonic() + within_s
+        while not is_so():
+            is_readable, _, _ = select.select([self._connection], [], [], 0.02)
+            if is_readable and not is_so():
+                raise ScriptFailed(f"{self._what} has ended\n{self.output()}")
+            if time.monotonic() > deadline:
+                self._stop_with_stacks()
+                raise ScriptFailed(f"{self._what} did not come so far within {within_s} s\n{self.output()}")
+
+    @property
+    def _what(self) -> str:
+        return " ".join(self._command)
+
+    def output(self) -> str:
+        """The end of what it has printed so far."""
+        return f"--- stdout\n{self._read('stdout')[-4000:]}\n--- stderr\n{self._read('stderr')[-12000:]}"
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of the run, whoever started them in whichever session."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [process for process in self._keeper.children(recursive=True) if _is_of_script(process)]
+        return []
+
+    def kill(self) -> None:
+        """Ends all that is left of it."""
+        while not self._have_all_ended(0.05):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kill_processes(self._keeper.children(recursive=True))
+
+    def _have_all_ended(self, within_s: float) -> bool:
+        if self._connection.fileno() == -1:
+            return True
+        self._connection.settimeout(within_s)
+        try:
+            while self._connection.recv(LONGEST_MESSAGE):  # an exit code that nobody has asked for
+                pass
+        except TimeoutError:
+            return False
+        self._connection.close()
+        return True
+
+    def _stop_with_stacks(self) -> None:
+        processes = self.processes()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGABRT)
+        psutil.wait_procs(processes, timeout=5)
+        self.kill()
+
+    def _read(self, name: str) -> str:
+        return (self._folder / name).read_text(errors="replace")
+
+
+def _is_of_script(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.name() != TEMPLATE_NAME
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _script_path(source_or_path: str | Path, scratch: Path) -> Path:
@@ -134,10 +255,8 @@ def _script_path(source_or_path: str | Path, scratch: Path) -> Path:
     return script
 
 
-def environment(
-    extra: Mapping[str, str], mark: str, hidden_packages: Sequence[str] = HIDDEN_PACKAGES
-) -> dict[str, str]:
-    """The variables of a user's process; see `run_script`. Those whose `MARK` is `mark` belong to one run."""
+def environment(extra: Mapping[str, str], hidden_packages: Sequence[str] = HIDDEN_PACKAGES) -> dict[str, str]:
+    """The variables of a user's process; see `run_script`."""
     env = {
         name: value
         for name, value in os.environ.items()
@@ -147,29 +266,43 @@ def environment(
     env["OMP_NUM_THREADS"] = "1"
     env["HIDDEN_PACKAGES"] = ",".join(hidden_packages)
     env.update(extra)
-    path = [str(ROOT), env.get("PYTHONPATH"), str(Path(__file__).with_name("light"))]
+    tests = str(ROOT / "tests") if SIMULATED_CUDA in env else None
+    path = [str(ROOT), env.get("PYTHONPATH"), tests, str(Path(__file__).with_name("light"))]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    env[MARK] = mark
     return env
 
 
-def _processes_of(session_id: int, mark: str) -> list[psutil.Process]:
-    # each once: a second SIGABRT would end the first one's dump of the stacks half-way
-    by_session, by_mark = in_sessions([session_id]), with_environment(MARK, mark)
-    return find_processes(lambda process: by_session(process) or by_mark(process))
+# ---------------------------------------------------------------------- the servers of this process
+
+_servers: dict[str, socket.socket] = {}
+"""Folder of the simulated CUDA devices that a server has, or nothing -> the server."""
+_starting = threading.Lock()
 
 
-def _stop_with_stacks(process: subprocess.Popen[bytes], mark: str) -> None:
-    processes = _processes_of(process.pid, mark)
-    for found in processes:
-        try:
-            found.send_signal(signal.SIGABRT)
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(processes, timeout=5)
-    kill_processes(_processes_of(process.pid, mark))
-    process.wait()
+def _ask_server(message: str, devices: str) -> socket.socket:
+    """Has a server start a run; returns the socket for what it says about that."""
+    with _starting:
+        if devices not in _servers:
+            _servers[devices] = _start_server({SIMULATED_CUDA: devices} if devices else {})
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        socket.send_fds(_servers[devices], [message.encode()], [theirs.fileno()])
+    return ours
 
 
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace")
+def _start_server(variables: Mapping[str, str]) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("script_server.py")), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            env=environment(variables),
+            pass_fds=[theirs.fileno()],
+        )
+
+    def close() -> None:
+        ours.close()
+        process.wait(60)
+
+    atexit.register(close)
+    return ours

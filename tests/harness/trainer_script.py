@@ -1,4 +1,4 @@
-"""Trains on scikit-learn's digits in several ways, one after the other, and saves what came out of each.
+"""Trains on random images in several ways, one after the other, and saves what came out of each.
 
 A script as users write them, run by `test_parity_trainer.py` under several strategies and launchers:
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,12 +27,10 @@ NUM_TRAIN, NUM_VAL, BATCH_SIZE = 256, 64, 16
 
 
 def loader(start: int, stop: int, shuffle: bool) -> DataLoader:
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(
-        torch.tensor(images[start:stop] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8),
-        torch.tensor(labels[start:stop]),
-    )
-    return DataLoader(data, BATCH_SIZE, shuffle=shuffle)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(NUM_TRAIN + NUM_VAL, 1, 8, 8, generator=generator)
+    labels = torch.randint(10, (NUM_TRAIN + NUM_VAL,), generator=generator)
+    return DataLoader(TensorDataset(images[start:stop], labels[start:stop]), BATCH_SIZE, shuffle=shuffle)
 
 
 class Classifier(pl.LightningModule):

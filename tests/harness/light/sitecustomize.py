@@ -2,6 +2,8 @@
 
 torchmetrics, which Lightning imports, imports SciPy and matplotlib where they are installed. That is a
 quarter of the time that a script of a test takes to start, for what hardly any of them uses.
+
+In a script of a test on simulated CUDA devices, and in its children, it also registers those devices.
 """
 
 import os
@@ -26,3 +28,9 @@ class _HidingPathFinder(PathFinder):
 
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = _HidingPathFinder
+if "SIMULATED_CUDA" in os.environ and "simcuda" not in sys.modules:
+    from pathlib import Path
+
+    import simcuda
+
+    simcuda.start(Path(os.environ["SIMULATED_CUDA"]))

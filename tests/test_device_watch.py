@@ -1,0 +1,195 @@
+"""What a device has still to run is looked after: it ends, passes its deadline, or another rank says why not.
+
+The events are ones that a test ends itself; on a device they are torch's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ddp.comm.activity import Entry, Lane, Waiting
+from lightning_ddp.comm.device_watch import DeviceWatch
+from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.errors import CollectiveError, MissingGradientError
+
+DEADLINE_S = 30.0
+DEVICE = torch.device("cpu")
+
+
+class Event:
+    """Has come once `come` is set; counts how often it was recorded."""
+
+    def __init__(self) -> None:
+        self.come = threading.Event()
+        self.asked = threading.Event()
+        self.num_recorded = 0
+
+    def query(self) -> bool:
+        self.asked.set()
+        return self.come.is_set()
+
+
+class Error(Enum):
+    SUCCESS = 0
+    COMM_ERROR = 2
+
+
+class Group:
+    """What a watch asks of a process group."""
+
+    def __init__(self) -> None:
+        self.error = Error.SUCCESS
+
+    def rank(self) -> int:
+        return 3
+
+    def get_error(self) -> Error:
+        return self.error
+
+
+class Watched:
+    """A watch, the events that it has recorded, and what it found."""
+
+    def __init__(self) -> None:
+        self.interrupt = Interrupt()
+        self.group = Group()
+        self.events: list[Event] = []
+        self.failures: list[BaseException] = []
+        self.has_failed = threading.Event()
+        self.watch = DeviceWatch(self.interrupt, self._note, record=self._record, look_s=0.005)
+
+    def _note(self, error: BaseException) -> None:
+        self.failures.append(error)
+        self.has_failed.set()
+
+    def _record(self, event: Event | None, device: torch.device) -> Event:
+        assert device == DEVICE
+        event = event or Event()
+        event.num_recorded += 1
+        event.come.clear()
+        event.asked.clear()
+        self.events.append(event)
+        return event
+
+    def expect(self, on_slice: Callable[[float], None] | None = None, entry: Entry | None = None) -> Event:
+        self.watch.expect(
+            "backward 7",
+            process_group=self.group,
+            device=DEVICE,
+            since=time.monotonic(),
+            entry=entry,
+            on_slice=on_slice,
+        )
+        return self.events[-1]
+
+    def failure(self) -> BaseException:
+        assert self.has_failed.wait(DEADLINE_S), "nothing was found"
+        (error,) = self.failures
+        return error
+
+
+@pytest.fixture
+def watched() -> Any:
+    made = Watched()
+    yield made
+    made.watch.close()
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "lightning_ddp device watch"]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+def test_steps_that_end_leave_no_trace_and_the_thread_ends_when_none_come(watched):
+    told: list[float] = []
+    event = watched.expect(told.append)
+    wait_until(lambda: len(told) > 2)
+    assert told == sorted(told)
+    activity = watched.interrupt.activity
+    assert activity.label == "backward 7", "who asks where this rank is hears that its device waits"
+    event.come.set()
+    wait_until(lambda: not threads())
+    assert (activity.label, activity.count) == (None, 1)
+    again = watched.expect()
+    assert again is event, "the event of a step that has ended serves the next one"
+    assert again.asked.wait(DEADLINE_S), "a new thread asks for it"
+    assert watched.failures == []
+
+
+def test_of_many_steps_the_oldest_is_asked_for_and_then_the_newest(watched):
+    first = watched.expect()
+    assert first.asked.wait(DEADLINE_S)
+    second, third = watched.expect(), watched.expect()
+    fourth = watched.expect()
+    assert fourth is second, "what nobody asks for any more is recorded again"
+    assert not fourth.asked.is_set()
+    assert not third.asked.is_set()
+    first.come.set()
+    assert fourth.asked.wait(DEADLINE_S)
+    assert not third.asked.is_set()
+
+
+def test_a_step_that_passes_its_deadline_is_explained_with_its_collective(watched):
+    asked: list[Waiting] = []
+
+    def explain(waiting: Waiting) -> BaseException:
+        asked.append(waiting)
+        return TimeoutError("explained")
+
+    watched.interrupt.explain = explain
+    watched.interrupt.deadline_s = 0.05
+    entry = Lane("world", [0, 1]).next("all_reduce", [torch.zeros(3)], None)
+    start = time.monotonic()
+    watched.expect(entry=entry)
+    assert str(watched.failure()) == "explained"
+    assert time.monotonic() - start >= 0.05
+    (waiting,) = asked
+    assert (waiting.label, waiting.entry) == ("backward 7", entry)
+    assert start <= waiting.since <= start + DEADLINE_S
+
+
+def test_what_another_rank_has_to_say_is_raised_instead(watched):
+    missing = MissingGradientError({0: [], 1: ["fc.weight"]}, rank=0, world_size=2, step=7, num_launched=None)
+
+    def look(waited_s: float) -> None:
+        if waited_s > 0.02:
+            raise missing
+
+    watched.expect(look)
+    assert watched.failure() is missing
+
+
+def test_an_error_that_nccl_has_found_is_raised_though_the_event_has_come(watched):
+    watched.group.error = Error.COMM_ERROR
+    watched.expect().come.set()
+    error = watched.failure()
+    assert isinstance(error, CollectiveError)
+    assert str(error).startswith("backward 7: NCCL's watchdog reports COMM_ERROR")
+    assert (error.label, error.rank) == ("backward 7", 3)
+
+
+def test_after_a_failure_and_after_the_end_nothing_is_asked_for(watched):
+    def look(waited_s: float) -> None:
+        raise ValueError("this test's")
+
+    watched.interrupt.set(RuntimeError("another rank failed before"))
+    watched.expect(look)
+    wait_until(lambda: not threads())
+    assert watched.failures == [], "the run has failed already"
+    watched.watch.close()
+    num_events = len(watched.events)
+    watched.watch.expect("later", process_group=watched.group, device=DEVICE, since=time.monotonic())
+    assert len(watched.events) == num_events

@@ -1,0 +1,1225 @@
+"""Canaries for the private names of torch, Lightning, Hydra and OmegaConf that the package uses.
+
+Each test says what some names do for the package, and fails, with the version and the places of use, where a
+dependency drops or changes them. The last tests read the package and find the names that have no canary.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import itertools
+import operator
+import pkgutil
+import queue
+import re
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hydra
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from harness import run_threads
+from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning.strategies import DDPStrategy
+from torch.nn.parallel import distributed as torch_ddp
+
+import lightning_ddp
+from lightning_ddp import _lightning
+from lightning_ddp.comm.group import without_engine_context
+from lightning_ddp.errors import UnsupportedVersionError
+from lightning_ddp.parallel.snapshot import unseen_by_autograd
+from lightning_ddp.parallel.torch_compat import ReducerTorchNames, TorchNames, run_eagerly
+
+PACKAGE = Path(lightning_ddp.__file__).parent
+DEPENDENCIES = ("torch", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "torchmetrics")
+TORCH_SOURCE = Path(torch.__file__).parent
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+CPU = torch.device("cpu")
+
+# dependencies warn of each other, in versions that are not the pinned ones
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CANARIES: dict[str, list[str]] = defaultdict(list)
+"""Private name -> the paths by which canaries have it."""
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"_(?!_)\w+(?<!__)", name) is not None
+
+
+def canary(*paths: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks a test of what the package relies on.
+
+    Args:
+        *paths: what is used, by its full name. It is looked up before the test; what follows `()` belongs to
+            an object, which the test makes. With a `?` in front a version may lack it.
+    """
+    for path in paths:
+        for name in re.findall(r"\w+", path):
+            if is_private(name):
+                CANARIES[name].append(path)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def checked(*args: Any, **kwargs: Any) -> None:
+            try:
+                for path in paths:
+                    if not path.startswith("?"):
+                        pkgutil.resolve_name(path.partition("()")[0])
+                test(*args, **kwargs)
+            except Exception as error:
+                package = paths[0].lstrip("?").partition(".")[0]
+                version = importlib.import_module(package).__version__
+                raise AssertionError(
+                    f"{package} {version} is not as lightning_ddp needs it: {test.__doc__}\n{_places(paths)}"
+                ) from error
+
+        return checked
+
+    return decorate
+
+
+def takes(function: Any, *args: Any, **kwargs: Any) -> None:
+    """Checks that a function can be called so."""
+    inspect.signature(function).bind(*args, **kwargs)
+
+
+def same_parameters(ours: Any, theirs: Any) -> bool:
+    """Whether an override has the parameters of what it overrides."""
+    return list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- torch: tensors and autograd
+
+
+@canary("torch.autograd.Variable._execution_engine")
+def test_backward_calls_back_when_all_gradients_are_there() -> None:
+    """The engine calls what a hook has queued once, at the end of this backward."""
+    weight, seen = torch.ones(2, requires_grad=True), []
+    loss = (2 * weight).sum()
+    loss.register_hook(
+        lambda _: torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: seen.append(weight.grad.tolist())
+        )
+    )
+    loss.backward(retain_graph=True)
+    assert seen == [[2.0, 2.0]]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="there is nothing to put away before torch 2.13")
+@canary(
+    "torch._C._is_key_in_tls",
+    "torch._C._get_obj_in_tls",
+    "torch._C._stash_obj_in_tls",
+    "torch._C._remove_obj_from_tls",
+)
+def test_what_backward_keeps_in_its_thread_can_be_put_away_and_back() -> None:
+    """In backward the thread's state has a "context", which can be removed and put back."""
+    seen = []
+
+    def look(_: torch.Tensor) -> None:
+        seen.append(torch._C._get_obj_in_tls("context"))
+        with without_engine_context():
+            seen.append(torch._C._is_key_in_tls("context"))
+        seen.append(torch._C._get_obj_in_tls("context"))
+
+    loss = torch.ones(1, requires_grad=True).sum()
+    loss.register_hook(look)
+    loss.backward()
+    before, is_kept, after = seen
+    assert before is after is not None
+    assert not is_kept
+
+
+@canary("torch.Tensor._use_count")
+def test_it_is_known_whether_c_plus_plus_holds_a_tensor(world) -> None:
+    """A tensor's use count is 1 but while C++ holds it: as the base of a view, or in a collective."""
+    tensor = torch.ones(1 << 20)
+    assert tensor._use_count() == 1
+    view = tensor.view(-1)
+    assert tensor._use_count() == 2
+    del view
+    work = world.allreduce([tensor])
+    assert tensor._use_count() > 1
+    work.wait()
+    del work
+    deadline = time.monotonic() + 10
+    while tensor._use_count() > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@canary("torch.autograd._unsafe_preserve_version_counter")
+def test_tensors_change_unseen_by_autograd() -> None:
+    """What is written in this context does not count: of one tensor in torch 2.5, of all of a tuple since."""
+    buffers = [torch.ones(2), torch.ones(1)]
+    with unseen_by_autograd(buffers):
+        for buffer in buffers:
+            buffer.mul_(3)
+    assert [(buffer._version, buffer[0].item()) for buffer in buffers] == [(0, 3.0), (0, 3.0)]
+
+
+@canary("torch.Tensor._post_accumulate_grad_hooks")
+def test_the_hooks_on_a_gradient_can_be_counted() -> None:
+    """None, or a dict of the hooks that run once a parameter's gradient is accumulated."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    assert not parameter._post_accumulate_grad_hooks
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(parameter._post_accumulate_grad_hooks) == 1
+
+
+@canary("torch._foreach_copy_", "torch._foreach_mul_", "torch._foreach_add_")
+def test_lists_of_tensors_are_changed_at_once() -> None:
+    """Copies lists of any types, also of views, and multiplies and adds in place."""
+    flat = torch.zeros(3)
+    parts = [flat[:1], flat[1:]]
+    torch._foreach_copy_(parts, [torch.ones(1, dtype=torch.bfloat16), torch.full((2,), 2.0)])
+    torch._foreach_mul_(parts, 3.0)
+    torch._foreach_add_(parts, [torch.ones(1), torch.ones(2)])
+    assert flat.tolist() == [4.0, 7.0, 7.0]
+
+
+@canary("torch.autograd._profiler_enabled")
+def test_it_is_known_whether_a_profiler_records() -> None:
+    """True while a profiler records this thread."""
+    assert torch.autograd._profiler_enabled() is False
+    with torch.autograd.profiler.profile():
+        assert torch.autograd._profiler_enabled() is True
+    assert torch.autograd._profiler_enabled() is False
+
+
+@canary("torch.utils._pytree.tree_map", "torch.utils._pytree.tree_leaves")
+def test_nested_containers_are_walked() -> None:
+    """Leaves of dicts, lists and tuples in order; containers of the same kinds with other leaves."""
+    nested = {"a": [1, (2, 3)], "b": None}
+    assert torch.utils._pytree.tree_leaves(nested)[:3] == [1, 2, 3]
+    doubled = torch.utils._pytree.tree_map(lambda leaf: leaf and 2 * leaf, nested)
+    assert doubled == {"a": [2, (4, 6)], "b": None}
+
+
+@canary("torch.utils._python_dispatch.TorchDispatchMode", "torch._ops.OpOverload()._schema")
+def test_a_mode_sees_each_collective_with_its_name_and_its_group(world) -> None:
+    """A dispatch mode is called for collectives, by `func._schema.name`; the group is among the arguments."""
+    seen = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            groups = [a for a in args if isinstance(a, torch.ScriptObject)]
+            seen.append((func._schema.name, groups))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        world.allreduce([torch.ones(2)]).wait()
+    ((name, groups),) = [entry for entry in seen if entry[0].startswith("c10d::")]
+    assert name == "c10d::allreduce_"
+    if hasattr(dist.ProcessGroup, "unbox"):  # since torch 2.6
+        assert dist.ProcessGroup.unbox(groups[0]).size() == 1
+    from lightning_ddp.parallel.hook_agreement import _CHECKED
+
+    assert [known for known in _CHECKED if not hasattr(torch.ops.c10d, known.removeprefix("c10d::"))] == []
+
+
+@canary("torch._C.Future")
+def test_what_adds_callbacks_to_futures_can_be_replaced(world, monkeypatch) -> None:
+    """Futures of works and of Python are of this class, whose methods are looked up at each call."""
+    added = []
+    for name in ("then", "add_done_callback"):
+        original = getattr(torch._C.Future, name)
+        monkeypatch.setattr(
+            torch._C.Future, name, lambda f, callback, o=original: (added.append(callback), o(f, callback))[1]
+        )
+    future = torch.futures.Future()
+    assert isinstance(future, torch._C.Future)
+    future.then(print)
+    of_work = world.allreduce([torch.ones(1)]).get_future()
+    assert isinstance(of_work, torch._C.Future)
+    of_work.then(id)
+    of_work.add_done_callback(id)
+    of_work.wait()
+    assert len(added) == 3
+
+
+# ---------------------------------------------------------------------- torch: modules
+
+
+@canary(
+    "torch.nn.Module()._parameters",
+    "torch.nn.Module()._buffers",
+    "torch.nn.Module()._modules",
+    "torch.nn.Module._replicate_for_data_parallel",
+    "torch.nn.Module._compiled_call_impl",
+)
+def test_a_module_keeps_what_it_owns_in_dicts_that_replicas_have_their_own_of() -> None:
+    """Three dicts by name, of which a replica gets copies; a compiled call is None for none."""
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    layer = module[0]
+    assert list(module._modules) == ["0"]
+    assert list(layer._parameters) == ["weight", "bias"]
+    assert list(layer._buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    layer._buffers["running_mean"] = replaced = torch.ones(2)
+    assert layer.running_mean is replaced
+    replica = layer._replicate_for_data_parallel()
+    assert type(replica) is torch.nn.BatchNorm1d
+    replica._buffers["running_mean"] = None
+    assert layer.running_mean is replaced
+    assert replica._modules is not layer._modules
+    assert layer._compiled_call_impl is None
+
+
+@canary("torchmetrics.Metric()._update_count", "torchmetrics.Metric()._computed")
+def test_a_metric_counts_its_updates_and_remembers_what_it_computed() -> None:
+    """Both can be set: a metric without `_computed` computes anew."""
+    import torchmetrics
+
+    metric = torchmetrics.SumMetric()
+    metric.update(2.0)
+    assert metric._update_count == 1
+    assert metric.compute() == metric._computed == 2
+    metric.metric_state["sum_value"]
+    metric.sum_value = torch.tensor(5.0)
+    assert metric.compute() == 2
+    metric._computed = None
+    metric._update_count = 1
+    assert metric.compute() == 5
+
+
+# ---------------------------------------------------------------------- torch: process groups
+
+
+@canary("torch.distributed.distributed_c10d._world")
+def test_torch_tells_its_groups_with_their_stores_and_names(world) -> None:
+    """`pg_map` has (backend, store) of each group, and `pg_names` its name."""
+    backend, store = dist.distributed_c10d._world.pg_map[world]
+    assert backend == "gloo"
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert str(dist.distributed_c10d._world.pg_names[world])
+    assert "other" not in dist.distributed_c10d._world.pg_map
+
+
+@canary(
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.ProcessGroupGloo._Options",
+    "torch.distributed.ProcessGroupGloo._Options()._devices",
+    "torch.distributed.ProcessGroupGloo._Options()._timeout",
+)
+def test_a_gloo_group_is_made_like_another_with_its_options() -> None:
+    """The backend of a device has a name and options, of which another one is made."""
+
+    shared = dist.HashStore()
+
+    def rank_main(rank: int, world_size: int, group: dist.ProcessGroup) -> float:
+        first = group._get_backend(CPU)
+        assert first.name().lower() == "gloo"
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = first.options._devices
+        options._timeout = first.options._timeout
+        assert first.options._timeout.total_seconds() == 10
+        made = dist.ProcessGroupGloo(dist.PrefixStore("sibling", shared), rank, world_size, options)
+        tensor = torch.tensor([rank + 1.0])
+        made.allreduce([tensor]).wait()
+        return tensor.item()
+
+    assert run_threads(rank_main, 2) == [3.0, 3.0]
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="needs a build of torch with NCCL")
+@canary(
+    "?torch.distributed.ProcessGroupNCCL.Options()._timeout",
+    "torch.distributed.ProcessGroupNCCL._set_default_timeout",
+)
+def test_nccl_takes_its_time_limit_from_its_options() -> None:
+    """The time limit of a communicator can be set, when it is made and afterwards."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=7)
+    assert options._timeout == timedelta(seconds=7)
+
+
+@canary(
+    "torch.distributed.ProcessGroup._allgather_base", "torch.distributed.ProcessGroup._reduce_scatter_base"
+)
+def test_flat_collectives_do_their_work_or_say_that_the_backend_has_none() -> None:
+    """One output in the place of a list; a backend without it says so in words that are looked for."""
+
+    def rank_main(rank: int, world_size: int, group: dist.ProcessGroup) -> Any:
+        gathered, mine = torch.zeros(2), torch.zeros(1)
+        group._allgather_base(gathered, torch.tensor([rank + 1.0])).wait()
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        try:
+            group._reduce_scatter_base(mine, gathered, options).wait()
+        except RuntimeError as error:
+            return gathered.tolist(), str(error).lower()
+        return gathered.tolist(), mine.item()
+
+    for rank, (gathered, result) in enumerate(run_threads(rank_main, 2)):
+        assert gathered == [1.0, 2.0]
+        lacks = isinstance(result, str) and re.search("not support|not implemented|unsupported", result)
+        assert lacks or result == 2 * gathered[rank]
+
+
+@canary("?torch.distributed.device_mesh.DeviceMesh._get_root_mesh")
+def test_a_part_of_a_mesh_knows_the_whole(world) -> None:
+    """The whole mesh is its own root; a part of another is refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    whole = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    if hasattr(whole, "_get_root_mesh"):
+        assert whole._get_root_mesh() == whole
+        assert whole["dp"]._get_root_mesh() == whole != whole["dp"]
+
+
+@canary("torch.distributed.algorithms.join.Joinable()._join_config")
+def test_who_can_join_knows_whether_it_does() -> None:
+    """`enable` is False until `Join` begins."""
+
+    class Own(dist.algorithms.join.Joinable):
+        join_hook = join_device = join_process_group = None
+
+        def __init__(self) -> None:
+            super().__init__()
+
+    assert Own()._join_config.enable is False
+
+
+# ---------------------------------------------------------------------- torch: DistributedDataParallel
+
+
+@canary("torch.distributed.utils._to_kwargs")
+def test_inputs_are_moved_together_with_keywords() -> None:
+    """Returns one tuple of arguments and one dict of keywords for a device."""
+    inputs = (torch.ones(1), "text")
+    moved, keywords = torch.distributed.utils._to_kwargs(inputs, {"key": [torch.zeros(1)]}, CPU, False)
+    assert len(moved) == len(keywords) == 1
+    assert (moved[0][1], list(keywords[0])) == ("text", ["key"])
+
+
+@canary(
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
+    "torch.distributed._DEFAULT_FIRST_BUCKET_BYTES",
+    "torch._dynamo()",
+)
+def test_the_compiler_asks_torchs_class_for_the_wrapper_that_runs(monkeypatch) -> None:
+    """It splits at `bucket_bytes_cap` of what `_active_ddp_module` is, from 1 MiB on."""
+    kind = torch_ddp.DistributedDataParallel
+    monkeypatch.setattr(kind, "_active_ddp_module", "a wrapper")
+    assert kind._get_active_ddp_module() == "a wrapper"
+    assert dist._DEFAULT_FIRST_BUCKET_BYTES == 1 << 20
+    asked = (TORCH_SOURCE / "_dynamo" / "convert_frame.py").read_text(encoding="utf-8")
+    assert "DistributedDataParallel._get_active_ddp_module()" in asked
+    assert set(re.findall(r"\bddp_module\.(\w+)", asked)) == {"bucket_bytes_cap"}
+
+
+@canary(
+    "torch._C._dynamo.eval_frame",
+    "?torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "?torch._C._dynamo.eval_frame._FrameAction",
+    "torch._dynamo()._torchdynamo_disable",
+    "torch._dynamo()._orig_mod",
+)
+def test_the_compiler_leaves_marked_functions_and_named_packages_alone() -> None:
+    """A function by a mark and by its code, a package by its name; a compiled module wraps another."""
+
+    def function() -> int:
+        return 1
+
+    assert run_eagerly(function)() == 1
+    assert function._torchdynamo_disable is True
+    folder = TORCH_SOURCE / "_dynamo"
+    source = {name: (folder / f"{name}.py").read_text("utf-8") for name in ("eval_frame", "trace_rules")}
+    assert "_torchdynamo_disable" in source["eval_frame"]
+    assert "self._orig_mod = " in source["eval_frame"]
+    assert re.search(r"^def add\(import_name: str", source["trace_rules"], re.MULTILINE)
+
+
+@canary(
+    "torch.nn.parallel.distributed._BufferCommHookLocation.PRE_FORWARD",
+    "torch.nn.parallel.distributed._BufferCommHookLocation.POST_FORWARD",
+)
+def test_our_wrapper_has_no_private_name_that_torchs_has_not() -> None:
+    """The names that other code of torch reaches for on a wrapper and its reducer, with their parameters."""
+    kind, own = torch_ddp.DistributedDataParallel, {"_inside_forward"}
+    source = inspect.getsource(torch_ddp)
+    for name, ours in vars(TorchNames).items():
+        if is_private(name) and name not in own:
+            theirs = getattr(kind, name, None)
+            assert theirs is not None or f"self.{name} = " in source or f"self.{name}:" in source, name
+            if theirs is not None:
+                ours = getattr(ours, "__func__", ours)
+                assert same_parameters(ours, getattr(theirs, "__func__", theirs)), name
+    names = [name for name in vars(ReducerTorchNames) if is_private(name)]
+    assert [name for name in names if not hasattr(dist.Reducer, name)] == []
+
+
+@canary(
+    "torch.nn.Module()._ddp_params_and_buffers_to_ignore",
+    "torch.nn.Parameter()._ddp_ignored",
+    "torch.nn.Parameter()._mp_param",
+    "torch.nn.Parameter()._fp_param",
+)
+def test_torch_marks_what_is_ignored_and_keeps_copies_on_parameters() -> None:
+    """A list of names on the module, a mark on each tensor; two attributes for mixed precision."""
+    module = torch.nn.Linear(1, 1)
+    kind = torch_ddp.DistributedDataParallel
+    kind._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    assert module._ddp_params_and_buffers_to_ignore == ["bias"]
+    assert module.bias._ddp_ignored
+    assert not hasattr(module.weight, "_ddp_ignored")
+    source = inspect.getsource(torch_ddp)
+    assert "._mp_param" in source
+    assert "._fp_param" in source
+
+
+@canary("torch.distributed.Logger()._get_ddp_logging_data")
+def test_a_logger_in_c_plus_plus_is_made_for_an_idle_tensor(world) -> None:
+    """It wants a reducer, and keeps what was reported to it as strings."""
+    idle = torch.nn.Parameter(torch.zeros(1))
+    reducer = dist.Reducer([idle], [[0]], [4], world)
+    logger = dist.Logger(reducer)
+    logger.set_error_and_log("an error of a test")
+    assert logger._get_ddp_logging_data().strs_map["error"].strip() == "an error of a test"
+
+
+@canary(
+    "torch.distributed.algorithms._optimizer_overlap._as_overlapped_optim",
+    "torch.nn.Parameter()._in_backward_optimizers",
+    "torch.distributed.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map",
+)
+def test_optimizers_that_step_in_backward_can_be_found_and_taken_over() -> None:
+    """They hang on the parameter, beside hooks that can be removed; others register themselves."""
+    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    parameter = torch.nn.Parameter(torch.ones(1))
+    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.5})
+    (optimizer,) = parameter._in_backward_optimizers
+    assert isinstance(optimizer, torch.optim.SGD)
+    for handle in param_to_optim_hook_handle_map[parameter]:
+        handle.remove()
+    parameter.sum().backward()
+    assert (parameter.item(), parameter.grad.item()) == (1.0, 1.0)
+
+    hooks = []
+    wrapper = SimpleNamespace(register_comm_hook=lambda state, hook: hooks.append(hook))
+    _as_overlapped_optim(torch.optim.SGD, [parameter], lr=0.5).register_ddp(wrapper)
+    assert len(hooks) == 1
+
+
+# ---------------------------------------------------------------------- Lightning: the Trainer and its loops
+
+
+class Model(BoringModel):
+    """Two batches of training; calls `look` in each."""
+
+    def __init__(self, look: Callable[[Model], None]) -> None:
+        super().__init__()
+        self.look = look
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.look(self)
+        self.log("step", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+def new_trainer(**options: Any) -> pl.Trainer:
+    return pl.Trainer(**{**QUIET, "devices": 1, "enable_model_summary": False, **options})
+
+
+@canary(
+    "pytorch_lightning.LightningModule()._trainer",
+    "pytorch_lightning.LightningModule()._current_fx_name",
+    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._batches_that_stepped",
+    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._results",
+    "pytorch_lightning.trainer.connectors.logger_connector.result._ResultCollection",
+)
+def test_a_fit_tells_where_it_is_and_logs_into_the_results_it_was_given() -> None:
+    """The module knows its Trainer and the step that runs; the loop counts, and logs into `_results`."""
+    seen, updates = [], []
+
+    class Results(_lightning.ResultCollection):
+        def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+            super().update_metrics(key, value, batch_size)
+            metric = self[key]
+            updates.append((key, float(value), metric.is_tensor, metric.meta.is_mean_reduction))
+            assert metric.cumulated_batch_size.dtype == torch.int64
+
+    trainer = new_trainer(max_steps=2, limit_val_batches=0)
+
+    def look(model: Model) -> None:
+        assert _lightning.trainer_of(model) is trainer
+        seen.append((_lightning.running_hook(model), _lightning.batches_that_stepped(trainer)))
+
+    model = Model(look)
+    assert _lightning.trainer_of(model) is _lightning.running_hook(model) is None
+    _lightning.set_training_results(trainer, Results(training=True))
+    trainer.fit(model)
+    assert seen == [("training_step", 0), ("training_step", 1)]
+    assert updates == [("training_step.step", 0.0, True, True), ("training_step.step", 1.0, True, True)]
+
+
+@canary(
+    "pytorch_lightning.utilities.exceptions._TunerExitException",
+    "pytorch_lightning.trainer.call._interrupt",
+    "pytorch_lightning.Trainer._teardown",
+    "pytorch_lightning.Trainer._fit_impl",
+)
+def test_an_exception_is_seen_to_as_lightning_does(monkeypatch) -> None:
+    """Callbacks hear of it, all is torn down; the tuner's exception ends a fit without an error."""
+    heard = []
+
+    class Hears(pl.Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            heard.append(exception)
+
+    trainer = new_trainer(callbacks=[Hears()])
+    monkeypatch.setattr(trainer.strategy, "teardown", lambda: heard.append("torn down"))
+    error = ValueError("of a test")
+    _lightning.interrupt_trainer(trainer, error)
+    _lightning.teardown_trainer(trainer)
+    assert heard == [error, "torn down"]
+
+    def leave(function: Any, *args: Any) -> None:
+        assert function.__name__ == "_fit_impl", "what the phase of a run is called after"
+        raise _lightning.TunerExitException
+
+    monkeypatch.setattr(trainer, "_fit_impl", functools.partial(leave, pl.Trainer._fit_impl))
+    trainer.fit(BoringModel())
+    assert heard[2:] == ["torn down"]
+
+
+@canary(
+    "?pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor",
+)
+def test_a_check_is_called_where_a_step_begins(world, monkeypatch) -> None:
+    """Before a batch is fetched, where Lightning would ask all ranks whether one was told to stop."""
+
+    class Stop(Exception):
+        pass
+
+    def check() -> None:
+        raise Stop
+
+    trainer = new_trainer()
+    _lightning.at_step_boundaries(trainer, check)
+    monkeypatch.setattr(pl.Trainer, "world_size", 2)
+    with pytest.raises(Stop):
+        trainer.fit_loop.epoch_loop.advance(iter(()))
+
+
+@canary(
+    "pytorch_lightning.Trainer()._signal_connector",
+    "pytorch_lightning.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn",
+    "pytorch_lightning.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn",
+)
+def test_the_handlers_of_signals_are_the_ones_that_were_put_in(monkeypatch) -> None:
+    """They are looked up when they are registered, and registered for SIGTERM and SLURM's signal."""
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    trainer = new_trainer(plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR1)])
+    called = []
+    requeue = _lightning.replace_signal_handlers(
+        trainer,
+        on_sigterm=lambda *arguments: called.append("SIGTERM"),
+        on_requeue=lambda *arguments: called.append("requeue"),
+    )
+    takes(requeue, int(signal.SIGUSR1), None)
+    before = signal.getsignal(signal.SIGTERM)
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.getsignal(number)(number, None)
+    finally:
+        trainer._signal_connector.teardown()
+    assert called == ["SIGTERM", "requeue"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not trainer.received_sigterm
+    _lightning.note_sigterm(trainer)
+    assert trainer.received_sigterm
+
+
+# ---------------------------------------------------------------------- Lightning: strategy and launchers
+
+
+@canary(
+    "pytorch_lightning.strategies.DDPStrategy._configure_launcher",
+    "pytorch_lightning.strategies.DDPStrategy()._launcher",
+    "pytorch_lightning.strategies.DDPStrategy()._layer_sync",
+)
+def test_a_trainer_has_the_strategy_make_a_launcher_and_gives_it_the_layer_sync() -> None:
+    """`_configure_launcher` sets what `launcher` returns; `_layer_sync` replaces BatchNorm."""
+    trainer = pl.Trainer(**QUIET, strategy="custom_ddp", devices=2, sync_batchnorm=True)
+    assert type(trainer.strategy.launcher).__module__ == "lightning_ddp.launch.launcher"
+    synced = _lightning.layer_sync(trainer.strategy).apply(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
+    assert isinstance(synced[0], torch.nn.SyncBatchNorm)
+    assert _lightning.layer_sync(DDPStrategy()) is None
+    assert same_parameters(
+        lightning_ddp.CustomDDPStrategy._configure_launcher, DDPStrategy._configure_launcher
+    )
+
+
+@canary(
+    "pytorch_lightning.strategies.DDPStrategy._get_process_group_backend",
+    "pytorch_lightning.strategies.DDPStrategy()._process_group_backend",
+)
+def test_the_backend_is_the_users_or_the_devices() -> None:
+    """And the strategy tells it from then on."""
+    strategy = DDPStrategy(parallel_devices=[CPU])
+    assert _lightning.choose_backend(strategy) == strategy.process_group_backend == "gloo"
+    assert _lightning.choose_backend(DDPStrategy(process_group_backend="mpi")) == "mpi"
+
+
+@canary(
+    "pytorch_lightning.strategies.DDPStrategy._setup_model",
+    "pytorch_lightning.strategies.DDPStrategy._register_ddp_hooks",
+    "pytorch_lightning.strategies.strategy._ForwardRedirection",
+    "pytorch_lightning.strategies.DDPStrategy()._forward_redirection",
+)
+def test_a_strategy_wraps_the_model_and_its_steps_go_through_the_wrapper() -> None:
+    """`configure_ddp` calls two overrides; a redirection tells when a step's forward is over, twice."""
+    called = []
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            called.append("forward")
+            return self.module(*args, **kwargs)
+
+    class Own(DDPStrategy):
+        def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+            return Wrapper(model)
+
+        def _register_ddp_hooks(self) -> None:
+            called.append("hooks")
+
+    class Redirection(_lightning.ForwardRedirection):
+        def on_after_inner_forward(self, wrapper_module: Any, original_module: Any) -> None:
+            called.append(("inner", type(wrapper_module), type(original_module)))
+
+        def on_after_outer_forward(self, wrapper_module: Any, original_module: Any) -> None:
+            called.append(("outer", type(wrapper_module), type(original_module)))
+
+    class Steps(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            called.append("step")
+
+    strategy = Own(parallel_devices=[CPU])
+    _lightning.set_redirection(strategy, Redirection())
+    strategy.connect(Steps())
+    strategy.configure_ddp()
+    strategy.training_step(torch.ones(1, 32), 0)
+    inner, outer = ((when, Wrapper, Steps) for when in ("inner", "outer"))
+    assert called == ["hooks", "forward", "step", inner, outer]
+    for name in ("_setup_model", "_register_ddp_hooks"):
+        assert same_parameters(getattr(lightning_ddp.CustomDDPStrategy, name), getattr(DDPStrategy, name))
+
+
+@canary("pytorch_lightning.strategies.launchers._SubprocessScriptLauncher._check_can_spawn_children")
+def test_a_process_that_was_started_starts_no_others() -> None:
+    """Its local rank is not 0."""
+    environment = LightningEnvironment()
+    launcher = _lightning.SubprocessScriptLauncher(environment, 2, 1)
+    _lightning.check_can_start_children(launcher)
+    environment.local_rank = lambda: 1
+    with pytest.raises(RuntimeError, match="local_rank > 0"):
+        _lightning.check_can_start_children(launcher)
+    assert launcher.procs == []
+
+
+@canary("pytorch_lightning.strategies.launchers._MultiProcessingLauncher._wrapping_function")
+def test_a_process_of_a_function_calls_it_and_sends_its_result(monkeypatch) -> None:
+    """With the function as the third argument; rank 0 puts what it returned into the queue."""
+    for name in ("LOCAL_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "0")  # which it sets itself
+    strategy = DDPStrategy(parallel_devices=[CPU])
+    strategy.cluster_environment = LightningEnvironment()
+    launcher, results = (
+        _lightning.MultiProcessingLauncher(strategy, start_method="spawn"),
+        queue.SimpleQueue(),
+    )
+    launcher._wrapping_function(0, None, operator.add, (1, 2), {}, results)
+    assert results.get() == 3
+    assert launcher.procs == []
+
+
+@canary("lightning_fabric.utilities.distributed._set_num_threads_if_needed")
+def test_processors_are_shared_among_processes(monkeypatch) -> None:
+    """By a number of threads, unless the user has set one."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    _lightning.set_num_threads_if_needed(num_processes=100_000)
+    assert torch.get_num_threads() == before
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    try:
+        _lightning.set_num_threads_if_needed(num_processes=100_000)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@canary("lightning_fabric.utilities.optimizer._optimizers_to_device")
+def test_the_state_of_optimizers_moves() -> None:
+    """All tensors of it, in place."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter]["momentum_buffer"] = torch.ones(1)
+    _lightning.optimizers_to_device([optimizer], torch.device("meta"))
+    assert optimizer.state[parameter]["momentum_buffer"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (_lightning.teardown_trainer, "_teardown"),
+        (_lightning.batches_that_stepped, "_batches_that_stepped"),
+        (lambda o: _lightning.set_training_results(o, None), "_results"),
+        (lambda o: _lightning.at_step_boundaries(o, print), "_broadcast_sigterm_tensor"),
+        (
+            lambda o: _lightning.replace_signal_handlers(o, on_sigterm=print, on_requeue=print),
+            "_signal_connector",
+        ),
+        (_lightning.note_sigterm, "_signal_connector"),
+        (_lightning.trainer_of, "_trainer"),
+        (_lightning.running_hook, "_current_fx_name"),
+        (lambda o: _lightning.set_launcher(o, None), "_launcher"),
+        (lambda o: _lightning.set_redirection(o, None), "_forward_redirection"),
+        (_lightning.layer_sync, "_layer_sync"),
+        (_lightning.choose_backend, "_get_process_group_backend"),
+        (_lightning.check_can_start_children, "_check_can_spawn_children"),
+        (lambda o: _lightning._import("pytorch_lightning.trainer.call", "_gone"), "_gone"),
+        (lambda o: _lightning._import("pytorch_lightning.gone", "Trainer"), "Trainer"),
+    ],
+)
+def test_a_name_that_is_gone_is_an_error_with_the_version(monkeypatch, call, name) -> None:
+    monkeypatch.setattr(_lightning, "_VERSION", "2.7.0rc1")
+    other = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(advance=print)))
+    with pytest.raises(
+        UnsupportedVersionError, match=rf"^pytorch-lightning 2\.7\.0rc1 has no `{name}` in .* 2\.5 to 2\.6"
+    ):
+        call(other)
+    assert set(vars(other)) == {"fit_loop"}
+
+
+# ---------------------------------------------------------------------- Hydra
+
+
+@canary(
+    "hydra._internal.callbacks.Callbacks.on_multirun_start",
+    "hydra._internal.callbacks.Callbacks.on_job_start",
+    "hydra._internal.callbacks.Callbacks.on_job_end",
+    "hydra.core.hydra_config.HydraConfig.set_config",
+    "hydra.core.utils.run_job",
+    "hydra.core.utils.JobReturn()._return_value",
+    "omegaconf.DictConfig._get_parent",
+)
+def test_a_sweep_calls_what_is_patched_and_a_job_keeps_its_task_in_a_frame(tmp_path, monkeypatch) -> None:
+    """Callbacks at both ends, `set_config` with the whole configuration, two locals of `run_job`."""
+    callbacks = sys.modules["hydra._internal.callbacks"].Callbacks
+    kind = hydra.core.hydra_config.HydraConfig
+    called = []
+
+    def note(owner: Any, name: str, what: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.append((name, what(*args, **kwargs)))
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(callbacks, "on_multirun_start", lambda config, **_: "hydra" in config)
+    note(kind, "set_config", lambda cfg: ("hydra" in cfg, cfg._metadata.resolver_cache is not None))
+    note(callbacks, "on_job_start", lambda config, *, task_function, **_: task_function is task)
+    note(callbacks, "on_job_end", lambda config, job_return, **_: str(job_return._return_value))
+
+    def task(config: DictConfig) -> None:
+        called.append(("task", config.x))
+        frame = sys._getframe(1)
+        assert frame.f_code is hydra.core.utils.run_job.__code__
+        assert (frame.f_locals["task_cfg"], frame.f_locals["task_function"]) == (config, task)
+        given = kind.get()._get_parent()
+        assert (given.x, "hydra" in given, given._get_parent()) == (5, True, None)
+        assert hydra.core.utils.JobRuntime.instance().get("name") != "UNKNOWN_NAME"
+        raise ValueError("of a test")
+
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
+    monkeypatch.setattr(sys, "argv", ["app", "--multirun", "+x=5", f"hydra.sweep.dir={tmp_path}", *quiet])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="of a test"):
+        hydra.main(version_base=None, config_path=str(tmp_path))(task)()
+    assert ("on_multirun_start", True) in called
+    assert [entry for entry in called if entry[0] != "on_multirun_start"] == [
+        ("set_config", (True, True)),
+        ("set_config", (True, True)),
+        ("on_job_start", True),
+        ("task", 5),
+        ("on_job_end", "of a test"),
+    ]
+
+
+@canary("hydra.main._run_hydra")
+def test_the_decorated_function_runs_hydra_by_a_name_of_its_module(monkeypatch) -> None:
+    """`hydra.main` looks `_run_hydra` up in its module at each call, and names its arguments."""
+    called = []
+    monkeypatch.setattr(sys.modules["hydra.main"], "_run_hydra", lambda **given: called.append(given))
+    monkeypatch.setattr(sys, "argv", ["app"])
+    hydra.main(version_base=None, config_path=None)(print)()
+    assert called[0]["task_function"] is print
+
+
+@canary(
+    "hydra._internal.hydra.Hydra.create_main_hydra2",
+    "hydra._internal.hydra.Hydra.compose_config",
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl.load_configuration",
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list",
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config",
+    "hydra.core.utils._flush_loggers",
+)
+def test_a_composition_goes_through_what_is_patched(monkeypatch) -> None:
+    """Looked up on the classes: configuration name and overrides first, then loader, defaults, overrides."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core import utils
+    from hydra.core.global_hydra import GlobalHydra
+
+    called = []
+
+    def note(owner: Any, name: str, *, is_static: bool = False) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            called.append((name, args, kwargs))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, staticmethod(noted) if is_static else noted)
+
+    note(Hydra, "compose_config")
+    note(ConfigLoaderImpl, "load_configuration")
+    note(ConfigLoaderImpl, "_compose_config_from_defaults_list")
+    note(ConfigLoaderImpl, "_apply_overrides_to_config", is_static=True)
+    path = create_config_search_path(None)
+    Hydra.create_main_hydra2(task_name="app", config_search_path=path)
+    try:
+        assert GlobalHydra.instance().hydra.config_loader.get_search_path() is not None
+        assert hydra.compose(overrides=["+x=5"]) == {"x": 5}
+    finally:
+        GlobalHydra.instance().clear()
+    names = [name for name, _, _ in called]
+    assert names == [
+        "compose_config",
+        "load_configuration",
+        "_compose_config_from_defaults_list",
+        "_apply_overrides_to_config",
+    ]
+    _, arguments, keywords = called[0]
+    assert {**dict(zip(("config_name", "overrides"), arguments[1:], strict=False)), **keywords}.items() >= {
+        ("config_name", None),
+        ("from_shell", False),
+    }
+    _, (overrides, config), _ = called[3]
+    assert ([override.input_line for override in overrides], config.x) == (["+x=5"], 5)
+    takes(ConfigLoaderImpl.__init__, None, path)
+    takes(utils.configure_log, None, False)
+    utils._flush_loggers()
+
+
+# ---------------------------------------------------------------------- OmegaConf
+
+
+@canary(
+    "omegaconf.DictConfig._get_node",
+    "omegaconf.DictConfig._get_parent",
+    "omegaconf.DictConfig._get_full_key",
+    "omegaconf.DictConfig._get_root",
+    "omegaconf.DictConfig()._content",
+    "omegaconf.Node._is_interpolation",
+    "omegaconf.Node._is_none",
+    "omegaconf.Node._is_missing",
+    "omegaconf.Node._value",
+    "omegaconf.Node._dereference_node",
+)
+def test_nodes_are_walked_without_being_resolved() -> None:
+    """A container has its nodes in a dict or a list, and a node knows its place and what it is."""
+    config = OmegaConf.create({"a": {"b": 1, "c": "${a.b}"}, "l": [1, "???"], "n": None, "i": "${a}"})
+    inner, items = config._get_node("a"), config._get_node("l")
+    assert list(config._content) == ["a", "l", "n", "i"]
+    assert isinstance(items._content, list)
+    assert DictConfig("${a}")._content == "${a}"
+    assert inner._get_parent() is inner._get_root() is config
+    assert config._get_parent() is None
+    assert inner._get_full_key("b") == "a.b"
+    assert (inner._get_full_key(None), items._get_full_key(0)) == ("a", "l[0]")
+    reference = inner._get_node("c")
+    assert reference._is_interpolation()
+    assert not inner._get_node("b")._is_interpolation()
+    assert reference._value() == "${a.b}"
+    assert reference._dereference_node()._value() == 1
+    assert config._get_node("n")._is_none()
+    assert items._get_node(1)._is_missing()
+
+
+@canary(
+    "omegaconf.base.Container._evaluate_custom_resolver",
+    "omegaconf.base.Container()._metadata",
+    "omegaconf.basecontainer.BaseContainer._resolvers",
+)
+def test_resolvers_are_asked_in_one_place_and_their_answers_kept_in_the_root(monkeypatch) -> None:
+    """By one method of containers; the cache can be replaced; a wrapper tells what a resolver is given."""
+    from omegaconf.base import Container
+
+    seen, original = [], Container._evaluate_custom_resolver
+
+    def evaluate(
+        self: Any, key: Any, node: Any, inter_type: str, inter_args: Any, inter_args_str: Any
+    ) -> Any:
+        seen.append((self._get_full_key(key), inter_type, inter_args, inter_args_str))
+        return original(self, key, node, inter_type, inter_args, inter_args_str)
+
+    monkeypatch.setattr(Container, "_evaluate_custom_resolver", evaluate)
+    name = "of_a_test"
+    OmegaConf.register_new_resolver(name, lambda value, *, _parent_: value)
+    try:
+        config = OmegaConf.create({"a": {"b": f"${{{name}:5}}"}})
+        wrapper = config._resolvers[name]
+        cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+        passed = {key: cells[key].cell_contents for key in ("pass_parent", "pass_node", "pass_root")}
+        assert passed == {"pass_parent": True, "pass_node": False, "pass_root": False}
+        assert config._metadata.object_type is dict
+        OmegaConf.register_new_resolver(name, lambda value: value, use_cache=True, replace=True)
+        config._metadata.resolver_cache = cache = defaultdict(dict)
+        assert config.a.b == 5
+    finally:
+        OmegaConf.clear_resolver(name)
+    assert seen == [("a.b", name, (5,), ("5",))]
+    assert list(cache) == [name]
+
+
+# ---------------------------------------------------------------------- the list is true
+
+NOT_PRIVATE = {"_target_", "_convert_", "_partial_", "_recursive_"}
+"""Keys that Hydra documents."""
+OF_PYTHON = {"_fields", "_make", "_fields_", "_callback", "_initializing"}
+"""Of namedtuples, ctypes structures, weakref and importlib."""
+
+
+def owner(node: ast.Attribute) -> str:
+    """The name of what an attribute is of, such as `self`; of a call, what is called; else nothing."""
+    value = node.value.func if isinstance(node.value, ast.Call) else node.value
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+class File:
+    """The private names in a file of the package: those that it defines, and others."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.relative_to(PACKAGE)
+        self.text = path.read_text(encoding="utf-8")
+        self.tree = ast.parse(self.text)
+        self.module = ".".join(("lightning_ddp", *self.path.with_suffix("").parts)).removesuffix(".__init__")
+        self.members: set[str] = set()
+        """Methods and attributes of its classes."""
+        self.imports: set[str] = set()
+        """Modules of the package, also those that only type annotations need."""
+        self.foreign: set[str] = set()
+        """What it imports by name from dependencies, or through `_lightning`."""
+        self.used: dict[str, list[int]] = defaultdict(list)
+        """Private name -> lines in which it is read of something, imported, or a text by itself."""
+        self._standard: set[str] = set()
+        self._parts: set[ast.AST] = set()  # of texts
+        for node in ast.walk(self.tree):
+            self._note(node)
+        for node in ast.walk(self.tree):
+            if node not in self._parts:
+                self._look(node)
+
+    def _note(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            names = {alias.name: alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            self._standard |= {ours for name, ours in names.items() if name in sys.stdlib_module_names}
+            self.foreign |= {ours for name, ours in names.items() if name.partition(".")[0] in DEPENDENCIES}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {alias.asname or alias.name for alias in node.names}
+            if node.module.startswith("lightning_ddp"):
+                self.imports |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            if node.module == "lightning_ddp._lightning" or node.module.partition(".")[0] in DEPENDENCIES:
+                self.foreign |= names
+        elif isinstance(node, ast.ClassDef):
+            typed = [member.body for member in node.body if isinstance(member, ast.If)]  # TYPE_CHECKING
+            for member in itertools.chain(node.body, *typed):
+                targets = getattr(member, "targets", [getattr(member, "target", None)])
+                self.members |= {target.id for target in targets if isinstance(target, ast.Name)}
+                self.members |= {member.name} if isinstance(member, ast.FunctionDef) else set()
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            self.members |= {node.attr} if owner(node) in ("self", "cls") else set()
+        elif isinstance(node, ast.JoinedStr):
+            self._parts |= set(node.values)
+        elif isinstance(node, ast.Call):
+            if getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+                "removeprefix",
+                "removesuffix",
+                "endswith",
+                "TypeVar",
+            ):
+                self._parts |= set(node.args)
+            self.members |= {keyword.arg for keyword in node.keywords if is_private(keyword.arg)}
+
+    def _look(self, node: ast.AST) -> None:
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_ddp"):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Attribute) and owner(node) not in self._standard:
+            names = [node.attr]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"\w+(\.\w+)*", str(node.value)):
+            names = str(node.value).split(".")
+        for name in names:
+            if is_private(name) and "lightning_ddp" not in name:
+                self.used[name].append(node.lineno)
+
+
+@functools.cache
+def files() -> dict[str, File]:
+    """Module -> its file."""
+    return {file.module: file for file in map(File, sorted(PACKAGE.rglob("*.py")))}
+
+
+def own_names(file: File) -> set[str]:
+    """Members of classes that a file can reach: its own, and those of the files that it imports."""
+    return file.members.union(*(files()[module].members for module in file.imports if module in files()))
+
+
+def foreign_classes() -> list[tuple[File, ast.ClassDef]]:
+    """The classes of the package that have a class of a dependency, or of Lightning, among their bases."""
+    classes = [
+        (file, node)
+        for file in files().values()
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ClassDef) and node.bases
+    ]
+    names: set[str] = set()
+    while True:
+        found = [
+            (file, node)
+            for file, node in classes
+            if {ast.unparse(base).partition(".")[0] for base in node.bases} & (file.foreign | names)
+        ]
+        before, names = names, {node.name for _, node in found}
+        if names == before:
+            return found
+
+
+def own_uses(node: ast.ClassDef) -> set[str]:
+    """The private names of `self` in a class: attributes, and methods that it defines."""
+    defined = {member.name for member in node.body if isinstance(member, ast.FunctionDef)}
+    read = {
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute) and owner(part) in ("self", "cls", "super")
+    }
+    return {name for name in defined | read if is_private(name)}
+
+
+@functools.cache
+def source_of(module: str) -> dict[str, str]:
+    """Class -> its source, of a module of a dependency."""
+    file = inspect.getsourcefile(sys.modules[module])
+    text = "" if file is None else Path(file).read_text(encoding="utf-8")  # none for a module in C++
+    nodes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    return {node.name: ast.get_source_segment(text, node) or "" for node in nodes}
+
+
+@functools.cache
+def inherited() -> set[tuple[str, str]]:
+    """Private names that a class of the package shares with a base of a dependency, and the files."""
+    found = set()
+    for file, node in foreign_classes():
+        kind = getattr(importlib.import_module(file.module), node.name)
+        bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in DEPENDENCIES]
+        theirs = "\n".join(source_of(base.__module__).get(base.__name__, "") for base in bases)
+        for base in kind.__mro__:
+            ours = files().get(base.__module__)
+            for part in ast.walk(ours.tree) if ours is not None else ():
+                if isinstance(part, ast.ClassDef) and part.name == base.__name__:
+                    names = "|".join(own_uses(part)) or "$^"
+                    pattern = rf'(?:self\.|cls\.|def |"|^    )({names})\b'
+                    found |= {(name, str(ours.path)) for name in re.findall(pattern, theirs, re.MULTILINE)}
+    return found
+
+
+@functools.cache
+def uses() -> dict[str, list[str]]:
+    """Private name of a dependency -> where the package uses it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file in files().values():
+        skipped = own_names(file) | NOT_PRIVATE | OF_PYTHON
+        for name, lines in file.used.items():
+            if name not in skipped:
+                found[name] += [f"{file.path}:{line}" for line in lines]
+    for name, path in sorted(inherited()):
+        found[name].append(f"{path} (inherited)")
+    return found
+
+
+def _places(paths: tuple[str, ...]) -> str:
+    names = {name for path in paths for name in re.findall(r"\w+", path)} & uses().keys()
+    return "\n".join(f"  {name}: {', '.join(uses()[name])}" for name in sorted(names))
+
+
+def test_every_private_name_has_a_canary() -> None:
+    assert {name: places for name, places in uses().items() if name not in CANARIES} == {}
+
+
+def test_every_canary_is_of_a_name_that_is_used() -> None:
+    paths = {path for paths in CANARIES.values() for path in paths}
+    words = {word for file in files().values() for word in re.findall(r"\w+", file.text)}
+    last = {path: [name for name in re.findall(r"\w+", path) if is_private(name)][-1:] for path in paths}
+    assert [path for path, names in last.items() if not words.issuperset(names)] == []
+
+
+def test_private_names_of_lightning_are_in_one_file() -> None:
+    ours = {name for name, paths in CANARIES.items() if "lightning" in paths[0].partition(".")[0]}
+    outside = [
+        f"{name}: {file.path}"
+        for file in files().values()
+        for name in ours & (file.used.keys() - file.members)
+        if file.module != "lightning_ddp._lightning" and (name, str(file.path)) not in inherited()
+    ]
+    assert outside == []
+
+
+def test_names_are_found_however_they_are_used() -> None:
+    found = {name: {place.partition(":")[0] for place in places} for name, places in uses().items()}
+    assert found["_use_count"] == {"comm/parting.py"}, "called by a text"
+    assert found["_apply_overrides_to_config"] == {"conf/store.py"}, "patched"
+    assert found["_flush_loggers"] == {"launch/hydra_child.py"}, "imported"
+    assert "launch/hydra_parent.py" in found["_internal"], "in the name of a module"
+    assert found["_wrapping_function"] == {"launch/launcher.py (inherited)"}, "overridden"
+    assert "parallel/joining.py (inherited)" in found["_join_config"], "inherited by a class above"
+    assert found["_interrupt"] == {"_lightning.py"}
+    assert not {"_group", "_exit", "_target_"} & found.keys(), "ours, Python's, documented"

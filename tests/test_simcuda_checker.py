@@ -1,0 +1,793 @@
+"""The simulated CUDA device reports what is planted, with its line, and nothing where the order is right."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import re
+import signal
+import threading
+import traceback
+from datetime import timedelta
+
+import pytest
+import simcuda
+import torch
+import torch.distributed as dist
+from simcuda import build
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from lightning_ddp import BucketedDDP
+
+pytestmark = pytest.mark.xdist_group("simulated ranks")
+
+_CASES = {}
+
+
+def _case(kind=None, text=""):
+    """Registers a function that plants what is reported as `kind` at its line `# here`; None: nothing.
+
+    `text` is a regular expression, in which `sN` stands for any stream but the default one.
+    """
+
+    def register(function):
+        _CASES[function.__name__] = (function, kind, text)
+        return function
+
+    return register
+
+
+def _ones():
+    return torch.ones(64, device="cuda")
+
+
+def _side():
+    """A stream that is ordered after all that has been queued."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
+def _all_reduce(tensor):
+    return dist.all_reduce(tensor, async_op=True)
+
+
+# ---- races
+
+
+@_case("race", "read by aten::sum on sN is not ordered after write by aten::fill_ on cuda:0/s0")
+def read_what_another_stream_writes():
+    x, side = _ones(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x.sum()  # here
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@_case("race", "write by aten::fill_ on cuda:0/s0 is not ordered after read by aten::sum on sN")
+def write_what_another_stream_reads():
+    x = _ones()
+    side = _side()
+    with torch.cuda.stream(side):
+        x.sum()
+    x.fill_(2)  # here
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@_case("race", "write by aten::fill_ on sN is not ordered after write by aten::fill_ on cuda:0/s0")
+def write_what_another_stream_writes():
+    x, side = _ones(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x.fill_(2)  # here
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@_case("race", "write by aten::fill_ on cuda:0/s0 is not ordered after read by nccl:all_reduce on sN")
+def write_what_is_being_reduced():
+    x = _ones()
+    work = _all_reduce(x)
+    x.fill_(2)  # here
+    work.wait()
+
+
+@_case("race", "read by aten::sum on cuda:0/s0 is not ordered after write by nccl:all_reduce on sN")
+def read_a_result_without_wait():
+    x = _ones()
+    work = _all_reduce(x)
+    x.sum()  # here
+    work.wait()
+
+
+@_case("race", "read by nccl:all_reduce on sN is not ordered after write by aten::fill_ on sN")
+def reduce_what_another_stream_writes():
+    x = _ones()
+    side = _side()
+    with torch.cuda.stream(side):
+        x.fill_(2)
+    dist.all_reduce(x, async_op=True).wait()  # here
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@_case("race", "read by aten::sum on cuda:0/s0 is not ordered after write by nccl:all_reduce on sN")
+def wait_on_the_wrong_stream():
+    x = _ones()
+    work = _all_reduce(x)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work.wait()
+    x.sum()  # here
+    work.wait()
+
+
+@_case()
+def parts_of_one_tensor_on_two_streams():
+    x = _ones()
+    side = _side()
+    with torch.cuda.stream(side):
+        x[:32].fill_(2)
+    x[32:].fill_(3)
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@_case()
+def read_on_two_streams():
+    x = _ones()
+    side = _side()
+    with torch.cuda.stream(side):
+        x.sum()
+    x.sum()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@_case()
+def order_by_event():
+    x, side = _ones(), torch.cuda.Stream()
+    event = torch.cuda.Event()
+    event.record()
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        x.fill_(2)
+        done = side.record_event()
+    done.wait()
+    x.fill_(3)
+
+
+@_case()
+def order_by_wait_of_a_work():
+    x = _ones()
+    _all_reduce(x).wait()
+    x.fill_(2)
+
+
+@_case()
+def order_by_future():
+    x = _ones()
+    future = _all_reduce(x).get_future().then(lambda done: done.value()[0].mul_(2))
+    future.wait()
+    x.fill_(2)
+
+
+@_case()
+def order_by_copy_to_another_device():
+    x = _ones()
+    there = x.to("cuda:1")
+    x.fill_(2)
+    with torch.cuda.device(1):
+        there.fill_(2)
+
+
+@_case()
+def order_within_autograd():
+    x = _ones().requires_grad_()
+    side = _side()
+    with torch.cuda.stream(side):
+        y = x * 2
+    y.record_stream(torch.cuda.current_stream())
+    torch.cuda.current_stream().wait_stream(side)
+    (y * y).sum().backward()
+    x.grad.record_stream(torch.cuda.current_stream())
+    x.grad.add_(1)
+
+
+# ---- frees
+
+
+@_case("free", r"512 bytes of cuda:0/s0 are freed while sN may still read them \(aten::sum")
+def free_under_another_stream():
+    x = _ones()
+    side = _side()
+    with torch.cuda.stream(side):
+        total = x.sum()
+    del x  # here
+    torch.cuda.current_stream().wait_stream(side)
+    total.record_stream(torch.cuda.current_stream())
+
+
+@_case("free", r"512 bytes of cuda:0/s0 are freed while sN may still (read|write) them \(nccl:all_reduce")
+def free_after_waiting_on_the_wrong_stream():
+    x = _ones()
+    work = _all_reduce(x)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work.wait()
+    del work
+    del x  # here
+
+
+@_case()
+def free_after_record_stream():
+    x = _ones()
+    side = _side()
+    with torch.cuda.stream(side):
+        x.sum()
+    x.record_stream(side)
+    del x
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@_case()
+def free_after_wait_stream():
+    x = _ones()
+    side = _side()
+    with torch.cuda.stream(side):
+        x.sum()
+    torch.cuda.current_stream().wait_stream(side)
+    del x
+
+
+@_case()
+def drop_a_work_that_nobody_waited_for():
+    _all_reduce(_ones())
+    _all_reduce(_ones())
+
+
+# ---- waits of the host
+
+_SYNCS = {
+    "aten::_local_scalar_dense": [
+        lambda x: x[0].item(),
+        lambda x: float(x[0]),
+        lambda x: bool(x[0] == 1),
+        lambda x: x[0].is_nonzero(),
+        lambda x: x.isfinite().all().item(),
+        lambda x: [0] * int(x[0]),
+    ],
+    "aten::equal": [lambda x: torch.equal(x, x + 1)],
+    "aten::nonzero": [lambda x: x.nonzero(), lambda x: torch.where(x > 0), lambda x: x[x > 0]],
+    "aten::masked_select": [lambda x: x.masked_select(x > 0)],
+    "aten::_index_put_impl_ with a mask": [lambda x: x.index_put_((x > 0,), x.clone())],
+    "aten::_index_put_impl_ with indices on the CPU": [
+        lambda x: x.index_put_((torch.tensor([1]),), x[:1].clone())
+    ],
+    "aten::_unique2": [lambda x: x.unique()],
+    "aten::unique_consecutive": [lambda x: x.unique_consecutive()],
+    "aten::repeat_interleave.Tensor": [lambda x: x.long().repeat_interleave(x.long())],
+    "aten::bincount": [lambda x: x.long().bincount()],
+    "copy to the CPU": [
+        lambda x: x.cpu(),
+        lambda x: x.tolist(),
+        lambda x: torch.zeros(64).copy_(x),
+        lambda x: torch.zeros(64).pin_memory().copy_(x),
+    ],
+    "copy from the CPU": [
+        lambda x: torch.tensor(1.0, device="cuda"),
+        lambda x: x.copy_(torch.zeros(64)),
+        lambda x: torch.zeros(64).pin_memory().to("cuda"),
+        lambda x: x[[1, 2]],
+        lambda x: x[torch.tensor([1, 2])],
+    ],
+    "non_blocking copy to memory of the CPU that is not pinned": [
+        lambda x: torch.zeros(64).copy_(x, non_blocking=True)
+    ],
+    "synchronize on": [lambda x: torch.cuda.current_stream().synchronize()],
+    "synchronize an event": [lambda x: torch.cuda.current_stream().record_event().synchronize()],
+    "synchronize cuda:0": [lambda x: torch.cuda.synchronize()],
+    "barrier": [lambda x: dist.barrier(), lambda x: dist.barrier(async_op=True).wait()],
+    "wait for a collective with a timeout": [lambda x: _all_reduce(x).wait(timedelta(seconds=9))],
+}
+_NO_SYNCS = [
+    lambda x: x.sum() + 1,
+    lambda x: x.masked_fill_(x > 0, 2.0),
+    lambda x: x.__setitem__(x > 0, 2.0),
+    lambda x: torch.where(x > 0, x, 0.0),
+    lambda x: x[torch.zeros(2, dtype=torch.long, device="cuda")],
+    lambda x: x.index_add_(0, torch.zeros(64, dtype=torch.long, device="cuda"), x.clone()),
+    lambda x: torch.empty(64, pin_memory=True).copy_(x, non_blocking=True),
+    lambda x: torch.empty(64, pin_memory=True).to("cuda", non_blocking=True),
+    lambda x: torch.empty(64).to("cuda", non_blocking=True),
+    lambda x: x.to("cuda:1"),
+    lambda x: x.repeat_interleave(2),
+    lambda x: x.split([32, 32]),
+    lambda x: _all_reduce(x).wait(),
+    lambda x: dist.all_reduce(x),
+    lambda x: _all_reduce(x).get_future().wait(),
+    lambda x: torch.cuda.current_stream().query(),
+    lambda x: torch.nn.functional.dropout(x),
+    lambda x: torch._foreach_add_([x, x.clone()], 1.0),
+]
+
+
+def _sync_cases():
+    cases = {}
+    for text, functions in _SYNCS.items():
+        for number, function in enumerate(functions):
+            cases[f"{text} {number}"] = (function, "sync", text)
+    return cases | {f"none {number}": (function, None, "") for number, function in enumerate(_NO_SYNCS)}
+
+
+def _line(function):
+    """`file:line name` of what a case plants."""
+    lines, first = inspect.getsourcelines(function)
+    offset = next((i for i, line in enumerate(lines) if line.rstrip().endswith("# here")), 0)
+    return f"test_simcuda_checker.py:{first + offset} {function.__name__}"
+
+
+def _observe(rank, world_size):
+    """What is reported in each case."""
+    observed = {}
+    for name, (function, _, _) in (_CASES | _sync_cases()).items():
+        arguments = [_ones()] if function.__name__ == "<lambda>" else []
+        torch.cuda.synchronize()
+        before = len(simcuda.report)
+        try:
+            function(*arguments)
+            observed[name] = simcuda.report[before:]
+        except Exception:  # noqa: BLE001 (told by the test of that case)
+            observed[name] = traceback.format_exc()
+    return observed
+
+
+@pytest.fixture(scope="module")
+def observed(simulated_ranks):
+    (only,) = simulated_ranks.run(_observe, 1)
+    return only.value
+
+
+@pytest.mark.parametrize("name", [*_CASES, *_sync_cases()])
+def test_case(observed, name):
+    function, kind, text = (_CASES | _sync_cases())[name]
+    found = observed[name]
+    assert not isinstance(found, str), found
+    if kind is None:
+        assert found == [], simcuda.summary(reports=found)
+    else:
+        assert found, "nothing was reported"
+        assert {report.kind for report in found} == {kind}
+        expected = text.replace("sN", r"cuda:0/s[1-9]\d*").replace(" on cuda", r"\S* on cuda")
+        assert any(re.search(expected, report.text) for report in found), simcuda.summary(reports=found)
+        assert {report.place for report in found} == {_line(function)}
+
+
+# ---- ranks: what is found in each step, collectives, late and dying ranks
+
+
+def _train(rank, world_size, wrap, hook):
+    """Eight steps; a barrier at the end of each is the only wait of the host."""
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("cuda")
+    model = wrap(net, device_ids=[rank % 2], bucket_cap_mb=0.0001)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, device="cuda")).square().mean().backward()
+        optimizer.step()
+        simcuda.end_step()
+    dist.barrier()
+    return list(net.parameters())
+
+
+@pytest.mark.parametrize("hook", [None, default_hooks.fp16_compress_hook])
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, BucketedDDP])
+def test_training_with_four_ranks_on_two_devices_is_clean(simulated_ranks, wrap, hook):
+    results = simulated_ranks.run(_train, 4, wrap, hook)
+    for result in results:
+        assert all(map(torch.equal, results[0].value, result.value))
+        assert result.found("race", "free") == []
+        assert result.found("sync", first_step=2) == []  # the second one plans the buckets
+        assert result.steps[2:] == [{}] * 6
+        assert result.reports[-1].text.startswith("barrier")
+
+
+def _call_every_collective(rank, world_size):
+    """What each gave on this rank, in a group that is bound to the device, as splitting asks for."""
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank % 2))
+
+    def mine(count=1):
+        return torch.arange(rank * 10.0, rank * 10 + count, device="cuda")
+
+    def rows(count):
+        return list(mine(count).split(1))
+
+    def empty(count):
+        return torch.empty(count, device="cuda")
+
+    def waited(work, result):
+        work.wait()
+        return result
+
+    outcome = {}
+    factor = torch.full((1,), 0.5, device="cuda")
+    scale = dist._make_nccl_premul_sum
+    for name, op in {
+        "sum": dist.ReduceOp.SUM,
+        "avg": dist.ReduceOp.AVG,
+        "product": dist.ReduceOp.PRODUCT,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+        "halves": scale(0.5),
+        "halves by tensor": scale(factor),
+    }.items():
+        x = mine() + 1
+        dist.all_reduce(x, op)
+        outcome[name] = x
+    for name, asynchronous in (("all_reduce", True), ("blocking all_reduce", False)):
+        x = mine(2)
+        work = dist.all_reduce(x, async_op=asynchronous)
+        outcome[name] = waited(work, x) if asynchronous else x
+    outcome["broadcast"] = waited(dist.broadcast(x := mine(), 1, async_op=True), x)
+    outcome["reduce"] = waited(dist.reduce(x := mine(), 2, async_op=True), x)
+    outcome["all_gather"] = waited(dist.all_gather(x := list(empty(3).split(1)), mine(), async_op=True), x)
+    x = empty(3)
+    outcome["all_gather_into_tensor"] = waited(dist.all_gather_into_tensor(x, mine(), async_op=True), x)
+    x = list(empty(3).split(1)) if rank == 0 else None
+    dist.gather(mine(), x)
+    outcome["gather"] = x
+    x = empty(1)
+    dist.scatter(x, rows(3) if rank == 1 else None, src=1)
+    outcome["scatter"] = x
+    outcome["reduce_scatter"] = waited(dist.reduce_scatter(x := empty(1), rows(3), async_op=True), x)
+    x = empty(1)
+    outcome["reduce_scatter_tensor"] = waited(dist.reduce_scatter_tensor(x, mine(3), async_op=True), x)
+    x = empty(3)
+    outcome["all_to_all_single"] = waited(dist.all_to_all_single(x, mine(3), async_op=True), x)
+    sent = [rank, 0, 1]  # rows for each
+    x = empty([rank * (rank == 0), 0, 0][0] + {0: 0 + 1 + 2, 1: 0, 2: 3}[rank])
+    received = {0: [0, 1, 2], 1: [0, 0, 0], 2: [1, 1, 1]}[rank]
+    outcome["uneven all_to_all_single"] = waited(
+        dist.all_to_all_single(x, mine(sum(sent)), received, sent, async_op=True), x
+    )
+    outcome["all_to_all"] = waited(dist.all_to_all(x := list(empty(3).split(1)), rows(3), async_op=True), x)
+    x = empty(1)
+    outcome["send and recv"] = x
+    if rank == 0:
+        dist.send(mine() + 5, 1)
+        x.zero_()
+    elif rank == 1:
+        dist.recv(x, 0)
+    else:
+        x.zero_()
+    operations = [
+        dist.P2POp(dist.isend, mine(), (rank + 1) % 3),
+        dist.P2POp(dist.irecv, x := empty(1), (rank - 1) % 3),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    outcome["batch_isend_irecv"] = x
+    tensors = [mine(), mine(2)]
+    with dist._coalescing_manager(device=tensors[0].device, async_ops=True) as together:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    together.wait()
+    outcome["coalesced"] = tensors
+    objects = [None] * 3
+    dist.all_gather_object(objects, {"rank": rank})
+    outcome["objects"] = objects
+    for kind, group in (
+        ("new_group", dist.new_group([0, 2])),
+        ("split_group", dist.split_group(None, [[0, 2]])),
+    ):
+        if rank != 1:
+            dist.all_reduce(x := mine(), group=group)
+            outcome[kind] = x
+    return outcome
+
+
+def test_every_collective_with_three_ranks(simulated_ranks):
+    zero, one, two = (
+        result.value for result in simulated_ranks.run(_call_every_collective, 3, process_group=False)
+    )
+    numbers = lambda value: [float(v) for v in value]  # noqa: E731 (tensors and lists of tensors)
+    expected = {
+        "sum": [33], "avg": [11], "product": [231], "min": [1], "max": [21], "halves": [16.5],
+        "halves by tensor": [16.5], "all_reduce": [30, 33], "blocking all_reduce": [30, 33],
+        "broadcast": [10], "all_gather": [0, 10, 20], "all_gather_into_tensor": [0, 10, 20],
+    }  # fmt: skip
+    for name, values in expected.items():
+        for outcome in (zero, one, two):
+            assert numbers(outcome[name]) == values, name
+    of_each = {
+        "reduce": ([0], [10], [30]), "scatter": ([10], [11], [12]), "send and recv": ([0], [5], [0]),
+        "reduce_scatter": ([30], [33], [36]), "reduce_scatter_tensor": ([30], [33], [36]),
+        "all_to_all_single": ([0, 10, 20], [1, 11, 21], [2, 12, 22]),
+        "all_to_all": ([0, 10, 20], [1, 11, 21], [2, 12, 22]),
+        "uneven all_to_all_single": ([10, 20, 21], [], [0, 11, 22]), "batch_isend_irecv": ([20], [0], [10]),
+    }  # fmt: skip
+    for name, values in of_each.items():
+        assert tuple(numbers(outcome[name]) for outcome in (zero, one, two)) == values, name
+    assert numbers(zero["gather"]) == [0, 10, 20]
+    assert [numbers(tensor) for tensor in one["coalesced"]] == [[30], [30, 33]]
+    assert two["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert numbers(zero["new_group"]) == numbers(two["new_group"]) == [20]
+    assert numbers(zero["split_group"]) == numbers(two["split_group"]) == [20]
+
+
+def _be_late(rank, world_size):
+    """Rank 1's device does not get to the collective until rank 0 has looked at everything."""
+    store = dist.distributed_c10d._get_default_store()
+    x = _ones()
+    if rank == 1:
+        with simcuda.held_up():
+            work = _all_reduce(x)
+            work.wait()
+            is_completed = work.is_completed()
+            store.wait(["rank 0 has looked"])
+        x.sum().item()
+        return is_completed, work.is_completed(), x
+    work = _all_reduce(x)
+    event = torch.cuda.Event()
+    event.record()
+    seen = {"event before": event.query(), "work": work.is_completed()}
+    work.wait()  # on the stream: the host goes on
+    event.record()
+    seen |= {"event": event.query(), "stream": torch.cuda.current_stream().query()}
+    with torch.cuda.stream(torch.cuda.Stream()):  # does not come after the collective
+        seen["other"] = (_ones() + 1).sum().item() == 128
+    waiting = {
+        "synchronize": threading.Thread(target=event.synchronize),
+        "synchronize the stream": threading.Thread(target=torch.cuda.current_stream().synchronize),
+        "synchronize the device": threading.Thread(target=torch.cuda.synchronize),
+        "copy": threading.Thread(target=x.cpu),
+        "operator": threading.Thread(target=x.sum),
+    }
+    for thread in waiting.values():
+        thread.start()
+        thread.join(0.1)
+    seen |= {name: not thread.is_alive() for name, thread in waiting.items()}
+    store.set("rank 0 has looked", "")
+    for thread in waiting.values():
+        thread.join(30)
+    seen |= {f"{name} at the end": not thread.is_alive() for name, thread in waiting.items()}
+    return seen, (work.is_completed(), event.query()), x
+
+
+def test_collective_of_a_late_rank_is_not_completed(simulated_ranks):
+    zero, one = (result.value for result in simulated_ranks.run(_be_late, 2))
+    seen, at_the_end, result = zero
+    waiting = {name for name in seen if f"{name} at the end" in seen}
+    assert len(waiting) == 5
+    for name, is_done in seen.items():
+        assert is_done == (name not in waiting | {"work", "event", "stream"}), name
+    assert at_the_end == (True, True)
+    assert one[:2] == (False, True)
+    assert torch.equal(result, torch.full((64,), 2.0))
+    assert torch.equal(one[2], result)
+
+
+def _lose_a_rank(rank, world_size, how):
+    if rank == 1:
+        os._exit(3)
+    x = _ones()
+    if how == "timeout":
+        _all_reduce(x).wait(timedelta(seconds=0.3))
+    elif how == "error":
+        work = _all_reduce(x)
+        simcuda.break_groups("NCCL error: remote process exited or there was a network error")
+        work.wait()
+    elif how == "abort":
+        work = _all_reduce(x)
+        threading.Timer(0.3, dist.group.WORLD.abort).start()
+        x.sum().item()  # blocks until then, and has no result
+        assert work.is_completed()
+        with pytest.raises(dist.DistBackendError, match="was aborted on rank 0"):
+            work.wait()
+        dist.all_reduce(x)
+    elif how == "watchdog":
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=0.3), use_local_synchronization=True)
+        dist.all_reduce(x, group=group)
+        torch.cuda.synchronize()
+    return
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("timeout", "OpType=ALLREDUCE.* timed out in blocking wait"),
+        ("error", "NCCL error: remote process exited"),
+        ("abort", "NCCL communicator was aborted on rank 0"),
+    ],
+)
+def test_collective_that_cannot_end_raises(simulated_ranks, how, message):
+    left, dead = simulated_ranks.run_outcomes(_lose_a_rank, 2, how)
+    assert (left.status, left.exception_type) == ("raised", "DistBackendError")
+    assert re.search(message, left.message)
+    assert dead.exit_code == 3
+
+
+def test_watchdog_ends_the_process(simulated_ranks):
+    left, _ = simulated_ranks.run_outcomes(_lose_a_rank, 2, "watchdog")
+    assert (left.status, left.exit_code) == ("died", -signal.SIGABRT)
+
+
+def test_watchdog_can_be_told_to_clean_up_only(simulated_ranks):
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    left, _ = simulated_ranks.run_outcomes(_lose_a_rank, 2, "watchdog", variables=variables)
+    assert left.status == "returned"
+
+
+# ---- operators
+
+
+class _Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0].softmax(-1)
+
+
+_MODULES = {
+    "convolution": lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 2, groups=8), nn.MaxPool2d(2)),
+    "transposed convolution": lambda: nn.ConvTranspose2d(4, 4, 3, stride=2),
+    "attention": _Attention,
+    "normalisation": lambda: nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.0), nn.GELU()),
+}
+
+
+def _compute(rank, world_size):
+    """What each module gives and its gradients: on the CPU, on the device, and there with autocast."""
+    results = {}
+    for name, make in _MODULES.items():
+        x = torch.randn(2, 4, 6, 6) if "convolution" in name else torch.randn(2, 5, 4)
+        module = make()
+        results[name] = []
+        for device, autocast in (("cpu", False), ("cuda", False), ("cuda", True)):
+            copied = copy.deepcopy(module).to(device)
+            with torch.autocast(device, enabled=autocast):
+                y = copied(x.to(device)).float()
+            y.square().sum().backward()
+            results[name].append([y, *(parameter.grad for parameter in copied.parameters())])
+    return results
+
+
+@pytest.fixture(scope="module")
+def computed(simulated_ranks):
+    (only,) = simulated_ranks.run(_compute, 1)
+    return only.value
+
+
+@pytest.mark.parametrize("name", _MODULES)
+def test_modules_compute_as_on_the_cpu(computed, name):
+    on_cpu, on_device, with_autocast = computed[name]
+    torch.testing.assert_close(on_device, on_cpu)
+    torch.testing.assert_close(with_autocast, on_cpu, rtol=0.1, atol=0.1)
+
+
+def _normalise(rank, world_size):
+    """What SyncBatchNorm gives for this rank's rows, and BatchNorm on the CPU for all rows."""
+    rows = torch.randn(6, 3, 2, generator=torch.Generator().manual_seed(0))
+    results = []
+    for device, part in (("cuda", rows[:4] if rank == 0 else rows[4:]), ("cpu", rows)):
+        torch.manual_seed(1)
+        norm = nn.BatchNorm1d(3)
+        nn.init.normal_(norm.weight)
+        norm = nn.SyncBatchNorm.convert_sync_batchnorm(norm).to(device) if device == "cuda" else norm
+        x = part.to(device).requires_grad_()
+        y = norm(x)
+        y.pow(3).sum().backward()
+        results.append((y, x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var))
+    return results
+
+
+def test_sync_batch_norm_is_batch_norm_of_all_rows(simulated_ranks):
+    zero, one = (result.value for result in simulated_ranks.run(_normalise, 2))
+    whole = zero[1]
+    for of_zero, of_one, expected in zip(zero[0][:2], one[0][:2], whole[:2], strict=True):
+        torch.testing.assert_close(torch.cat([of_zero, of_one]), expected)
+    for of_zero, of_one, expected in zip(zero[0][2:4], one[0][2:4], whole[2:4], strict=True):
+        torch.testing.assert_close(of_zero + of_one, expected)
+    for of_zero, expected in zip(zero[0][4:], whole[4:], strict=True):
+        torch.testing.assert_close(of_zero, expected)
+
+
+def _scale(rank, world_size):
+    """Three steps of mixed precision, the second one with an overflow: scales, whether the weights moved."""
+    net = nn.Linear(4, 4).to("cuda")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+    scales, moved = [], []
+    for factor in (1.0, float("inf"), 1.0):
+        before = net.weight.detach().clone()
+        with torch.autocast("cuda"):
+            loss = net(torch.ones(2, 4, device="cuda")).float().sum() * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        simcuda.end_step()
+        with simcuda.unchecked():
+            scales.append(scaler.get_scale())
+            moved.append(not torch.equal(before, net.weight))
+    return scales, moved
+
+
+def test_scaler_skips_the_step_that_overflows(simulated_ranks):
+    (only,) = simulated_ranks.run(_scale, 1)
+    assert only.value == ([8.0, 4.0, 4.0], [True, False, True])
+    assert only.steps[1:] == [{"sync": 1}] * 2  # the scaler asks whether there was an overflow
+
+
+# ---- what torch.cuda says of the devices
+
+
+def _describe(rank, world_size):
+    before = torch.cuda.memory_allocated()
+    x = torch.empty(1000, device="cuda")
+    grown = torch.cuda.memory_allocated() - before
+    del x
+    freed = before + grown - torch.cuda.memory_allocated()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    end.record()
+    end.synchronize()
+    torch.cuda.manual_seed_all(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.randn(3, device="cuda")
+    torch.cuda.set_rng_state(state)
+    errors = []
+    for wrong in (
+        lambda: torch.ones(2, device="cuda") + torch.ones(2),
+        lambda: torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1"),
+        lambda: torch.cuda.set_device(2),
+        lambda: dist.all_reduce(torch.ones(2)),
+        lambda: dist.all_reduce(torch.ones(2, 2, device="cuda").t()[:1].t()),
+    ):
+        try:
+            wrong()
+        except Exception as error:  # noqa: BLE001 (whose text is compared)
+            errors.append(str(error).partition("!")[0])
+    return {
+        "memory": (grown, freed, torch.cuda.max_memory_allocated() >= 4096),
+        "elapsed": start.elapsed_time(end) > 0,
+        "random": torch.equal(first, torch.randn(3, device="cuda")),
+        "devices": (torch.cuda.device_count(), torch.cuda.get_device_name(), torch.cuda.is_bf16_supported()),
+        "backend": (dist.get_backend(), dist.is_nccl_available(), torch.cuda.nccl.version()[0]),
+        "errors": errors,
+    }
+
+
+def test_torch_cuda_describes_the_devices(simulated_ranks):
+    (only,) = simulated_ranks.run(_describe, 1)
+    two_devices = "Expected all tensors to be on the same device, but found at least two devices"
+    assert only.value == {
+        "memory": (4096, 4096, True),
+        "elapsed": True,
+        "random": True,
+        "devices": (2, "simulated", True),
+        "backend": ("nccl", True, 2),
+        "errors": [
+            f"{two_devices}, cuda:0 and cpu",
+            f"{two_devices}, cuda:0 and cuda:1",
+            "CUDA error: invalid device ordinal",
+            "No backend type associated with device type cpu",
+            "Tensors must be contiguous",
+        ],
+    }
+
+
+# ---- the build
+
+
+def test_another_torch_is_told(tmp_path, monkeypatch):
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text("torch==1.0.0\n")
+    monkeypatch.setattr(build, "REQUIREMENTS", requirements)
+    with pytest.raises(build.CannotBuild, match=r"is written for torch 1\.0\.0, and this is 2"):
+        build.build(tmp_path)
+
+
+def test_missing_compiler_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.CannotBuild, match=r"is compiled with g\+\+, which is not there"):
+        build.build(tmp_path)
