@@ -148,7 +148,9 @@ def _keep_timeout(first: Any, made: Any, device: torch.device) -> None:
         timeout = first._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # a third party's, which may have no options, or no device
         return
-    made._get_backend(device)._set_default_timeout(timeout)
+    backend = made._get_backend(device)
+    set_timeout = getattr(backend, "set_timeout", None)  # which an older torch does not have
+    (set_timeout or backend._set_default_timeout)(timeout)
 
 
 def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Any | None:
