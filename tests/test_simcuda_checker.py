@@ -791,3 +791,27 @@ def test_missing_compiler_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(build.CannotBuild, match=r"is compiled with g\+\+, which is not there"):
         build.build(tmp_path)
+
+
+_COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+printf half > "$2"
+grep --no-messages --files-with-matches half {cache}/*.o >> {found}
+printf whole > "$2"
+"""
+
+
+def test_no_object_has_its_name_before_it_is_whole(tmp_path, monkeypatch):
+    cache, found, compiler = tmp_path / "cache", tmp_path / "found", tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(_COMPILER.format(cache=cache, found=found))
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", str(compiler.parent), prepend=os.pathsep)
+    monkeypatch.setattr(build, "_obstacle", lambda: None)
+    folder = build.build(cache)
+    assert found.read_text() == ""
+    assert [(path.name, path.read_text()) for path in sorted(folder.iterdir())] == [
+        ("libsimcuda.so", "whole"),
+        ("simnccl.so", "whole"),
+    ]
+    assert {path.suffix for path in cache.iterdir()} == {"", ".o"}

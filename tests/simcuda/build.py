@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ def build(cache: Path) -> Path:
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two workers of pytest-xdist build once
         objects = {name: cache / f"{name}-{_digest(name)}.o" for name in _sources()}
-        _run_all({path: _compile(name, path) for name, path in objects.items() if not path.exists()})
+        _run_all({path: _compile(name) for name, path in objects.items() if not path.exists()})
         folder = cache / hashlib.sha256(repr(sorted(objects.items())).encode()).hexdigest()[:16]
         if not folder.exists():
             _forget_others(cache, objects)
@@ -72,11 +73,11 @@ def _torch() -> Path:
     return Path(sysconfig.get_paths()["purelib"], "torch")
 
 
-def _compile(name: str, target: Path) -> list[str]:
+def _compile(name: str) -> list[str]:
     include = _torch() / "include"
     folders = [include, include / "torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
     searched = [part for folder in folders for part in ("-isystem", str(folder))]  # no warnings of torch's
-    return [*_COMPILE, *searched, "-c", str(HERE / f"{name}.cpp"), "-o", str(target)]
+    return [*_COMPILE, *searched, "-c", str(HERE / f"{name}.cpp")]
 
 
 def _link(folder: Path, objects: dict[str, Path]) -> None:
@@ -84,24 +85,27 @@ def _link(folder: Path, objects: dict[str, Path]) -> None:
     scratch.mkdir(exist_ok=True)
     torch = [f"-L{_torch() / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_torch() / 'lib'}"]
     for library, names in _LIBRARIES.items():
-        target = scratch / library
         own = [str(objects[name]) for name in names]
         if library == "simnccl.so":
             own += ["-ltorch_python", f"-L{scratch}", "-lsimcuda", "-Wl,-rpath,$ORIGIN"]
-        _run_all({target: ["g++", "-shared", *own, *torch, "-o", str(target)]})
+        _run_all({scratch / library: ["g++", "-shared", *own, *torch]})
     scratch.rename(folder)
 
 
 def _run_all(commands: dict[Path, list[str]]) -> None:
-    """At once; what fails leaves no file behind."""
+    """At once. A file gets its name when it is whole: a build may be killed, and its compilers go on."""
+    parts = {path: path.with_name(f"{path.name}-{os.getpid()}.part") for path in commands}
     processes = {
-        path: subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        path: subprocess.Popen([*command, "-o", str(parts[path])], stderr=subprocess.PIPE, text=True)
         for path, command in commands.items()
     }
     errors = {path: process.communicate()[1] for path, process in processes.items()}
     failed = [path for path, process in processes.items() if process.returncode]
-    for path in failed:
-        path.unlink(missing_ok=True)
+    for path, part in parts.items():
+        if path in failed:
+            part.unlink(missing_ok=True)
+        else:
+            part.rename(path)
     if failed:
         raise RuntimeError("\n".join(errors[path][-8000:] for path in failed))
 
@@ -110,5 +114,5 @@ def _forget_others(cache: Path, objects: dict[str, Path]) -> None:
     for path in cache.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.suffix == ".o" and path not in objects.values():
+        elif path.suffix in (".o", ".part") and path not in objects.values():
             path.unlink()
