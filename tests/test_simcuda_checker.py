@@ -119,6 +119,25 @@ def wait_on_the_wrong_stream():
     work.wait()
 
 
+@_case("race", "read by aten::sum on sN is not ordered after write by aten::native_batch_norm on cuda:0/s0")
+def read_statistics_that_another_stream_moves():
+    mean, variance, side = _ones(), _ones(), _side()
+    nn.functional.batch_norm(_ones().expand(2, 64), mean, variance, training=True)
+    with torch.cuda.stream(side):
+        mean.sum()  # here
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@_case()
+def read_statistics_that_another_stream_uses():
+    mean, variance, x = _ones(), _ones(), _ones().expand(2, 64)
+    side = _side()
+    nn.functional.batch_norm(x, mean, variance)
+    with torch.cuda.stream(side):
+        mean.sum()
+    torch.cuda.current_stream().wait_stream(side)
+
+
 @_case()
 def parts_of_one_tensor_on_two_streams():
     x = _ones()
@@ -296,6 +315,7 @@ _NO_SYNCS = [
     lambda x: torch.empty(64).to("cuda", non_blocking=True),
     lambda x: x.to("cuda:1"),
     lambda x: x.repeat_interleave(2),
+    lambda x: x.repeat_interleave(x.long(), output_size=64),
     lambda x: x.split([32, 32]),
     lambda x: _all_reduce(x).wait(),
     lambda x: dist.all_reduce(x),
@@ -738,6 +758,7 @@ def _describe(rank, world_size):
     errors = []
     for wrong in (
         lambda: torch.ones(2, device="cuda") + torch.ones(2),
+        lambda: nn.functional.embedding(torch.tensor([1]), torch.ones(2, 2, device="cuda")),
         lambda: torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1"),
         lambda: torch.cuda.set_device(2),
         lambda: dist.all_reduce(torch.ones(2)),
@@ -767,6 +788,7 @@ def test_torch_cuda_describes_the_devices(simulated_ranks):
         "devices": (2, "simulated", True),
         "backend": ("nccl", True, 2),
         "errors": [
+            f"{two_devices}, cuda:0 and cpu",
             f"{two_devices}, cuda:0 and cpu",
             f"{two_devices}, cuda:0 and cuda:1",
             "CUDA error: invalid device ordinal",

@@ -46,6 +46,11 @@ class Report(NamedTuple):
         file = frame.filename.removeprefix(package) if ours else os.path.basename(frame.filename)
         return f"{file}:{frame.lineno} {frame.name}"
 
+    @property
+    def file(self) -> str:
+        """The innermost file, whoever has written it, besides those of the simulation."""
+        return [frame.filename for frame in self.stack if not frame.filename.startswith(_HERE)][-1]
+
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PATHS = sysconfig.get_paths()

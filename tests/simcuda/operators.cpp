@@ -66,8 +66,7 @@ void grow(const at::Tensor& tensor, size_t bytes) {
 const std::set<std::string> kReadByHost = {
     "aten::_local_scalar_dense", "aten::equal",   "aten::nonzero",           "aten::masked_select",
     "aten::_unique",             "aten::_unique2", "aten::unique_dim",        "aten::unique_consecutive",
-    "aten::bincount",            "aten::nonzero.out", "aten::masked_select.out", "aten::repeat_interleave.Tensor",
-    "aten::unique_dim_consecutive"};
+    "aten::bincount",            "aten::nonzero.out", "aten::masked_select.out", "aten::unique_dim_consecutive"};
 
 bool is_mask(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
@@ -77,6 +76,7 @@ bool is_mask(const at::Tensor& tensor) {
 // (An index that is a mask or on the CPU has become `nonzero` or a copy before it gets here, except to write.)
 std::string reason_to_wait(const std::string& operation, const torch::jit::Stack& stack, size_t first) {
   if (kReadByHost.count(operation)) return operation;
+  if (operation == "aten::repeat_interleave.Tensor") return stack[first + 1].isNone() ? operation : "";
   if (operation != "aten::_index_put_impl_") return "";
   int masks = 0, others = 0;
   bool is_on_cpu = false;
@@ -100,8 +100,18 @@ struct Argument {
   Role role;
 };
 
+// CUDA copies the indices of these to the device of the rest, and of no others.
 bool may_mix_devices(const std::string& operation) {
-  return operation.find("index") != std::string::npos || operation.find("pack_padded") != std::string::npos;
+  return operation.rfind("aten::index.Tensor", 0) == 0 || operation == "aten::_index_put_impl_";
+}
+
+// Schemas tell what is written, but not that these move the running statistics along.
+Role role_of(const std::string& operation, const c10::Argument& argument, const torch::jit::Stack& stack, size_t first) {
+  if (const auto* alias = argument.alias_info()) return alias->isWrite() ? Role::kOutput : Role::kView;
+  if (argument.name() != "running_mean" && argument.name() != "running_var") return Role::kInput;
+  const bool is_norm = operation == "aten::native_batch_norm" || operation == "aten::native_batch_norm.out";
+  const bool is_training = is_norm && stack[first + 5].toBool();
+  return is_training || operation == "aten::batch_norm_update_stats" ? Role::kOutput : Role::kInput;
 }
 
 class Call {
@@ -151,8 +161,7 @@ class Call {
   void replace_arguments() {
     for (size_t i = 0; i < arity(); ++i) {
       const auto& argument = op_.schema().arguments()[i];
-      const auto* alias = argument.alias_info();
-      const Role role = !alias ? Role::kInput : alias->isWrite() ? Role::kOutput : Role::kView;
+      const Role role = role_of(name_, argument, stack_, first_);
       auto& value = stack_[first_ + i];
       if (value.isTensor()) {
         value = to_cpu(value.toTensor(), role);
