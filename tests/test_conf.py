@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import inspect
 import pickle
+import re
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -202,7 +204,7 @@ def test_launchers(monkeypatch):
     assert (config.trainer.devices, config.trainer.num_nodes) == (4, 3)
     launcher = {"nodes": 1, "tasks_per_node": 1, "timeout_min": 60, "cpus_per_task": None}
     missing = MissingConfigException("no file", "hydra/launcher/submitit_slurm", ["basic"])
-    assert "pip install hydra-submitit-launcher" in explain(missing)
+    assert "pip install hydra-submitit-launcher" in explain(missing, {"launcher"})
     repo = ConfigStore.instance().repo["hydra"]["launcher"]
     monkeypatch.setitem(repo, "submitit_slurm.yaml", None)
     ConfigStore.instance().store(group="hydra/launcher", name="submitit_slurm", node=launcher)
@@ -274,11 +276,12 @@ unwanted = [name for name in sys.modules if name.split(".")[0] in ("hydra", "ome
 assert not unwanted, unwanted
 import hydra
 from hydra.core.config_store import ConfigStore
-assert "strategy" in ConfigStore.instance().repo["lightning_ddp"]
+assert "lightning_ddp" not in ConfigStore.instance().repo
 ConfigStore.instance().store(name="main", node={"defaults": [{"strategy": "custom_ddp"}]})
 
 @hydra.main(version_base=None, config_path=None, config_name="main")
 def main(config):
+    assert "strategy" in ConfigStore.instance().repo["lightning_ddp"]
     print("rank", config.strategy.ddp_comm_hook.rank)
 
 main()
@@ -327,6 +330,143 @@ def test_a_script_that_names_the_search_path_need_not_import_the_package(tmp_pat
     )
     assert lines[1].startswith("strategy.ddp_comm_hook: communication hook 'powersgd': rank=0")
     assert lines[2:] == ["rank 7 True"] * 3
+
+
+# ---------------------------------------------------------------------- who did not ask
+
+PLAIN = """
+strategy: ddp
+trainer: {max_epochs: 3}
+launcher: local
+"""
+GROUPED = """
+defaults: [{trainer: default}, {optional launcher: local}, _self_]
+strategy: ddp
+"""
+FILES = {
+    "plain/main.yaml": PLAIN,
+    "grouped/main.yaml": GROUPED,
+    "grouped/trainer/default.yaml": "max_epochs: 3\n",
+    "grouped/trainer/ddp.yaml": "defaults: [default]\nstrategy: ddp\n",
+    "grouped/trainer/gpu.yaml": "defaults: [default]\naccelerator: mine\n",
+}
+FORMS = (
+    "strategy=ddp_spawn",
+    "strategy=null trainer=null launcher=slurm",
+    "+x=1 ++strategy=a",
+    "~strategy ~trainer ~launcher=local",
+    "-m strategy=ddp,custom_ddp trainer.max_epochs=1,2 launcher=slurm",
+    "--cfg job strategy={bucket_cap:4}",
+    "--cfg hydra strategy=custom_ddp",
+    "--help",
+    "--info searchpath",
+    "--info defaults",
+    "--shell-completion query=bash",
+    # errors
+    "+strategy=custom_ddp",
+    "strategy@trainer.strategy=powersgd",
+    "strategy/ddp_comm_hook=topk",
+    "trainer.max_epoch=3",
+    # groups of its own that are called like ours
+    "--config-path grouped trainer=ddp",
+    "--config-path grouped trainer=multi_node",
+    "--config-path grouped -m trainer=glob(*)",
+    "--config-path grouped strategy=a launcher=slurm",
+    "--config-path grouped --help",
+)
+NOT_ASKING = """
+import os, sys
+if sys.argv[1] == "import":
+    import lightning_ddp
+import hydra
+from omegaconf import OmegaConf
+os.environ["COMP_LINE"] = "app.py strategy="
+
+@hydra.main(version_base="1.3", config_path="plain", config_name="main")
+def main(config):
+    print(OmegaConf.to_yaml(config))
+
+for form in FORMS:
+    print("===", form, flush=True)
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(1, 2)
+        sys.argv[1:] = [*form.split(), *([] if "--shell" in form else QUIET)]
+        code = 1
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        finally:
+            sys.stdout.flush()
+            os._exit(code if isinstance(code, int) else 1)
+    print("--- exit code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(text)
+
+
+def test_importing_the_package_changes_nothing_for_a_program_with_such_keys_or_groups_of_its_own(tmp_path):
+    script = f"FORMS, QUIET = {FORMS!r}, {QUIET!r}\n{NOT_ASKING}"
+    write_files(tmp_path, {**FILES, "app.py": script})
+
+    def printed(how: str) -> list[str]:
+        result = run_script(tmp_path / "app.py", [how], {"HYDRA_FULL_ERROR": "0"}, cwd=tmp_path).check()
+        return re.sub(r"\[[-\d]+ [\d:,]+\]", "[time]", result.stdout).split("=== ")[1:]
+
+    with ThreadPoolExecutor(2) as pool:
+        with_it, without = pool.map(printed, ("import", "no import"))
+    assert len(without) == len(FORMS)
+    assert with_it == without
+    codes = [text.rpartition("--- exit code ")[2].strip() for text in without]
+    assert codes == ["0"] * 11 + ["1"] * 4 + ["0", "1", "0", "1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("main", "overrides", "expected"),
+    [
+        # a group that it names, and keys of its own beside it
+        (
+            "defaults: [{strategy: custom_ddp}, _self_]\nlauncher: a",
+            ["strategy=powersgd", "launcher=b"],
+            "powersgd",
+        ),
+        ("defaults: [{strategy: null}, _self_]", ["strategy=powersgd"], "powersgd"),
+        ("defaults: [{strategy: '???'}, _self_]", ["strategy=powersgd"], "powersgd"),
+        ("defaults: [{strategy@strategy: powersgd}, _self_]\nlauncher: a", ["launcher=b"], "powersgd"),
+        ("defaults: [strategy/powersgd, _self_]\nlauncher: a", ["launcher=b"], "powersgd"),
+        # one of a file that it uses
+        ("defaults: [{strategy: null}, {experiment: ours}, _self_]", [], "powersgd"),
+        ("defaults: [{trainer: default}, {strategy: custom_ddp}, _self_]", ["+experiment=ours"], "powersgd"),
+        # a group of its own, of which it names a file that only the package has
+        ("defaults: [{strategy: custom_ddp}, {trainer: gpu}, _self_]", ["strategy=mine"], "mine"),
+        # by the long name
+        ("launcher: a", ["+lightning_ddp/strategy@strategy=powersgd", "launcher=b"], "powersgd"),
+        (
+            "defaults: [{/lightning_ddp/strategy@strategy: powersgd}, _self_]\nlauncher: a",
+            ["launcher=b"],
+            "powersgd",
+        ),
+    ],
+)
+def test_a_group_takes_part_where_the_defaults_name_it(tmp_path, main, overrides, expected):
+    experiment = "# @package _global_\ndefaults: [{override /strategy: powersgd}]\n"
+    files = {
+        "main.yaml": main,
+        "experiment/ours.yaml": experiment,
+        "trainer/default.yaml": "max_epochs: 3\n",
+        **({"strategy/mine.yaml": "ddp_comm_hook: {name: mine}\n"} if "mine" in expected else {}),
+    }
+    write_files(tmp_path, files)
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = hydra.compose("main", overrides)
+    assert config.strategy.ddp_comm_hook.name == expected
+    assert config.get("launcher", "b") == config.get("experiment", "b") == "b"
 
 
 # ---------------------------------------------------------------------- LightningCLI

@@ -907,12 +907,14 @@ def test_the_decorated_function_runs_hydra_by_a_name_of_its_module(monkeypatch) 
     "hydra._internal.hydra.Hydra.create_main_hydra2",
     "hydra._internal.hydra.Hydra.compose_config",
     "hydra._internal.config_loader_impl.ConfigLoaderImpl.load_configuration",
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl._parse_overrides_and_create_caching_repo",
     "hydra._internal.config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list",
     "hydra._internal.config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config",
     "hydra.core.utils._flush_loggers",
 )
 def test_a_composition_goes_through_what_is_patched(monkeypatch) -> None:
-    """Looked up on the classes: configuration name and overrides first, then loader, defaults, overrides."""
+    """Configuration name and overrides first, then loader, sources, list of defaults, overrides."""
+    from hydra._internal import config_loader_impl
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
@@ -932,6 +934,8 @@ def test_a_composition_goes_through_what_is_patched(monkeypatch) -> None:
 
     note(Hydra, "compose_config")
     note(ConfigLoaderImpl, "load_configuration")
+    note(ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo")
+    note(config_loader_impl, "create_defaults_list")
     note(ConfigLoaderImpl, "_compose_config_from_defaults_list")
     note(ConfigLoaderImpl, "_apply_overrides_to_config", is_static=True)
     path = create_config_search_path(None)
@@ -945,6 +949,8 @@ def test_a_composition_goes_through_what_is_patched(monkeypatch) -> None:
     assert names == [
         "compose_config",
         "load_configuration",
+        "_parse_overrides_and_create_caching_repo",
+        "create_defaults_list",
         "_compose_config_from_defaults_list",
         "_apply_overrides_to_config",
     ]
@@ -953,9 +959,11 @@ def test_a_composition_goes_through_what_is_patched(monkeypatch) -> None:
         ("config_name", None),
         ("from_shell", False),
     }
-    _, (overrides, config), _ = called[3]
+    assert called[3][2].keys() >= {"repo", "config_name", "overrides_list"}
+    assert called[3][2]["repo"].get_sources()[-1].store is not None
+    assert isinstance(called[3][2]["repo"].cache, dict)
+    _, (overrides, config), _ = called[5]
     assert ([override.input_line for override in overrides], config.x) == (["+x=5"], 5)
-    takes(ConfigLoaderImpl.__init__, None, path)
     takes(utils.configure_log, None, False)
     utils._flush_loggers()
 

@@ -1,7 +1,8 @@
 """Hydra configuration groups: `strategy`, `trainer` and `launcher`.
 
 They are found with `hydra.searchpath: [pkg://lightning_ddp.conf]`, and without it in a script that imports
-`lightning_ddp`. The ConfigStore has their schemas, and the groups as `lightning_ddp/strategy` and so on.
+`lightning_ddp` where its defaults name one of them that it has not itself. The ConfigStore then has their
+schemas, and the groups as `lightning_ddp/strategy` and so on.
 Nothing here imports Hydra before the user's script does.
 
 * `options`: what there is to configure, read from the signatures and option dataclasses that own it;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -26,7 +26,6 @@ from lightning_ddp.hooks import parse_hook
 
 __all__ = ["check_composed", "explain"]
 
-_GROUPS = ("strategy", "trainer", "launcher")
 _SUBGROUPS = ("strategy/ddp_comm_hook", "strategy/model_averaging")
 _CONSTANTS = ("name", "_target_", "_convert_", "_recursive_", "_partial_")
 _CHECKED = {"ddp_comm_hook": parse_hook, "model_averaging": parse_averager}
@@ -43,13 +42,18 @@ def check_composed(config: Any) -> None:
         raise ConfigCompositionException("\n".join(problems))
 
 
-def explain(error: HydraException) -> str | None:
-    """What to say instead of Hydra's own message, where the error is about one of our options or groups."""
+def explain(error: HydraException, groups: Set[str]) -> str | None:
+    """What to say instead of Hydra's own message, where the error is about one of our options or groups.
+
+    Args:
+        error: of a composition.
+        groups: of ours that take part in it.
+    """
     if isinstance(error, MissingConfigException):
-        return _explain_missing_choice(error)
-    group = re.match(r"Could not override '([\w/]+)'", str(error))
-    if group and group[1].partition("/")[0] in _GROUPS:
-        return f"{group[1]}: there is no such group{_closest(group[1], (*_GROUPS, *_SUBGROUPS))}"
+        return _explain_missing_choice(error, groups)
+    group = re.match(r"Could not override '((\w+)/[\w/]+)'", str(error))
+    if group and group[2] in groups and group[1] not in _SUBGROUPS:
+        return f"{group[1]}: there is no such group{_closest(group[1], _SUBGROUPS)}"
     cause = error.__cause__ or error.__context__  # the second for what a file holds
     if not isinstance(cause, OmegaConfBaseException):
         return None
@@ -170,10 +174,10 @@ def _path(node: DictConfig, key: str) -> str:
     return str(node._get_full_key(key))
 
 
-def _explain_missing_choice(error: MissingConfigException) -> str | None:
+def _explain_missing_choice(error: MissingConfigException, groups: Set[str]) -> str | None:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    if group == "hydra/launcher" and choice == "submitit_slurm":
+    if group == "hydra/launcher" and choice == "submitit_slurm" and "launcher" in groups:
         return f"{error}\nThe launcher of SLURM is a package of its own: pip install hydra-submitit-launcher"
-    if group.partition("/")[0] not in _GROUPS or not error.options:
+    if group.partition("/")[0] not in groups or not error.options:
         return None
     return f"{group}: there is no {choice!r}{_closest(choice, list(error.options))}"
