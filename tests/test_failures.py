@@ -144,8 +144,15 @@ def check_report(result: ScriptResult, fault: str, victim: int, moment: str) -> 
 @pytest.mark.parametrize("strategy", ["custom_ddp_spawn", "custom_ddp_fork"])
 @pytest.mark.parametrize("fault", ["exception", "exit", "kill"])
 def test_a_worker_process_that_dies_ends_the_run_with_its_rank(tmp_path, strategy, fault) -> None:
-    result = run_user(tmp_path, strategy=strategy, fault=fault, rank=1)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    arguments, is_fresh = (
+        order(tmp_path, strategy=strategy, fault=fault, rank=1),
+        (strategy, fault) == ("custom_ddp_fork", "exception"),
+    )
+    result = run_script(SCRIPT, arguments, {"TMPDIR": str(scratch)}, TIMEOUT_S, fresh=is_fresh)
     assert result.returncode == 1
+    assert list(scratch.iterdir()) == [], "torch writes the exceptions of processes into files"
     assert "PeerFailure: rank 1 (host " in result.stderr
     assert read_notes(tmp_path)["on_exception-0"]["rank"] == 1
     words = {"exception": "ValueError: expected 3 channels, got 1", "exit": "the process exited with code 3"}

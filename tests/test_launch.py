@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -218,6 +219,32 @@ def test_a_store_on_a_port_in_use() -> None:
             RendezvousError, match=f"port {port} on 127.0.0.1, named by MASTER_PORT, is in use"
         ):
             rendezvous.HostedStore("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn"])
+@pytest.mark.parametrize("variable", ["NODE_RANK", "GROUP_RANK"])
+def test_a_node_that_the_run_does_not_have_is_an_error(variable, strategy, tmp_path) -> None:
+    result = run_script(SCRIPT, order(tmp_path, strategy=strategy), {variable: "1"}, timeout_s=DEADLINE_S)
+    assert result.returncode == 1
+    words = (
+        f"ConfigurationError: {variable}=1, but the nodes of Trainer(num_nodes=1) are counted from 0 to 0."
+    )
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_parent_variable_that_is_left_over_does_not_end_a_program_in_silence(is_alive) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    pid = os.getpid() if is_alive else ended.pid  # nor is this process the parent of the script
+    script = "import lightning_ddp, os; print(os.environ.get('LIGHTNING_DDP_PARENT_PID'))"
+    result = run_script(script, env={"LIGHTNING_DDP_PARENT_PID": str(pid)}, timeout_s=DEADLINE_S)
+    if is_alive:
+        assert (result.returncode, result.stdout) == (0, "None\n")
+    else:
+        assert result.returncode == 1
+        assert f"the process that LIGHTNING_DDP_PARENT_PID={pid} names has ended" in result.stderr
+        assert "unset that variable" in result.stderr
 
 
 def test_a_malformed_port_is_named(monkeypatch) -> None:

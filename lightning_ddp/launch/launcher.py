@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.multiprocessing as mp
@@ -168,15 +170,22 @@ def _node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
     """This node.
 
     Raises:
-        ConfigurationError: there are several, and nothing says which one this is.
+        ConfigurationError: there are several, and nothing says which one this is; or it is none of them.
     """
-    is_told = "NODE_RANK" in os.environ or "GROUP_RANK" in os.environ
-    if num_nodes > 1 and isinstance(environment, LightningEnvironment) and not is_told:
-        raise ConfigurationError(
-            f"num_nodes={num_nodes}, but NODE_RANK is not set: start the program on every node, with"
-            f" NODE_RANK=0 on the one that has the address MASTER_ADDR, and 1 to {num_nodes - 1} on the"
-            " others"
-        )
+    if isinstance(environment, LightningEnvironment):
+        name = "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
+        told = os.environ.get(name)
+        if num_nodes > 1 and told is None:
+            raise ConfigurationError(
+                f"num_nodes={num_nodes}, but NODE_RANK is not set: start the program on every node, with"
+                f" NODE_RANK=0 on the one that has the address MASTER_ADDR, and 1 to {num_nodes - 1} on the"
+                " others"
+            )
+        if told is not None and not (told.isdecimal() and int(told) < num_nodes):
+            raise ConfigurationError(
+                f"{name}={told}, but the nodes of Trainer(num_nodes={num_nodes}) are counted from 0 to"
+                f" {num_nodes - 1}. Unset {name} if it is left over, or set num_nodes."
+            )
     return int(environment.node_rank())
 
 
@@ -242,6 +251,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            _remove_error_files(error)
             first_rank = node_rank * strategy.num_processes
             failure = _process_failure(error, first_rank)
             known = server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S) if server is not None else None
@@ -313,6 +323,15 @@ class _Unwinding:
 
 def _failure_of_launcher(error: BaseException) -> FailureRecord:
     return FailureRecord.of_exception(error, Identity(rank=-1, node_rank=0), Where())
+
+
+def _remove_error_files(error: mp.ProcessRaisedException | mp.ProcessExitedException) -> None:
+    """Removes the files in which torch has the exceptions of processes, all of which have ended by now."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        joined = frame.f_locals.get("self")
+        if isinstance(joined, mp.ProcessContext):
+            for path in joined.error_files:
+                Path(path).unlink(missing_ok=True)
 
 
 def _process_failure(

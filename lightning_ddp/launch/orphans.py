@@ -27,15 +27,30 @@ def adopt_from_environment() -> None:
     The launcher stops children by SIGINT, so that their finalisers run. One that was started in the
     background of a shell script inherits SIGINT ignored, and so would this process: it gets Python's handler.
 
-    Takes the variable out of the environment, so that processes which this one starts are not concerned.
+    Takes the variable out of the environment, so that processes which this one starts are not concerned. One
+    that was started earlier, and has got it as well, is no child of the launcher.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is None:
+    if parent is None or (parent != str(os.getppid()) and _is_alive(parent)):
         return
+    if parent != str(os.getppid()):
+        text = f"lightning_ddp: the process that {PARENT_VARIABLE}={parent} names has ended, and so does this one,"
+        print(f"{text} its child. If it is not, unset that variable.", file=sys.stderr)
+        os._exit(1)
     die_with_parent(int(parent))
     is_main_thread = threading.current_thread() is threading.main_thread()
     if is_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    return True
 
 
 def die_with_parent(parent: int) -> None:
