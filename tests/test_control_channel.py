@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import socket
@@ -13,9 +14,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
+from harness import run_ranks
 
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
 from lightning_ddp.reconcile.agreement import StepBoundary, StopAgreement
+from lightning_ddp.reconcile.inspection import Inspection
 from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
 from lightning_ddp.reconcile.report import render
 from lightning_ddp.reconcile.server import ControlServer
@@ -261,8 +264,8 @@ def test_a_failure_frees_a_rank_that_is_held() -> None:
 class Run:
     """A server, and watches of simulated ranks in this process."""
 
-    def __init__(self, world_size: int) -> None:
-        self.settings = ReconcileSettings(failure_grace_s=5.0)
+    def __init__(self, world_size: int, **settings: Any) -> None:
+        self.settings = ReconcileSettings(failure_grace_s=5.0, **settings)
         self.server = ControlServer("127.0.0.1", token=TOKEN, world_size=world_size, settings=self.settings)
         self.watches: list[Watch] = []
         self.boundaries = [StepBoundary() for _ in range(world_size)]
@@ -296,8 +299,8 @@ class Run:
 
 
 @contextmanager
-def running(world_size: int) -> Iterator[Run]:
-    run = Run(world_size)
+def running(world_size: int, **settings: Any) -> Iterator[Run]:
+    run = Run(world_size, **settings)
     try:
         yield run
     finally:
@@ -392,32 +395,37 @@ def test_a_signal_to_one_rank_stops_all_at_one_boundary() -> None:
         assert [boundary.signal for boundary in run.boundaries] == [15, 15, 15]
 
 
-@pytest.fixture
-def many_files() -> Iterator[None]:
+@contextmanager
+def open_files(num: int) -> Iterator[None]:
+    """A soft limit of so many open files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, before[1]), before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num, before[1]))
+    try:
+        yield
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (num, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_thousand_ranks_cost_little(many_files) -> None:
-    settings = ReconcileSettings()
-    server = ControlServer("127.0.0.1", token=TOKEN, world_size=1000, settings=settings)
+def simulate_ranks(rank: int, _: int, port: int, num_ranks: int) -> dict[str, Any]:
+    """Connects all ranks of a run from one process; the last one fails. What it took, and who is named."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with ExitStack() as stack:
-        stack.callback(server.close)
         start, cpu = time.monotonic(), time.process_time()
         connections = []
-        for rank in range(1000):
-            address = ("127.0.0.1", server.port)
-            connection = stack.enter_context(socket.create_connection(address, timeout=DEADLINE_S))
-            hello = {"kind": "hello", "token": TOKEN, "rank": rank, "node_rank": rank // 8, "host": "h"}
-            connection.sendall(pack({**hello, "pid": rank}))
-            connections.append(connection)
-        unpackers = [Unpacker() for _ in connections]
+        for number in range(num_ranks):
+            host = f"127.0.0.{1 + number % 4}"  # the kernel has half of the port numbers for each
+            connection = stack.enter_context(socket.create_connection((host, port), timeout=60.0))
+            reset = struct.pack("ii", 1, 0)  # when it is closed, so that the kernel need not remember it
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            hello = {"kind": "hello", "token": TOKEN, "rank": number, "node_rank": number // 8, "host": "h"}
+            connection.sendall(pack({**hello, "pid": number}))
+            connections.append((connection, Unpacker()))
 
         def read_until(kind: str) -> list[dict[str, Any]]:
             found = []
-            for connection, unpacker in zip(connections, unpackers, strict=True):
+            for connection, unpacker in connections:
                 messages: list[dict[str, Any]] = []
                 while not any(message["kind"] == kind for message in messages):
                     messages += unpacker.feed(connection.recv(65536))
@@ -425,22 +433,47 @@ def test_a_thousand_ranks_cost_little(many_files) -> None:
             return found
 
         read_until("all_here")
-        connected_s, connected_cpu_s = time.monotonic() - start, time.process_time() - cpu
-        idle, idle_cpu = threading.Event(), time.process_time()
-        idle.wait(1.0)  # nothing happens: that is what is measured
-        idle_cpu_s = time.process_time() - idle_cpu
-        start = time.monotonic()
-        connections[617].sendall(pack({**raised(617).to_message(), "kind": "failed"}))
-        told = read_until("failure")
-        told_s = time.monotonic() - start
+        connected = time.monotonic() - start, time.process_time() - cpu
+        threading.Event().wait(1.0)  # nothing happens: that is measured on the other side
+        start, cpu = time.monotonic(), time.process_time()
+        failed = {**raised(num_ranks - 1).to_message(), "traceback": "x" * 12_000}
+        connections[-1][0].sendall(pack({**failed, "kind": "failed"}))
+        named = {message["rank"] for message in read_until("failure")}
+        told = time.monotonic() - start, time.process_time() - cpu
+        return {"connected": connected, "told": told, "named": named}
+
+
+@pytest.mark.parametrize("num_ranks", [1_000, pytest.param(16_384, marks=pytest.mark.slow)])
+def test_many_ranks_cost_little(num_ranks) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard < num_ranks + 1_024:
+        pytest.skip(f"at most {hard} open files")
+    with open_files(512):  # fewer than ranks
+        server = ControlServer(
+            "127.0.0.1",
+            token=TOKEN,
+            world_size=num_ranks,
+            settings=ReconcileSettings(),
+            any_interface=True,
+        )
+        try:
+            before = time.process_time()
+            (found,) = run_ranks(
+                simulate_ranks, 1, server.port, num_ranks, process_group=False, timeout_s=240.0
+            )
+            server_s = time.process_time() - before
+        finally:
+            server.close()
+    (connected_s, connecting_s), (told_s, telling_s) = found["connected"], found["told"]
     print(
-        f"\n1,000 ranks: connected in {connected_s:.2f} s (CPU {connected_cpu_s:.2f} s), idle CPU"
-        f" {idle_cpu_s:.4f} s/s, all told of a failure in {told_s:.3f} s"
+        f"\n{num_ranks:,} ranks: connected in {connected_s:.2f} s, told of a failure in {told_s:.2f} s; CPU"
+        f" time of the server {server_s:.2f} s, of the ranks {connecting_s:.2f} + {telling_s:.2f} s"
     )
-    assert {message["rank"] for message in told} == {617}
-    assert connected_s < 10.0
-    assert idle_cpu_s < 0.5, "a thread that polls takes a whole CPU; other threads of this process count too"
-    assert told_s < 2.0
+    assert found["named"] == {num_ranks - 1}
+    # of the CPU, which other load on the machine does not change: on the clock it is less, on two processors
+    assert server_s + connecting_s < 5.0
+    assert telling_s < 2.0
+    assert server_s < 1.0 + num_ranks / 4_096, "quadratic, or a thread that polls"
 
 
 # ---------------------------------------------------------------------- strangers
@@ -476,6 +509,135 @@ def test_a_stranger_is_hung_up_on_and_changes_nothing(kind) -> None:
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert record.rank == 1
+
+
+def test_idle_strangers_leave_the_trainer_its_descriptors_and_the_ranks_their_places() -> None:
+    with open_files(256), running(2) as run, ExitStack() as stack:
+        run.connect(0)
+        idle = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S))
+            for _ in range(160)
+        ]
+        assert idle[0].recv(1) == b""  # the oldest gives way
+        run.connect(1)
+        for watch in run.watches:
+            watch.wait_for_all(DEADLINE_S, lambda: None)
+        assert len(run.server._strangers) < 100
+        assert run.server.first_failure is None
+
+
+def test_a_process_without_descriptors_does_not_spin_and_goes_on_when_there_are_some() -> None:
+    with running(2) as run, ExitStack() as stack:
+        run.connect(0)
+        connection = stack.enter_context(socket.socket())
+        taken: list[int] = []
+        with open_files(len(os.listdir("/proc/self/fd")) + 20):
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            connection.connect(("127.0.0.1", run.server.port))
+            hello = {"kind": "hello", "token": TOKEN, "rank": 1, "node_rank": 0, "host": "h", "pid": 1}
+            connection.sendall(pack(hello) + pack({"kind": "bye"}))
+            before = time.process_time()
+            threading.Event().wait(0.5)
+            assert time.process_time() - before < 0.25
+            assert not run.watches[0]._all_here.is_set()
+            for descriptor in taken:
+                os.close(descriptor)
+            run.watches[0].wait_for_all(DEADLINE_S, lambda: None)
+
+
+NONSENSE: list[Any] = [None, True, -1, 10**400, 1e999, "x", "\x1b]0;x\x07", [], [[]], {}, [1, "2", None, {}]]
+FIELDS = ("position", "signal", "is_requeue", "is_active", "run", "name", "id", "state", "for_s", "lanes")
+FIELDS += (
+    "lane",
+    "number",
+    "ranks",
+    "text",
+    "to",
+    "topic",
+    "value",
+    "step",
+    "count",
+    "blocked_on",
+    "message",
+)
+SAID = (
+    "active",
+    "stopped",
+    "progress",
+    "who",
+    "bye",
+    "position",
+    "stop",
+    "failed",
+    "echo",
+    "vanished",
+    "exited",
+)
+
+
+@pytest.mark.parametrize("kind", [*SAID, *Inspection.KINDS, "hello", "all_here", "stop_after"])
+def test_whatever_a_process_says_at_whatever_time_no_thread_of_the_others_dies(kind) -> None:
+    values = random.Random(0)
+    messages = [{"kind": kind, "rank": 1}] + [
+        {"kind": kind, "rank": 2, **{name: values.choice([*NONSENSE, 0, 1, 2, "0-2"]) for name in FIELDS}}
+        for _ in range(30)
+    ]
+    with running(3, stall_timeout_s=60.0) as run:
+        run.connect_all()
+        for message in messages:
+            with suppress(OSError):  # it has been hung up on, and comes again
+                connection = socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S)
+                with connection:
+                    hello = {
+                        "kind": "hello",
+                        "token": TOKEN,
+                        "rank": 2,
+                        "node_rank": 0,
+                        "host": "h",
+                        "pid": 1,
+                    }
+                    connection.sendall(pack(hello) + pack(message) + pack({"kind": "bye"}))
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):
+                        pass
+        assert run.server._thread.is_alive()
+        assert [watch._thread.is_alive() for watch in run.watches] == [True] * 3
+        run.watches[0].report(raised(0), is_echo=False)
+        for watch in run.watches[:2]:
+            record = watch.wait_for_verdict(DEADLINE_S)
+            assert record is not None
+            assert "control channel" not in record.message
+
+
+def test_an_answer_that_nobody_has_asked_for_stops_nobody() -> None:
+    with running(2) as run:
+        run.connect_all()
+        run.watches[1].post("position", position=3)
+        run.watches[1].post("stop", signal=15, is_requeue=False)
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(boundary.signal for boundary in run.boundaries):
+            assert time.monotonic() < deadline
+        assert [boundary.signal for boundary in run.boundaries] == [15, 15]
+        assert not run.learned
+
+
+def test_a_message_of_the_server_that_cannot_be_read_is_a_failure_and_no_silence() -> None:
+    with running(1) as run:
+        run.connect_all()
+        run.server._send_all([{"kind": "stop_after"}])
+        record = run.watches[0].wait_for_verdict(DEADLINE_S)
+        assert record is not None
+        assert record.message == "control channel: KeyError: 'position'"
+
+
+def test_texts_of_failures_do_not_control_the_terminal() -> None:
+    forged = {**raised(1).to_message(), "message": "\x1b]0;owned\x07 a\tb\r\nc \x9b2J", "host": "\x1b[2J"}
+    report = render(FailureRecord.from_message({**forged, "traceback": "\x1b[31mred\u202e"}))
+    assert "\\x1b]0;owned\\x07 a\tb\\r\nc \\x9b2J" in report
+    assert "host \\x1b[2J" in report
+    assert "\\x1b[31mred\\u202e" in report
 
 
 def test_a_rank_that_speaks_nonsense_is_hung_up_on_and_the_server_lives() -> None:

@@ -47,7 +47,9 @@ class StopAgreement:
         return [{"kind": "hold"}]
 
     def report(self, rank: int, position: int) -> list[Message]:
-        """A rank's answer: the boundaries that it has passed."""
+        """A rank's answer: the boundaries that it has passed. Unasked it changes nothing."""
+        if self._deadline is None:
+            return []
         self._positions[rank] = position
         return self._settle()
 

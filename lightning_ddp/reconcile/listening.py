@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.reconcile.record import Identity
 from lightning_ddp.reconcile.wire import Unpacker
 
-__all__ = ["Peer", "listen"]
+if sys.platform != "win32":
+    import resource
+
+__all__ = ["NumDescriptors", "Peer", "listen"]
 
 _HELLO_LIMIT_BYTES = 1024
-_BACKLOG = 1024
+_BACKLOG = 65_535  # the kernel has a limit of its own
 
 
 class Peer:
@@ -23,10 +28,44 @@ class Peer:
         self.connection = connection
         self.unpacker = Unpacker(_HELLO_LIMIT_BYTES)
         self.unsent = bytearray()
+        self.events = selectors.EVENT_READ
         self.since = time.monotonic()
         self.identity: Identity | None = None
         self.is_active = False
         self.has_left = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has hung up."""
+        return self.connection.fileno() < 0
+
+
+class NumDescriptors:
+    """Raises the soft limit of open files, so that connections take none of what the process has itself.
+
+    Args:
+        num_more: connections.
+    """
+
+    def __init__(self, num_more: int) -> None:
+        self._before = self._raised = 0
+        if sys.platform == "win32":
+            return
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = soft + num_more if hard == resource.RLIM_INFINITY else min(soft + num_more, hard)
+        if soft != resource.RLIM_INFINITY and wanted > soft:
+            with suppress(OSError, ValueError):  # above what this kernel lets anybody have
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                self._before, self._raised = soft, wanted
+
+    def restore(self) -> None:
+        """Sets the limit back, unless somebody else has changed it."""
+        if sys.platform == "win32" or not self._raised:
+            return
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == self._raised:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self._before, hard))
+        self._raised = 0
 
 
 def listen(address: str) -> socket.socket:

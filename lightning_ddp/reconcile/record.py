@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 import traceback as traceback_module
@@ -20,6 +21,7 @@ GONE = "the process is gone without a word (killed by a signal, or ended by os._
 _MESSAGE_CHARACTERS = 4_000
 _TRACEBACK_CHARACTERS = 12_000
 _NAME_CHARACTERS = 200
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,13 @@ class FailureRecord:
     exit_code: int | None = None
     time: float = field(default_factory=time.time)
     """Seconds since the epoch when it was noticed."""
+
+    def __post_init__(self) -> None:
+        """The texts are printed, and may be of anybody: none of them controls a terminal."""
+        for name in _LONGEST:
+            text = getattr(self, name)
+            if text is not None:
+                object.__setattr__(self, name, _CONTROL_CHARACTERS.sub(_escape, text))
 
     @classmethod
     def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
@@ -115,6 +124,10 @@ class FailureRecord:
         if self.exception_type is not None:
             return replace(self, exit_code=exit_code)
         return replace(self, exit_code=exit_code, message=description)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return ascii(found[0])[1:-1]
 
 
 _TEXT, _NUMBER = (str, type(None)), (int, type(None))

@@ -6,20 +6,22 @@ ranks) and sleeps until a message comes. It never takes part in a collective.
 
 from __future__ import annotations
 
+import errno
 import hmac
+import logging
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice, takewhile
 from typing import Any
 
-from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.reconcile.agreement import StopAgreement
 from lightning_ddp.reconcile.fork import close_in_forked_child
 from lightning_ddp.reconcile.inspection import Inspection, Letters
-from lightning_ddp.reconcile.listening import Peer, listen
+from lightning_ddp.reconcile.listening import NumDescriptors, Peer, listen
 from lightning_ddp.reconcile.record import GONE, FailureRecord, Identity
 from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.reconcile.stall import StallWatch
@@ -31,6 +33,12 @@ __all__ = ["ControlServer"]
 _HELLO_WAIT_S = 10.0
 _RECEIVE_BYTES = 64 * 1024
 _MOST_UNSENT_BYTES = 4 * 1024 * 1024
+_SPARE_CONNECTIONS = 64
+"""Strangers whose hello is waited for, on top of the ranks that have not come."""
+_ACCEPTED_AT_ONCE = 256
+_RETRY_S = 0.05
+
+_log = logging.getLogger("lightning_ddp")
 
 Message = dict[str, Any]
 
@@ -71,12 +79,13 @@ class ControlServer:
         self._is_told = False
         self._peers: dict[int, Peer] = {}
         self._ranks: dict[int, Peer] = {}
-        self._strangers: set[Peer] = set()
+        self._strangers: dict[Peer, None] = {}  # the oldest first
         self._injected: list[Message] = []
         self._lock = threading.Lock()
         self._is_closed = False
         self._decided = threading.Event()
         self._listener = listen("" if any_interface else address)
+        self._num_descriptors = NumDescriptors(2 * world_size + _SPARE_CONNECTIONS)  # with the store's
         self.port: int = self._listener.getsockname()[1]
         self.address = address
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -139,23 +148,35 @@ class ControlServer:
         deadlines = [self._verdict.deadline(), self._stop.deadline(), self._inspection.deadline()]
         if self._stall is not None and self._verdict.first is None:
             deadlines.append(self._stall.next_look(time.monotonic()))
-        deadlines += [stranger.since + _HELLO_WAIT_S for stranger in self._strangers]
+        deadlines += [stranger.since + _HELLO_WAIT_S for stranger in islice(self._strangers, 1)]
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it hung up while it was queued
-            connection, _ = self._listener.accept()
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # there are no more, or one hung up while it was queued
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._hang_up_on_strangers(0)
+                    time.sleep(_RETRY_S)  # the listener stays ready: without this, the loop would spin
+                return
             connection.setblocking(False)
-            keep_alive(connection, self._settings.heartbeat_timeout_s)
             peer = Peer(connection)
-            self._strangers.add(peer)
+            self._strangers[peer] = None
             self._selector.register(connection, selectors.EVENT_READ, peer)
+            self._serve(peer, selectors.EVENT_READ)  # its hello, mostly
+            self._hang_up_on_strangers(self._world_size - len(self._ranks) + _SPARE_CONNECTIONS)
+
+    def _hang_up_on_strangers(self, num_left: int) -> None:
+        """Hangs up on the oldest, so that `num_left` remain: a process of the run speaks at once."""
+        for stranger in list(islice(self._strangers, max(0, len(self._strangers) - num_left))):
+            self._hang_up(stranger)
 
     def _serve(self, peer: Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(peer)
-        if not events & selectors.EVENT_READ:
+        if not events & selectors.EVENT_READ or peer.is_closed:
             return
         try:
             data = peer.connection.recv(_RECEIVE_BYTES)
@@ -170,8 +191,9 @@ class ControlServer:
         try:
             for message in peer.unpacker.feed(data):
                 self._handle(peer, message)
-        except (ProtocolError, ConfigurationError):
-            self._hang_up(peer)  # a stranger, or a process that speaks nonsense
+        except Exception:  # noqa: BLE001 (whatever one process says, the others keep their server)
+            _log.debug("control channel: hung up on %s", peer.identity or "a stranger", exc_info=True)
+            self._hang_up(peer)
 
     def _handle(self, peer: Peer, message: Message) -> None:
         if peer.identity is None:
@@ -193,7 +215,7 @@ class ControlServer:
                 self._stall.report(peer.identity, message, time.monotonic())
             self._send(peer, {"kind": "beat"})
         elif kind == "who":
-            self._send(peer, {"kind": "here", "ranks": sorted(self._present())})
+            self._send(peer, {"kind": "here", "ranks": sorted(self._ranks)})
         elif kind == "bye":
             peer.has_left = True
         elif kind == "stop":
@@ -218,17 +240,19 @@ class ControlServer:
         if not isinstance(host, str):
             raise ProtocolError("no host")
         rank, node_rank, pid = (_number(message, name) for name in ("rank", "node_rank", "pid"))
-        if not -1 <= rank < self._world_size:
+        if not 0 <= rank < self._world_size:
             raise ProtocolError(f"rank {rank}")
         peer.identity = Identity(rank=rank, node_rank=node_rank, host=host[:200], pid=pid)
         peer.is_active = True
         peer.unpacker.limit_bytes = _RECEIVE_BYTES
-        self._strangers.discard(peer)
+        with suppress(OSError):  # it is gone already, which reading from it will say
+            keep_alive(peer.connection, self._settings.heartbeat_timeout_s)
+        self._strangers.pop(peer, None)
         self._peers[id(peer)] = self._ranks[rank] = peer
         self._inspection.joined(rank)
         if self._verdict.first is not None:
             self._send(peer, {**self._verdict.first.to_message(), "kind": "failure"})
-        if len(self._present()) == self._world_size:
+        if len(self._ranks) == self._world_size:
             self._send_all([{"kind": "all_here"}])
 
     def _handle_report(self, message: Message) -> None:
@@ -270,7 +294,7 @@ class ControlServer:
         stalled = self._stall.find(now) if self._stall is not None else None
         if stalled is not None:
             self._verdict.accuse(stalled)
-        for stranger in [s for s in self._strangers if s.since + _HELLO_WAIT_S <= now]:
+        for stranger in list(takewhile(lambda s: s.since + _HELLO_WAIT_S <= now, self._strangers)):
             self._hang_up(stranger)
         self._deliver(self._inspection.due(now))
         late = self._stop.overdue(now)
@@ -286,17 +310,13 @@ class ControlServer:
 
     # ------------------------------------------------------------------ sending
 
-    def _present(self) -> set[int]:
-        return {p.identity.rank for p in self._peers.values() if p.identity is not None} - {-1}
-
     def _active_ranks(self) -> set[int]:
-        peers = self._peers.values()
-        return {p.identity.rank for p in peers if p.identity is not None and p.is_active} - {-1}
+        return {rank for rank, peer in self._ranks.items() if peer.is_active}
 
     def _send_all(self, messages: list[Message]) -> None:
-        for message in messages:
+        for data in map(pack, messages):
             for peer in list(self._peers.values()):
-                self._send(peer, message)
+                self._send_packed(peer, data)
 
     def _deliver(self, letters: Letters) -> None:
         for rank, message in letters:
@@ -304,28 +324,34 @@ class ControlServer:
                 self._send(self._ranks[rank], message)
 
     def _send(self, peer: Peer, message: Message) -> None:
-        peer.unsent += pack(message)
+        self._send_packed(peer, pack(message))
+
+    def _send_packed(self, peer: Peer, data: bytes) -> None:
+        peer.unsent += data
         if len(peer.unsent) > _MOST_UNSENT_BYTES:
             self._hang_up(peer)  # it reads nothing, and must not cost this process its memory
         else:
             self._flush(peer)
 
     def _flush(self, peer: Peer) -> None:
+        if peer.is_closed:
+            return
         try:
             with suppress(BlockingIOError):  # sent once the socket can be written to
                 del peer.unsent[: peer.connection.send(peer.unsent)]
         except OSError:
             return  # reading from it will say the same, and that is where it is handled
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        with suppress(KeyError):
-            if self._selector.get_key(peer.connection).events != wanted:
-                self._selector.modify(peer.connection, wanted, peer)
+        if peer.events != wanted:
+            peer.events = wanted
+            self._selector.modify(peer.connection, wanted, peer)
 
     def _hang_up(self, peer: Peer) -> None:
-        with suppress(KeyError):
-            self._selector.unregister(peer.connection)
+        if peer.is_closed:
+            return
+        self._selector.unregister(peer.connection)
         peer.connection.close()
-        self._strangers.discard(peer)
+        self._strangers.pop(peer, None)
         self._peers.pop(id(peer), None)
         if peer.identity is not None and self._ranks.get(peer.identity.rank) is peer:
             del self._ranks[peer.identity.rank]
@@ -338,6 +364,7 @@ class ControlServer:
         self._wake_receiver.close()
         self._wake_sender.close()
         self._selector.close()
+        self._num_descriptors.restore()
 
 
 def _number(message: Message, name: str) -> int:

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_ddp.errors import ConfigurationError, RendezvousError
+from lightning_ddp.errors import RendezvousError
 from lightning_ddp.reconcile.agreement import StepBoundary
 from lightning_ddp.reconcile.fork import close_in_forked_child
 from lightning_ddp.reconcile.record import GONE, FailureRecord, Identity, Where
 from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.reconcile.stall import REPORTS_A_TIMEOUT, silent
-from lightning_ddp.reconcile.wire import UNREACHABLE, ProtocolError, Unpacker, keep_alive, pack
+from lightning_ddp.reconcile.wire import UNREACHABLE, Unpacker, keep_alive, pack
 
 __all__ = ["Message", "ServerAddress", "Watch"]
 
@@ -97,7 +97,6 @@ class Watch:
         self._parent = parent
         self._parent_fd = _open_pid(parent)
         close_in_forked_child(self._close_descriptors)
-        self.post("hello", token=server.token, **asdict(identity))
         self._thread = threading.Thread(target=self._run, daemon=True, name="control-watch")
         self._thread.start()
 
@@ -112,6 +111,8 @@ class Watch:
             ) from error
         connection.settimeout(None)
         keep_alive(connection, self._settings.heartbeat_timeout_s)
+        with suppress(OSError):  # at once: the server does not wait long; reading will say what is wrong
+            connection.sendall(pack({"kind": "hello", "token": self._server.token, **asdict(self.identity)}))
         return connection
 
     # ------------------------------------------------------------------ called by the main thread
@@ -230,8 +231,9 @@ class Watch:
         try:
             for message in self._unpacker.feed(data):
                 self._handle(message)
-        except (ProtocolError, ConfigurationError) as error:
-            self._learn(FailureRecord.of_identity(self._server.identity, f"control channel: {error}"))
+        except Exception as error:  # noqa: BLE001 (without this thread the rank would hear of nothing)
+            text = f"control channel: {type(error).__name__}: {error}"
+            self._learn(FailureRecord.of_identity(self._server.identity, text))
 
     def _handle(self, message: Message) -> None:
         kind = message["kind"]
