@@ -14,6 +14,7 @@ from comparison import assert_all_as_torch, assert_as_torch, assert_same, grads_
 from harness import run_ranks, run_threads
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp import BucketedDDP
@@ -363,6 +364,28 @@ def test_a_parameter_that_is_replaced_for_good_is_named() -> None:
             loss.backward()
 
     run_threads(rank_main, 2)
+
+
+def moved(rank, world_size, wrap):
+    module = net()
+    model = wrap(module)
+    seen: list[Any] = []
+    for change in (
+        lambda: None,
+        lambda: prune.l1_unstructured(module.two, "weight", amount=0.5),
+        lambda: prune.l1_unstructured(module.two, "weight", amount=0.5),
+        lambda: prune.global_unstructured(
+            [(module.one, "weight"), (module.one, "bias")], prune.L1Unstructured, amount=0.3
+        ),
+        lambda: prune.remove(module.two, "weight"),
+    ):
+        change()
+        seen += train(model, rank)
+    return seen
+
+
+def test_a_parameter_that_moves_within_the_module_is_still_averaged() -> None:
+    assert_as_torch(moved, 2)
 
 
 # ---------------------------------------------------------------- optimizers in backward
