@@ -65,6 +65,14 @@ class Waits:
             self._names[device.type] = name
         return name
 
+    def timeout_s(self, device: torch.device) -> float:
+        """After how many seconds the backend that serves `device` gives a collective up."""
+        backend = self.process_group
+        if type(backend) is dist.ProcessGroup:
+            backend = backend._get_backend(device)
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        return timeout.total_seconds() if isinstance(timeout, timedelta) else float("inf")
+
     def wait(
         self,
         work: Any,
