@@ -28,6 +28,7 @@ SLICE_S = 0.05
 
 _SLICE = timedelta(seconds=SLICE_S)
 _POLL_S = 0.0005
+_NO_TIMEOUT = timedelta(0)
 JOB_MARK = "is_lightning_ddp_job"
 """Attribute of the futures that a thread of this package makes."""
 
@@ -123,7 +124,7 @@ class Waits:
             self._wait_in_slices(work, on_slice)
         elif backend == "python":
             self._wait_done(work.get_future(), on_slice)
-            work.wait()
+            work.wait(_NO_TIMEOUT)  # as torch's C++ code calls it; some works take it without a default
         elif device.type == "cpu" or on_host:
             self._poll(work.is_completed, on_slice)
             work.wait()
