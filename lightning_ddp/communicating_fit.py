@@ -12,6 +12,7 @@ from lightning_ddp._lightning import DDPStrategy, LightningModule
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import rank_files
 from lightning_ddp.communication.wiring import Communication
+from lightning_ddp.errors import MissingGradientError
 
 if TYPE_CHECKING:
     from lightning_ddp.parallel.module import BucketedDDP
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["CommunicatingFit", "as_wrapper"]
 
 _log = logging.getLogger("lightning_ddp")
+_UNUSED = (
+    "It looks like your LightningModule has parameters that were not used in the loss of training_step. Where"
+    ' that is meant to be: Trainer(strategy="custom_ddp_find_unused_parameters_true"), or'
+    " CustomDDPStrategy(find_unused_parameters=True)."
+)
 
 
 def as_wrapper(model: object) -> BucketedDDP | None:
@@ -61,6 +67,16 @@ class CommunicatingFit(DDPStrategy):
         """Gives all ranks one model; a rank whose peers have failed keeps its own."""
         if not self._is_alone():
             self._communication.agree()
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Runs backward through the precision plugin; communicates unless gradients accumulate."""
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except MissingGradientError as error:
+            error.add_hint(_UNUSED)
+            raise
 
     def optimizer_step(
         self,
