@@ -139,8 +139,13 @@ class CommunicatingFit(DDPStrategy):
             self.checkpoint_io.remove_checkpoint(rank_files.rank_file(filepath, self.global_rank))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizers, the hook and the averager; logs what could not be kept."""
+        """Restores the optimizers, the hook and the averager; logs what could not be kept.
+
+        Outside of a run, as in the main process after one in spawned processes, there are optimizers alone.
+        """
         super().load_optimizer_state_dict(checkpoint)
+        if self._is_alone():
+            return
         assert self.lightning_module is not None
         names = [name for name, _ in self.lightning_module.named_parameters()]
         notes = rank_files.load_state(

@@ -181,3 +181,29 @@ def test_a_hook_runs_on_the_cpu_once_a_bucket_and_step() -> None:
     result = run_script(HOOKED).check()
     for rank in range(2):
         assert f"CALLS {rank} [('the state', 0), ('the state', 0), ('the state', 0)]" in result.stdout
+
+
+RESTORED = """
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+if __name__ == "__main__":
+    strategy = lightning_ddp.CustomDDPStrategy(start_method="fork", ddp_comm_hook="topk")
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=2, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    model = BoringModel()
+    trainer.fit(model)
+    checkpoint = torch.load(trainer.checkpoint_callback.best_model_path)
+    assert checkpoint["lightning_ddp"]
+    strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=7.0)]
+    strategy.load_optimizer_state_dict(checkpoint)
+    print("RATE", strategy.optimizers[0].param_groups[0]["lr"])
+"""
+
+
+def test_after_a_fit_in_forked_processes_the_main_process_restores_its_optimizers(tmp_path) -> None:
+    assert "RATE 0.1" in run_script(RESTORED, cwd=tmp_path).check().stdout
