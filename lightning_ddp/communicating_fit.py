@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +88,8 @@ class CommunicatingFit(DDPStrategy):
     ) -> Any:
         """Takes a step; with model averaging, counts it and averages if it is time (then communicates)."""
         averager = self._communication.averager
+        if isinstance(optimizer, torch.optim.LBFGS) and self._communication.averages_gradients:
+            closure = partial(self._mean_loss, closure)
         # in local training a step counts also if the loss scaler skips it
         is_asked = averager is not None and averager.averages_gradients
         before = self._loss_scale() if is_asked else 1.0
@@ -94,6 +97,17 @@ class CommunicatingFit(DDPStrategy):
         if averager is not None:  # a loss scaler that skips a step lowers its scale
             self._communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
         return output
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
+        """The loss that belongs to averaged gradients. Communicates.
+
+        An optimizer that decides by the loss how often it calls its closure decides alike on all ranks then;
+        else the ranks' collectives would not match.
+        """
+        loss = closure()
+        if loss is None:
+            return None
+        return self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
 
     def on_validation_start(self) -> None:
         """Makes the ranks validate one model. All ranks call it."""

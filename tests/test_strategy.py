@@ -183,6 +183,65 @@ def test_a_hook_runs_on_the_cpu_once_a_bucket_and_step() -> None:
         assert f"CALLS {rank} [('the state', 0), ('the state', 0), ('the state', 0)]" in result.stdout
 
 
+LBFGS = """
+import sys
+from datetime import timedelta
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+import lightning_ddp
+
+class Model(pl.LightningModule):
+    def __init__(self, is_manual):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = not is_manual
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.num_calls = []
+
+    def loss(self, batch):
+        self.num_calls[-1] += 1
+        return (self.layers(batch).squeeze(1) - batch.sum(1).mul(3).sin()).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+        optimizer.step(closure)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.num_calls.append(0)
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), line_search_fn="strong_wolfe")
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(
+        strategy=lightning_ddp.CustomDDPStrategy(timeout=timedelta(seconds=20)), accelerator="cpu", devices=2,
+        max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model(sys.argv[1] == "manual")
+    batches = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+    trainer.fit(model, DataLoader(batches, batch_size=8))
+    sums = [p.sum().item() for p in model.parameters()]
+    print("RANK", trainer.global_rank, model.num_calls, sums, flush=True)
+"""
+
+
+@pytest.mark.parametrize("optimisation", ["automatic", "manual"])
+def test_lbfgs_calls_its_closure_equally_often_on_all_ranks(optimisation) -> None:
+    result = run_script(LBFGS, [optimisation]).check()
+    ranks = sorted(line.split(maxsplit=2)[1:] for line in result.stdout.splitlines() if "RANK" in line)
+    assert [rank for rank, _ in ranks] == ["0", "1"]
+    assert ranks[0][1] == ranks[1][1]
+
+
 RESTORED = """
 import pytorch_lightning as pl
 import torch
