@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning_ddp._lightning import DDPStrategy, LightningModule
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import rank_files
 from lightning_ddp.communication.wiring import Communication
+from lightning_ddp.errors import MissingGradientError
 
 if TYPE_CHECKING:
     from lightning_ddp.parallel.module import BucketedDDP
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["CommunicatingFit", "as_wrapper"]
 
 _log = logging.getLogger("lightning_ddp")
+_UNUSED = (
+    "It looks like your LightningModule has parameters that were not used in the loss of training_step. Where"
+    ' that is meant to be: Trainer(strategy="custom_ddp_find_unused_parameters_true"), or'
+    " CustomDDPStrategy(find_unused_parameters=True)."
+)
 
 
 def as_wrapper(model: object) -> BucketedDDP | None:
@@ -62,6 +69,16 @@ class CommunicatingFit(DDPStrategy):
         if not self._is_alone():
             self._communication.agree()
 
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Runs backward through the precision plugin; communicates unless gradients accumulate."""
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except MissingGradientError as error:
+            error.add_hint(_UNUSED)
+            raise
+
     def optimizer_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -71,6 +88,8 @@ class CommunicatingFit(DDPStrategy):
     ) -> Any:
         """Takes a step; with model averaging, counts it and averages if it is time (then communicates)."""
         averager = self._communication.averager
+        if isinstance(optimizer, torch.optim.LBFGS) and self._communication.averages_gradients:
+            closure = partial(self._mean_loss, closure)
         # in local training a step counts also if the loss scaler skips it
         is_asked = averager is not None and averager.averages_gradients
         before = self._loss_scale() if is_asked else 1.0
@@ -78,6 +97,17 @@ class CommunicatingFit(DDPStrategy):
         if averager is not None:  # a loss scaler that skips a step lowers its scale
             self._communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
         return output
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
+        """The loss that belongs to averaged gradients. Communicates.
+
+        An optimizer that decides by the loss how often it calls its closure decides alike on all ranks then;
+        else the ranks' collectives would not match.
+        """
+        loss = closure()
+        if loss is None:
+            return None
+        return self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
 
     def on_validation_start(self) -> None:
         """Makes the ranks validate one model. All ranks call it."""
@@ -123,8 +153,13 @@ class CommunicatingFit(DDPStrategy):
             self.checkpoint_io.remove_checkpoint(rank_files.rank_file(filepath, self.global_rank))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizers, the hook and the averager; logs what could not be kept."""
+        """Restores the optimizers, the hook and the averager; logs what could not be kept.
+
+        Outside of a run, as in the main process after one in spawned processes, there are optimizers alone.
+        """
         super().load_optimizer_state_dict(checkpoint)
+        if self._is_alone():
+            return
         assert self.lightning_module is not None
         names = [name for name, _ in self.lightning_module.named_parameters()]
         notes = rank_files.load_state(

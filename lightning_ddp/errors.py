@@ -161,6 +161,11 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         """The same error with more to say at its end."""
         return MissingGradientError(**{**self._keywords(), "hint": hint})
 
+    def add_hint(self, hint: str) -> None:
+        """Lets this very error say still more at its end."""
+        self.hint = f"{self.hint}\n{hint}" if self.hint else hint
+        self.args = (self._describe(self.rank, self._world_size),)
+
     def _keywords(self) -> dict[str, Any]:
         return {
             "missing": self.missing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -230,6 +231,97 @@ def test_a_rank_that_does_not_report_is_waited_for_once(monkeypatch) -> None:
 
     seconds, _ = run_threads(rank_main, 2)
     assert 2.0 <= seconds < 3.5
+
+
+# ---------------------------------------------------------------- steps that no rank takes part in
+
+
+class Skips(Branches):
+    """Its output is a loss that no parameter has a part in, where it is told to take no branch."""
+
+    def forward(self, x: Tensor, use: tuple[str, ...]) -> Tensor:
+        return super().forward(x, use) if use else torch.zeros((), requires_grad=True)
+
+
+def with_skipped_steps(rank, world_size, wrap, options):
+    model = wrap(Skips(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    seen = []
+    for use in ((), ALL, (), (), ALL, ALL, ()):
+        optimizer.zero_grad()
+        model(x_of(rank), use).backward()
+        seen.append(grads(model))
+        optimizer.step()
+    return [*seen, [p.detach().clone() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=["view", "no view", "small buckets"])
+def test_a_step_that_uses_no_parameter_on_any_rank_does_what_it_does_under_torch(options) -> None:
+    answer = assert_as_torch(with_skipped_steps, 2, options)
+    assert answer[0][:3] == [[None] * 3, [1.5] * 3, [None] * 3]
+
+
+@pytest.mark.parametrize("raises_at_once", [False, True])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_what_was_accumulated_is_averaged_in_a_step_that_uses_no_parameter(is_static, raises_at_once) -> None:
+    def rank_main(rank, world_size, group):
+        launched = []
+
+        def average(state: Any, bucket: Any) -> Any:
+            launched.append(bucket.index())
+            return group.allreduce([bucket.buffer().div_(world_size)]).get_future()
+
+        model = BucketedDDP(
+            Skips(), process_group=group, static_graph=is_static, raises_at_once=raises_at_once
+        )
+        model.register_comm_hook(None, average)
+        model(x_of(rank), ALL).backward()
+        seen = []
+        for used in (ALL, ALL[: 1 + rank], ()):  # before the step that uses none
+            model.zero_grad()
+            launched.clear()
+            if used:
+                with model.no_sync():
+                    model(x_of(rank), used).backward()
+            model(x_of(rank), ()).backward()
+            seen.append((grads(model), launched.copy()))
+        return seen
+
+    expected = [([1.5] * 3, [0]), ([1.5, 1.0, None], [0]), ([None] * 3, [])]
+    assert run_threads(rank_main, 2) == [expected] * 2
+
+
+def test_a_rank_that_is_late_for_a_step_that_uses_no_parameter_is_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr("lightning_ddp.parallel.missing._REPORT_DEADLINE_S", 0.2)
+    has_waited = threading.Event()
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Skips(), process_group=group)
+        loss = model(x_of(rank), ())
+        if rank == 1:
+            assert not has_waited.wait(1.0)
+        loss.backward()
+        has_waited.set()
+        model(x_of(rank), ALL).backward()
+        return grads(model)
+
+    assert run_threads(rank_main, 2) == [[1.5] * 3] * 2
+
+
+@pytest.mark.parametrize("used", [ALL, ("a",)], ids=str)
+def test_where_another_rank_uses_parameters_it_is_an_error_on_both(used, recorded_warnings) -> None:
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Skips(), process_group=group)
+        loss = model(x_of(rank), used if rank else ())
+        with pytest.raises(MissingGradientError, match=f"^rank {rank}: backward 0 ended") as caught:
+            loss.backward()
+        missing = caught.value.missing
+        del caught  # it keeps the frame, and the process group with a pending collective, alive
+        return missing
+
+    every = tuple(f"{name}.weight" for name in ALL)
+    expected = {0: every, 1: tuple(name for name in every if name[0] not in used)}
+    assert run_threads(rank_main, 2, collective_s=PENDING_S) == [expected] * 2
 
 
 def test_the_warning_pickles_as_itself() -> None:

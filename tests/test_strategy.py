@@ -181,3 +181,88 @@ def test_a_hook_runs_on_the_cpu_once_a_bucket_and_step() -> None:
     result = run_script(HOOKED).check()
     for rank in range(2):
         assert f"CALLS {rank} [('the state', 0), ('the state', 0), ('the state', 0)]" in result.stdout
+
+
+LBFGS = """
+import sys
+from datetime import timedelta
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+import lightning_ddp
+
+class Model(pl.LightningModule):
+    def __init__(self, is_manual):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = not is_manual
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.num_calls = []
+
+    def loss(self, batch):
+        self.num_calls[-1] += 1
+        return (self.layers(batch).squeeze(1) - batch.sum(1).mul(3).sin()).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+        optimizer.step(closure)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.num_calls.append(0)
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), line_search_fn="strong_wolfe")
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(
+        strategy=lightning_ddp.CustomDDPStrategy(timeout=timedelta(seconds=20)), accelerator="cpu", devices=2,
+        max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model(sys.argv[1] == "manual")
+    batches = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+    trainer.fit(model, DataLoader(batches, batch_size=8))
+    sums = [p.sum().item() for p in model.parameters()]
+    print("RANK", trainer.global_rank, model.num_calls, sums, flush=True)
+"""
+
+
+@pytest.mark.parametrize("optimisation", ["automatic", "manual"])
+def test_lbfgs_calls_its_closure_equally_often_on_all_ranks(optimisation) -> None:
+    result = run_script(LBFGS, [optimisation]).check()
+    ranks = sorted(line.split(maxsplit=2)[1:] for line in result.stdout.splitlines() if "RANK" in line)
+    assert [rank for rank, _ in ranks] == ["0", "1"]
+    assert ranks[0][1] == ranks[1][1]
+
+
+RESTORED = """
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+if __name__ == "__main__":
+    strategy = lightning_ddp.CustomDDPStrategy(start_method="fork", ddp_comm_hook="topk")
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=2, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    model = BoringModel()
+    trainer.fit(model)
+    checkpoint = torch.load(trainer.checkpoint_callback.best_model_path)
+    assert checkpoint["lightning_ddp"]
+    strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=7.0)]
+    strategy.load_optimizer_state_dict(checkpoint)
+    print("RATE", strategy.optimizers[0].param_groups[0]["lr"])
+"""
+
+
+def test_after_a_fit_in_forked_processes_the_main_process_restores_its_optimizers(tmp_path) -> None:
+    assert "RATE 0.1" in run_script(RESTORED, cwd=tmp_path).check().stdout

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from lightning_ddp.comm import semaphores
 from lightning_ddp.comm.arenas import Arena, Lifeline, OwnArena, open_arena
@@ -73,7 +72,7 @@ class SharedMemory:
         self._obstacle: str | None = None
         self._has_more_hosts = len(hosts.by_host) > 1
         self._leaders: Group | None = None
-        self._timeout_s = _timeout_s(group)
+        self._timeout_s = group.timeout_s(_CPU)
         self._plans: dict[Any, Chunks] = {}
         self._number = 0
         self._failure: BaseException | None = None
@@ -326,14 +325,6 @@ class SharedMemory:
             f"rank {self._group.rank}: connection closed by peer: rank {rank} (pid {self._hosts.pids[rank]})"
             f" left before all-reduce {self._number} over shared memory was done"
         )
-
-
-def _timeout_s(group: Group) -> float:
-    """After how many seconds a collective of a gloo group fails."""
-    backend: Any = group.process_group
-    if isinstance(backend, dist.ProcessGroup):
-        backend = backend._get_backend(_CPU)
-    return float(backend.options._timeout.total_seconds())
 
 
 def _semaphore(index: int) -> int:

@@ -28,6 +28,7 @@ SLICE_S = 0.05
 
 _SLICE = timedelta(seconds=SLICE_S)
 _POLL_S = 0.0005
+_NO_TIMEOUT = timedelta(0)
 JOB_MARK = "is_lightning_ddp_job"
 """Attribute of the futures that a thread of this package makes."""
 
@@ -64,6 +65,14 @@ class Waits:
                 name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
             self._names[device.type] = name
         return name
+
+    def timeout_s(self, device: torch.device) -> float:
+        """After how many seconds the backend that serves `device` gives a collective up."""
+        backend = self.process_group
+        if type(backend) is dist.ProcessGroup:
+            backend = backend._get_backend(device)
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        return timeout.total_seconds() if isinstance(timeout, timedelta) else float("inf")
 
     def wait(
         self,
@@ -115,7 +124,7 @@ class Waits:
             self._wait_in_slices(work, on_slice)
         elif backend == "python":
             self._wait_done(work.get_future(), on_slice)
-            work.wait()
+            work.wait(_NO_TIMEOUT)  # as torch's C++ code calls it; some works take it without a default
         elif device.type == "cpu" or on_host:
             self._poll(work.is_completed, on_slice)
             work.wait()

@@ -42,6 +42,8 @@ class Arrivals:
     ) -> None:
         self.ready: list[int] = []
         """Indices of the parameters whose gradients have come, in their order."""
+        self.is_skipped = False
+        """Whether no gradient has come on any rank, although the backward is over."""
         self._layout = layout
         self._expected = expected
         self._reduction = reduction
@@ -52,6 +54,7 @@ class Arrivals:
     def start(self) -> list[Bucket]:
         """Fills in for parameters of which it is known that no gradient comes. Returns the full buckets."""
         expected, full = self._expected, []
+        self.is_skipped = False
         for index in expected.declared | expected.never:
             self._fill_absent(index)
         for bucket in self._layout.buckets:
@@ -125,12 +128,32 @@ class Arrivals:
         expected = self._expected
         late = expected.late(self.ready)
         if not expected.may_lack:
+            if not self.ready and self._failures.board.is_skipped(step):
+                return self._skip(late), None
             is_first = step == 0 and not expected.is_static
             error = self._failures.missing(step, late, num_launched, is_first=is_first)
             if error is not None:
                 return [], error
             expected.declared.update(late)
         return self.mark_absent(late), None
+
+    def _skip(self, indices: Sequence[int]) -> list[Bucket]:
+        """No rank has used any parameter: only what ranks have accumulated before is averaged. Communicates.
+
+        torch's DDP does nothing then, so that ranks would go on with different accumulated gradients.
+
+        Returns:
+            All buckets; those in which no rank has accumulated anything are not reduced.
+        """
+        self.is_skipped = True
+        full, declared = self.mark_absent(indices), self._expected.declared
+        self._usage.unsynced.update(i for i in indices if self._layout.params[i].grad is not None)
+        exchange = self._usage.start(indices)
+        counts = self._usage.finish(exchange, is_needed=True, is_static=False) or []
+        declared.update(i for i in indices if not counts[i])
+        for bucket in full:
+            bucket.is_skipped = declared.issuperset(bucket.spec.indices)
+        return full
 
     def learn(self) -> None:
         """First step of a static graph: what has arrived is what will arrive. Large gradients move in."""

@@ -91,7 +91,7 @@ class BackwardFailures:
             The error to raise, or None if a warning was given.
         """
         names = [self._names[i] for i in late]
-        error = self.board.report(step, names, num_launched)
+        error = self.board.report(step, names, num_launched).with_hint(self._positions(late))
         if is_first and not self._raises_at_once and error.is_same_everywhere:
             try:
                 warnings.warn(MissingGradientWarning.of(error), stacklevel=2)
@@ -108,16 +108,24 @@ class BackwardFailures:
 
     def _unfinished(self, late: Sequence[int]) -> str:
         """The words by which torch's tests know the error."""
-        rank = self._rank
         hint = (
             f"{torch_words.UNFINISHED} Ways out: {torch_words.FIND_UNUSED}, or making sure that all"
-            f" {torch_words.OUTPUTS_IN_LOSS}. Parameter indices which did not receive grad for rank {rank}:"
-            f" {' '.join(map(str, late))}\n"
+            f" {torch_words.OUTPUTS_IN_LOSS}. {self._positions(late)}\n"
         )
         if dist.get_debug_level() == dist.DebugLevel.OFF:
             return hint + f"For sizes and times of each rank in the log, {torch_words.SET_DEBUG}."
         names = ", ".join(self._names[i] for i in late)
-        return hint + f"Parameters which did not receive grad for rank {rank}: {names}"
+        return hint + f"Parameters which did not receive grad for rank {self._rank}: {names}"
+
+    def _positions(self, late: Sequence[int]) -> str:
+        """Where they are in torch's numbering, as people search for it."""
+        return (
+            f"The first of them here: {self._at(late[0])}. Parameter indices which did not receive grad for"
+            f" rank {self._rank}: {' '.join(map(str, late))}"
+        )
+
+    def _at(self, index: int) -> str:
+        return f"{torch_words.PARAMETER_AT} {index} with name {self._names[index]}"
 
     # ------------------------------------------------------------------ too many, or gone
 
@@ -135,10 +143,11 @@ class BackwardFailures:
         names = ", ".join(self._names[i] for i in excess)
         if not is_static:
             return self._note(
-                f"{torch_words.READY_TWICE} On rank {self._rank} in step {step} it was more than one gradient"
-                f" in one backward for {names}. Re-entrant activation checkpointing does that: use"
-                " torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True. So does a parameter"
-                " that is used outside of forward while find_unused_parameters=True takes it for unused."
+                f"{torch_words.READY_TWICE} {self._at(excess[0])} has been marked as ready twice. On rank"
+                f" {self._rank} in step {step} it was more than one gradient in one backward for {names}."
+                " Re-entrant activation checkpointing does that: use torch.utils.checkpoint(...,"
+                " use_reentrant=False), or static_graph=True. So does a parameter that is used outside of"
+                " forward while find_unused_parameters=True takes it for unused."
             )
         error = self._note(
             f"rank {self._rank}, step {step}: {torch_words.CHANGED_GRAPH}: more gradients than in the first"

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -125,7 +124,7 @@ class HookAgreement:
 
     def _await(self, key: str, on_slice: OnSlice) -> Any:
         start = time.monotonic()
-        limit, pause = self._limit(), _FIRST_POLL_S
+        limit, pause = self._group.timeout_s(self._device), _FIRST_POLL_S
         while not self._store.check([key]):  # type: ignore[union-attr]
             self._group.check()
             waited = time.monotonic() - start
@@ -135,13 +134,6 @@ class HookAgreement:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
         return json.loads(self._store.get(key))  # type: ignore[union-attr]
-
-    def _limit(self) -> float:
-        backend: Any = self._group.process_group
-        if isinstance(backend, dist.ProcessGroup):
-            backend = backend._get_backend(self._device)
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        return timeout.total_seconds() if isinstance(timeout, timedelta) else float("inf")
 
 
 class Disagreement(Exception):

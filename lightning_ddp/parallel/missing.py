@@ -2,7 +2,8 @@
 
 A rank that lacks a gradient cannot take part in the all-reduce of that bucket, and the others would wait
 for it without end. So it says so through the group's store; the others look there while they wait, and all
-of them raise the same error, with the names from every rank.
+of them raise the same error, with the names from every rank. Where no rank has any gradient, as in a step
+whose loss uses no parameter, there is nothing to average and no error.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
+
+import torch
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import MissingGradientError
@@ -21,6 +24,8 @@ _FIRST_LOOK_S = 0.2
 _LONGEST_PAUSE_S = 2.0
 _REPORT_DEADLINE_S = 10.0
 _POLL_S = 0.01
+_POLLS_PER_S_OF_ALL = 10_000
+"""How often all ranks together look whether all have come: one store answers them."""
 
 
 class _Post(TypedDict):
@@ -34,11 +39,48 @@ class MissingGradients:
     Args:
         group: the group whose ranks share the board.
         token: the same on all ranks and different for every wrapped module.
+        device: one that the group's backend serves; its time limit holds here too.
     """
 
-    def __init__(self, group: Group, token: str) -> None:
+    def __init__(self, group: Group, token: str, device: torch.device) -> None:
         self._group = group
+        self._device = device
         self._prefix = f"lightning_ddp/missing/{token}"
+
+    def is_skipped(self, step: int) -> bool:
+        """Whether no gradient has come on any rank. Each rank without one calls it, and waits for the others.
+
+        Args:
+            step: number of the synchronised backward.
+
+        Returns:
+            True on all ranks, or False on all that call it: another rank has gradients, or does not come.
+        """
+        group, store = self._group, self._group.store
+        if store is None:
+            return group.size == 1
+        if store.add(self._key(step, "idle"), 1) == group.size:
+            store.set(self._key(step, "skipped"), "1")
+            return True
+        store.set(self._key(step, "any"), "1")
+        deadline = time.monotonic() + self._longest_wait_s()
+        group.wait_until(
+            lambda: (
+                store.check([self._key(step, "skipped")])
+                or store.check([self._key(step, "busy")])
+                or time.monotonic() > deadline
+            ),
+            "backward without any gradient",
+            every_s=max(_POLL_S, group.size / _POLLS_PER_S_OF_ALL),
+        )
+        return bool(store.check([self._key(step, "skipped")]))
+
+    def _longest_wait_s(self) -> float:
+        """A rank may be late, as in a collective. One that compares it before does not look at the board."""
+        interrupt = self._group.interrupt
+        if interrupt is not None and interrupt.compare is not None:
+            return _REPORT_DEADLINE_S
+        return self._group.timeout_s(self._device)
 
     def report(self, step: int, names: Sequence[str], num_launched: int) -> MissingGradientError:
         """Posts this rank's names and collects those of the others. Communicates through the store only.
@@ -56,6 +98,7 @@ class MissingGradients:
         store = group.store
         if store is not None:
             store.set(self._key(step, group.rank), json.dumps(posts[group.rank]))
+            store.set(self._key(step, "busy"), "1")
             store.set(self._key(step, "any"), "1")
             self._collect(store, step, posts)
         launched = {post["num_launched"] for post in posts.values()}

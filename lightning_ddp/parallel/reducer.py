@@ -85,7 +85,7 @@ class Reducer(ReducerTorchNames):
         self._group = group
         self._device = device
         self._reduction = Reduction(group, device, token, memory)
-        board = MissingGradients(group, token)
+        board = MissingGradients(group, token, device)
         self.failures = BackwardFailures(
             group, board, self.layout.names, raises_at_once=options.raises_at_once
         )
@@ -360,7 +360,8 @@ class Reducer(ReducerTorchNames):
         absent = self._arrivals.absent()
         exchange = self._arrivals.start_exchange(absent)
         self.facts.note(absent, self._reduction.num_launched)
-        self._replanning.note_order(self._ready)
+        if not self._arrivals.is_skipped:
+            self._replanning.note_order(self._ready)
         if self.before_finish is not None:
             self.before_finish()
         for bucket in self.buckets:
@@ -383,7 +384,7 @@ class Reducer(ReducerTorchNames):
         self.times.end_comm()
         if recorder is not None:
             recorder.finish()
-        if self.auto_plan is not None:
+        if self.auto_plan is not None and not self._arrivals.is_skipped:
             self.auto_plan.times.finish(self.step)
         self._is_running = False
 

@@ -16,6 +16,7 @@ ONLY_SINGLE_DEVICE = (
     "DistributedDataParallel device_ids and output_device arguments only work with"
     " single-device/multiple-device GPU modules or CPU modules"
 )
+PARAMETER_AT = "Parameter at index"
 READY_TWICE = "Expected to mark a variable ready only once."
 RETURN_ANNOTATION = "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
 STATIC_GRAPH_TOO_LATE = "should be called before training loop starts"
