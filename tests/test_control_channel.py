@@ -328,20 +328,50 @@ def test_a_process_whose_connection_closes_is_named() -> None:
         assert "gone without a word" in record.message
 
 
-@pytest.mark.parametrize("how", ["bye", "inactive"])
+def leave(watch: Watch, timeout_s: float = DEADLINE_S) -> None:
+    """Ends a run, and waits until all have ended it."""
+    watch.leave_run(lambda: watch.post("active", is_active=False), timeout_s)
+
+
+@pytest.mark.parametrize("how", ["bye", "together", "alone"])
 def test_a_process_that_has_finished_may_end(how) -> None:
     with running(3) as run:
         run.connect_all()
         if how == "bye":
             run.watches[1].close()
         else:
-            run.watches[1].post("active", is_active=False)
+            staying = (0, 2) if how == "together" else ()
+            others = [threading.Thread(target=leave, args=(run.watches[rank],)) for rank in staying]
+            for thread in others:
+                thread.start()
+            leave(run.watches[1], DEADLINE_S if how == "together" else 0.1)
             run.watches[1].flush()
             run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
+            for thread in others:
+                thread.join()
         run.watches[2].report(raised(2), is_echo=False)  # so that there is something to wait for
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert record.rank == 2
+
+
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_nobody_leaves_a_run_before_all_have_ended_it(how) -> None:
+    with running(2) as run:
+        run.connect_all()
+        leaving = threading.Thread(target=leave, args=(run.watches[0],))
+        leaving.start()
+        leaving.join(0.2)
+        assert leaving.is_alive()
+        if how == "fails":
+            run.watches[1].report(raised(1), is_echo=False)
+        else:
+            run.watches[1].post("active", is_active=True)  # as a rank that is still in its last hook
+            run.watches[1].flush()
+            run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
+        leaving.join(DEADLINE_S)
+        assert run.watches[0].failure is not None
+        assert run.watches[0].failure.rank == 1
 
 
 def test_a_server_that_closes_is_no_failure_and_one_that_vanishes_is() -> None:

@@ -146,10 +146,8 @@ def check_report(result: ScriptResult, fault: str, victim: int, moment: str) -> 
 def test_a_worker_process_that_dies_ends_the_run_with_its_rank(tmp_path, strategy, fault) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    arguments, is_fresh = (
-        order(tmp_path, strategy=strategy, fault=fault, rank=1),
-        (strategy, fault) == ("custom_ddp_fork", "exception"),
-    )
+    arguments = order(tmp_path, strategy=strategy, fault=fault, rank=1)
+    is_fresh = (strategy, fault) == ("custom_ddp_fork", "exception")
     result = run_script(SCRIPT, arguments, {"TMPDIR": str(scratch)}, TIMEOUT_S, fresh=is_fresh)
     assert result.returncode == 1
     assert list(scratch.iterdir()) == [], "torch writes the exceptions of processes into files"
@@ -157,6 +155,22 @@ def test_a_worker_process_that_dies_ends_the_run_with_its_rank(tmp_path, strateg
     assert read_notes(tmp_path)["on_exception-0"]["rank"] == 1
     words = {"exception": "ValueError: expected 3 channels, got 1", "exit": "the process exited with code 3"}
     assert words.get(fault, "the process was killed by SIGKILL") in result.stderr
+
+
+@pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_rank_has_left_fit_when_another_fails_in_its_last_hook(tmp_path, strategy, victim) -> None:
+    result = run_user(tmp_path, strategy=strategy, fault="exception", rank=victim, moment="ending")
+    assert result.returncode == 1
+    notes = read_notes(tmp_path)
+    assert not [name for name in notes if name.startswith("fitted")], "a script went on as if all were well"
+    seen = notes[f"on_exception-{1 - victim}"]
+    assert (seen["kind"], seen["rank"]) == ("PeerFailure", victim)
+    _, _, report = result.stderr.rpartition(
+        "lightning_ddp: " if strategy == "custom_ddp" else "PeerFailure: "
+    )
+    assert report.startswith(f"rank {victim} (")
+    assert "ValueError: expected 3 channels, got 1" in report
 
 
 def test_reconciliate_processes_ends_the_run_with_its_trace(tmp_path) -> None:

@@ -230,10 +230,7 @@ def test_a_store_on_a_port_in_use() -> None:
 def test_a_node_that_the_run_does_not_have_is_an_error(variable, strategy, tmp_path) -> None:
     result = run_script(SCRIPT, order(tmp_path, strategy=strategy), {variable: "1"}, timeout_s=DEADLINE_S)
     assert result.returncode == 1
-    words = (
-        f"ConfigurationError: {variable}=1, but the nodes of Trainer(num_nodes=1) are counted from 0 to 0."
-    )
-    assert words in result.stderr
+    assert f"Error: {variable}=1, but the nodes of Trainer(num_nodes=1) are counted from 0" in result.stderr
 
 
 @pytest.mark.parametrize("is_alive", [False, True])

@@ -198,6 +198,16 @@ class Model(pl.LightningModule):
             self.reach("checkpoint")
 
     def teardown(self, stage: str) -> None:
+        if self.order.moment == "ending":  # the others have nothing left to do in `fit`
+            note(self.order.folder, self.global_rank, "torn")
+            others = [f"torn-{rank}" for rank in range(self.trainer.world_size)]
+            while (
+                self.global_rank == self.order.rank
+                and not set(others) <= read_notes(self.order.folder).keys()
+            ):
+                threading.Event().wait(0.01)
+            threading.Event().wait(0.5 if self.global_rank == self.order.rank else 0)
+            self.reach("ending")
         self.reach("teardown")
         if self.order.moment == "teardown":
             threading.Event().wait(60)  # the others are still in their own teardown
@@ -292,6 +302,7 @@ def main(order: Order) -> None:
     model = Model(order)
     try:
         trainer.fit(model, ckpt_path=order.checkpoint)
+        note(folder, trainer.global_rank, "fitted")
         if order.validates:
             trainer.validate(model, verbose=False)
     finally:

@@ -98,9 +98,10 @@ class Inspector:
         self._post_run()
 
     def leave(self) -> None:
-        """The run has ended."""
-        self._is_active, self._left_at = False, time.monotonic()
-        self._post_run()
+        """The run has ended. Does nothing the second time."""
+        if self._is_active:
+            self._is_active, self._left_at = False, time.monotonic()
+            self._post_run()
 
     def _post_run(self) -> None:
         if self._watch is not None:

@@ -34,8 +34,11 @@ def adopt_from_environment() -> None:
     if parent is None or (parent != str(os.getppid()) and _is_alive(parent)):
         return
     if parent != str(os.getppid()):
-        text = f"lightning_ddp: the process that {PARENT_VARIABLE}={parent} names has ended, and so does this one,"
-        print(f"{text} its child. If it is not, unset that variable.", file=sys.stderr)
+        print(
+            f"lightning_ddp: the process that {PARENT_VARIABLE}={parent} names has ended, and so does its"
+            " child. If this process is not, unset that variable.",
+            file=sys.stderr,
+        )
         os._exit(1)
     die_with_parent(int(parent))
     is_main_thread = threading.current_thread() is threading.main_thread()

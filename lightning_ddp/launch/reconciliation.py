@@ -45,6 +45,7 @@ _STORE_KEY = "lightning_ddp/control_server"
 _RING_EVERY_S = 0.5
 _ABORT_AFTER_S = 0.3
 _MOST_INTERRUPTIONS = 3
+_LONGEST_END_S = 1800.0
 
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 
@@ -195,13 +196,16 @@ class Reconciliation:
         """Calls a function in which this rank counts as running: its end without a word is a failure.
 
         Raises:
-            PeerFailure: another rank failed; also where `function` raised an echo of that.
+            PeerFailure: another rank failed; also where `function` raised an echo of that, and where another
+                rank fails at its end after it has returned here.
             BaseException: what `function` raised, after the others have been told.
         """
         self.interrupt.check()
         self._enter(function)
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            self._leave_together()
+            return result
         except (SIGTERMException, TunerExitException):  # raised by all ranks, and no failure
             raise
         except BaseException as error:
@@ -219,6 +223,16 @@ class Reconciliation:
         if self._depth == 1:  # Lightning's functions are called _fit_impl, _test_impl ...
             name = getattr(function, "__name__", "run")
             self.inspector.enter(name.removeprefix("_").removesuffix("_impl"))
+
+    def _leave_together(self) -> None:
+        """Waits until the run has ended on all ranks: what this one does next may build on that.
+
+        Raises:
+            PeerFailure: a rank has failed at its end.
+        """
+        if self.watch is not None and self._depth == 1:
+            self.watch.leave_run(self.inspector.leave, min(self.interrupt.deadline_s, _LONGEST_END_S))
+        self.interrupt.check()
 
     def _leave(self) -> None:
         self._depth -= 1

@@ -33,6 +33,8 @@ class Peer:
         self.identity: Identity | None = None
         self.is_active = False
         self.has_left = False
+        self.num_ended = 0
+        """Runs that it has ended, such as a fit."""
 
     @property
     def is_closed(self) -> bool:

@@ -13,6 +13,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice, takewhile
@@ -76,6 +77,10 @@ class ControlServer:
         self._stop = StopAgreement(settings.failure_grace_s)
         self._stall = StallWatch(settings.stall_timeout_s) if settings.stall_timeout_s is not None else None
         self._inspection = Inspection(world_size)
+        self._num_ended: Counter[int] = Counter()
+        """Number of a run -> ranks that have ended it."""
+        self._num_left = 0
+        """Runs that all ranks have ended, and so may leave."""
         self._is_told = False
         self._peers: dict[int, Peer] = {}
         self._ranks: dict[int, Peer] = {}
@@ -202,9 +207,12 @@ class ControlServer:
         kind = message["kind"]
         if kind == "active":
             peer.is_active = bool(message.get("is_active"))
-            if not peer.is_active:
+            if peer.is_active:
+                peer.has_left = False
+            else:
                 self._send_all(self._stop.left(peer.identity.rank))
                 self._forget(peer.identity.rank)
+                self._note_end(peer)
             self._inspection.entered(peer.identity.rank, message)
         elif kind in Inspection.KINDS:
             self._deliver(self._inspection.handle(peer.identity.rank, message, time.monotonic()))
@@ -255,6 +263,15 @@ class ControlServer:
         if len(self._ranks) == self._world_size:
             self._send_all([{"kind": "all_here"}])
 
+    def _note_end(self, peer: Peer) -> None:
+        """A rank has ended a run. It leaves it when all have: until then one of them may still fail."""
+        peer.num_ended += 1
+        self._num_ended[peer.num_ended] += 1
+        if self._num_ended[peer.num_ended] == self._world_size:
+            self._num_left = max(self._num_left, peer.num_ended)
+            del self._num_ended[peer.num_ended]
+            self._send_all([{"kind": "left"}])
+
     def _handle_report(self, message: Message) -> None:
         record = FailureRecord.from_message(message)
         now = time.monotonic()
@@ -274,7 +291,8 @@ class ControlServer:
         self._hang_up(peer)
         if identity is not None:
             self._forget(identity.rank)
-        if identity is None or not peer.is_active or peer.has_left:
+        is_in_run = peer.is_active or peer.num_ended > self._num_left
+        if identity is None or not is_in_run or peer.has_left:
             return
         if error is not None and error.errno in UNREACHABLE:
             message = (

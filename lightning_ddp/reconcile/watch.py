@@ -88,6 +88,7 @@ class Watch:
         self._sent = threading.Condition()
         self._learned = threading.Event()
         self._all_here = threading.Event()
+        self._all_left = threading.Event()
         self._who: list[int] | None = None
         self._who_answered = threading.Event()
         self._is_closed = self._is_deaf = False
@@ -160,6 +161,23 @@ class Watch:
                     f"rank {self.identity.rank}: after {timeout_s:g} s not all ranks have arrived; there are"
                     f" {self._who}. Check that the program was started on every node."
                 )
+
+    @property
+    def has_met(self) -> bool:
+        """Whether every rank of the run has been connected."""
+        return self._all_here.is_set()
+
+    def leave_run(self, end: Callable[[], None], timeout_s: float) -> None:
+        """Waits until all ranks have ended a run (a fit, a test ...), or one of them has failed.
+
+        Args:
+            end: tells the server that this rank has ended it.
+            timeout_s: how long; then this rank leaves alone, and its end is no failure any more.
+        """
+        self._all_left.clear()
+        end()
+        if self.failure is None and not self._all_left.wait(timeout_s):
+            self.post("bye")
 
     def close(self) -> None:
         """Says goodbye: the end of this process is no failure any more."""
@@ -241,6 +259,8 @@ class Watch:
             self._learn(FailureRecord.from_message(message))
         elif kind == "all_here":
             self._all_here.set()
+        elif kind == "left":
+            self._all_left.set()
         elif kind == "beat":
             self._last_beat = time.monotonic()
         elif kind == "here":
@@ -281,6 +301,7 @@ class Watch:
                 self.post("failed", **record.to_message())
             self._stop_listening()
             self._learned.set()
+            self._all_left.set()
             self._on_failure(record)
 
     def _close_descriptors(self) -> None:
