@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import inspect
 import pickle
+import tomllib
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import hydra
 import pytest
-import tomllib
 from harness import run_script
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
