@@ -8,6 +8,7 @@ import functools
 import inspect
 import pickle
 import re
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 import hydra
 import pytest
-import tomllib
 from harness import run_script
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
