@@ -6,6 +6,7 @@ By default each fault and each moment is met at least once; `--slow` runs all co
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ LONG_S = 60.0
 """How long a process may take to end, where that is not what is tested."""
 SOON_S = 30.0
 """Until a survivor knows. On an idle machine it takes a tenth of a second; a busy one may take longer."""
+SHORT_S = 2.0
+"""What a process gets to end where one does not."""
 STALL_S = 5.0
 """Above what a busy machine keeps a process waiting for."""
 EXIT_CODES = {"exit": 3, "kill": -9, "segv": -11}
@@ -171,6 +174,33 @@ def test_no_rank_has_left_fit_when_another_fails_in_its_last_hook(tmp_path, stra
     )
     assert report.startswith(f"rank {victim} (")
     assert "ValueError: expected 3 channels, got 1" in report
+
+
+@pytest.mark.parametrize("strategy", ["popen", "spawn"])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("stuck", ["lock", "expression", "thread"])
+def test_a_process_that_never_ends_is_ended(tmp_path, strategy, victim, stuck) -> None:
+    """The other one has failed; of "thread" it is the victim itself that does not end."""
+    stuck_rank = victim if stuck == "thread" else 1 - victim
+    options = {"start_method": strategy, "failure_grace_s": SHORT_S}
+    arguments = {"fault": "exception", "rank": victim, "stuck": stuck, "stuck_rank": stuck_rank}
+    result = run_user(tmp_path, strategy=options, **arguments)
+    is_killed = strategy == "popen" and stuck_rank == 0 and stuck != "thread"
+    assert result.returncode == (-signal.SIGKILL if is_killed else 1)
+    assert "ValueError: expected 3 channels, got 1" in result.stderr
+    if strategy == "popen":
+        report = result.stderr.rpartition("lightning_ddp: ")[2]
+        assert report.startswith(f"rank {victim} (node 0, host ")
+        assert report.rstrip().endswith("ValueError: expected 3 channels, got 1")
+
+
+@pytest.mark.parametrize("strategy", ["custom_ddp"])
+def test_a_rank_that_ends_well_before_it_has_joined_ends_the_run(tmp_path, strategy) -> None:
+    result = run_user(tmp_path, strategy=strategy, fault="early", rank=1)
+    assert result.returncode == 1
+    report = result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith("rank 1 (node 0, host ")
+    assert "the process exited with code 0 before it had joined the others" in report
 
 
 def test_reconciliate_processes_ends_the_run_with_its_trace(tmp_path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -48,6 +50,9 @@ class Order:
     """What happens to `rank`, at `moment`."""
     rank: int = -1
     moment: str = "forward"
+    stuck: str = ""
+    """What keeps `stuck_rank` from ending when the fault comes, which waits for that."""
+    stuck_rank: int = -1
     pause: str = ""
     """Where every rank notes that it is ready, and waits for a file `go`."""
     step_s: float = 0.0
@@ -135,10 +140,24 @@ class Model(pl.LightningModule):
     def reach(self, moment: str) -> None:
         """Lets happen what is to happen here."""
         if moment == self.order.moment and self.global_rank == self.order.rank and self.order.fault:
+            while self.order.stuck and not (self.order.folder / f"stuck-{self.order.stuck_rank}").exists():
+                threading.Event().wait(0.01)
             note(self.order.folder, self.global_rank, "fired")
             self.fail(self.order.fault)
         elif moment == "forward" and self.order.fault == "shape":
             self.trainer.strategy.reduce(torch.ones(2))
+
+    def stick(self, how: str) -> None:
+        """Never ends."""
+        if how == "thread":
+            threading.Thread(target=threading.Event().wait, args=(600,)).start()
+        note(self.order.folder, self.global_rank, "stuck")
+        if how == "lock":
+            mutex = ctypes.create_string_buffer(64)
+            while True:  # the second time it waits for itself, and for ever, with the interpreter's lock
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        if how == "expression":
+            re.match(r"(a+)+$", "a" * 60 + "b")
 
     def fail(self, fault: str) -> None:
         if fault == "exception":
@@ -170,6 +189,8 @@ class Model(pl.LightningModule):
         step = self.trainer.global_step
         if self.order.step_s and self.order.rank in (-1, self.global_rank):
             threading.Event().wait(self.order.step_s)
+        if step == FAULT_STEP and self.global_rank == self.order.stuck_rank:
+            self.stick(self.order.stuck)
         if step == FAULT_STEP:
             self.reach("forward")
         if step == PAUSE_STEP:
@@ -297,6 +318,8 @@ def main(order: Order) -> None:
     )
     if order.is_in_background and "LOCAL_RANK" not in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if order.fault == "early" and rank == order.rank:
+        os._exit(0)
     if order.pause:  # a handler of the user's own is still called
         signal.signal(signal.SIGTERM, lambda number, frame: note(folder, rank, "sigterm"))
     model = Model(order)

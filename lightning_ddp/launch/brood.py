@@ -7,10 +7,12 @@ everything that it has set up is taken down, so that the next job finds the proc
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import torch
 import lightning_ddp.comm.works  # noqa: F401 (its exit handler has to run after that of this module)
 from lightning_ddp.launch.children import ChildExit, Children, describe_exit
 from lightning_ddp.launch.hydra_parent import publish_to, restore
-from lightning_ddp.launch.reconciliation import current, forget_run
+from lightning_ddp.launch.reconciliation import current, forget_run, limit_last_words, standard_error
 from lightning_ddp.launch.rendezvous import close_store, leave_default_group
 from lightning_ddp.reconcile.record import FailureRecord, Identity
 from lightning_ddp.reconcile.report import render
@@ -30,6 +32,7 @@ __all__ = ["Brood", "end_job", "set_for_run", "the_brood"]
 
 _STOP_GRACE_S = 5.0
 _EXIT_GRACE_S = 60.0
+_LAST_WORDS_S = 3 * _STOP_GRACE_S
 _LAST_LINES = 30
 
 
@@ -44,7 +47,7 @@ class Brood:
 
     def __init__(self, first_rank: int, node_rank: int, settings: ReconcileSettings) -> None:
         global _brood
-        self.children = Children(self._on_failure)
+        self.children = Children(self._on_failure, lambda: current().has_met)
         self.logs: dict[int, Path] = {}
         """Local rank -> file with what the child has printed, where that is not on the terminal."""
         self._first_rank, self._node_rank = first_rank, node_rank
@@ -52,6 +55,7 @@ class Brood:
         self._pid = os.getpid()
         self._num_threads = torch.get_num_threads()
         self._variables: dict[str, str | None] = {}
+        self._leaving = threading.Lock()
         _brood = self
         atexit.register(self._at_exit)
 
@@ -65,7 +69,8 @@ class Brood:
         identity = Identity(
             rank=self._first_rank + child.local_rank, node_rank=self._node_rank, pid=child.pid
         )
-        message, printed = f"the process {describe_exit(child.code)}; ", None
+        how = describe_exit(child.code) + (" before it had joined the others" if child.code == 0 else "")
+        message, printed = f"the process {how}; ", None
         log = self.logs.get(child.local_rank)
         if log is None:
             message += "what it printed stands above"
@@ -83,18 +88,45 @@ class Brood:
         """Ends the children at once."""
         self.children.send_signal(signal.SIGKILL)
 
+    def end_late(self) -> None:
+        """Called in a thread: ends this process, whose time after a failure is over, but its children first.
+
+        Where the main thread waits for the children already it does the same.
+        """
+        if not self._leaving.acquire(blocking=False):
+            return
+        limit_last_words(_LAST_WORDS_S)
+        grace_s = self._settings.failure_grace_s
+        print(
+            f"lightning_ddp: rank {self._first_rank} has not ended {grace_s:g} s after a failure:",
+            file=sys.stderr,
+        )
+        faulthandler.dump_traceback(standard_error(), all_threads=True)
+        self._end_children(0.0)
+        failure = current().wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
+        if failure is not None:
+            print(render(failure), file=sys.stderr, end="")
+        sys.stderr.flush()
+        os._exit(1)
+
     def _end_children(self, grace_s: float) -> None:
         """Waits until the children have ended, and after `grace_s` seconds ends them."""
-        if not self.children.join(grace_s):
-            self.children.stop(_STOP_GRACE_S)
+        if self.children.join(grace_s):
+            return
+        for pid in self.children.stop(_STOP_GRACE_S):
+            rank = self._first_rank + 1 + [proc.pid for proc in self.children.procs].index(pid)
+            print(f"lightning_ddp: rank {rank} (pid {pid}) did not end, and was killed", file=sys.stderr)
 
     def _leave(self, *, has_failed: bool) -> FailureRecord | None:
         """Waits for the end of the children and leaves the control channel; returns the first failure."""
         ours = current()
+        self._leaving.acquire()
         if not has_failed:
             self._end_children(_EXIT_GRACE_S)
         else:  # without a control channel nobody has told the children
-            self._end_children(self._settings.failure_grace_s if ours.watch is not None else 0.0)
+            grace_s = ours.seconds_left() if ours.watch is not None else 0.0
+            limit_last_words(grace_s + _LAST_WORDS_S)
+            self._end_children(grace_s)
         if self.children.first_failure() is not None:  # told a moment ago, perhaps
             ours.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
         failure = ours.first_failure()

@@ -46,11 +46,15 @@ class Children:
     Args:
         on_failure: called once, in a watching thread, with the first child that ends without success
             while not being stopped.
+        has_met: tells whether all ranks have found each other: a child that ends before that is no success.
     """
 
-    def __init__(self, on_failure: Callable[[ChildExit], None]) -> None:
+    def __init__(
+        self, on_failure: Callable[[ChildExit], None], has_met: Callable[[], bool] = lambda: True
+    ) -> None:
         self.procs: list[subprocess.Popen[bytes]] = []
         self._on_failure = on_failure
+        self._has_met = has_met
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._num_ended = 0
@@ -93,10 +97,10 @@ class Children:
 
     def _wait_for(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
         code = proc.wait()
-        is_first = False
+        has_failed, is_first = code != 0 or not self._has_met(), False
         with self._changed:
             self._num_ended += 1
-            if code != 0 and self._first is None and not self._is_stopping:
+            if has_failed and self._first is None and not self._is_stopping:
                 self._first = ChildExit(local_rank=local_rank, pid=proc.pid, code=code)
                 is_first = True
             self._changed.notify_all()
@@ -114,14 +118,21 @@ class Children:
         with self._changed:
             return self._changed.wait_for(lambda: self._num_ended == len(self.procs), timeout=timeout_s)
 
-    def stop(self, grace_s: float) -> None:
-        """Ends all children: SIGINT, so that their finalisers run, and after `grace_s` seconds SIGKILL."""
+    def stop(self, grace_s: float) -> list[int]:
+        """Ends all children: SIGINT, so that their finalisers run, and after `grace_s` seconds SIGKILL.
+
+        Returns:
+            The process ids of those that had to be killed.
+        """
+        killed: list[int] = []
         with self._changed:
             self._is_stopping = True
         self.send_signal(signal.SIGINT)
         if not self.join(grace_s):
+            killed = [proc.pid for proc in self.procs if proc.poll() is None]
             self.send_signal(signal.SIGKILL)
         self.join(grace_s)
+        return killed
 
     def send_signal(self, number: int) -> None:
         """Sends a signal to the children that still run."""

@@ -132,6 +132,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         brood.set_variables(variables)
         ours.on_failure = brood.wake
         ours.kill_children = brood.kill
+        ours.end_late = brood.end_late
         if node_rank == 0 and is_enabled():
             ours.server = open_server(
                 address,

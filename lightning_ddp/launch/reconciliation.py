@@ -5,6 +5,7 @@ Everything here is per process, as the default process group is: several Trainer
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -31,13 +32,21 @@ from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.reconcile.agreement import StepBoundary
 from lightning_ddp.reconcile.alarm import Alarm
 from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
-from lightning_ddp.reconcile.report import write_error_file
+from lightning_ddp.reconcile.report import render, write_error_file
 from lightning_ddp.reconcile.server import ControlServer
 from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.reconcile.verdict import ECHO_WAIT_S
 from lightning_ddp.reconcile.watch import ServerAddress, Watch
 
-__all__ = ["Reconciliation", "current", "forget_run", "is_enabled", "open_server"]
+__all__ = [
+    "Reconciliation",
+    "current",
+    "forget_run",
+    "is_enabled",
+    "limit_last_words",
+    "open_server",
+    "standard_error",
+]
 
 SWITCH_VARIABLE = "PL_RECONCILE_PROCESS"
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -46,6 +55,8 @@ _RING_EVERY_S = 0.5
 _ABORT_AFTER_S = 0.3
 _MOST_INTERRUPTIONS = 3
 _LONGEST_END_S = 1800.0
+_LATER_S = 1.0
+"""By how much the launching process outlives the others, which print their stacks and end by themselves."""
 
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 
@@ -126,10 +137,20 @@ class Reconciliation:
         """Called in a thread once a failure is known; a launcher wakes stopped children."""
         self.kill_children: Callable[[], None] = lambda: None
         """Set by a launching process."""
+        self.end_late: Callable[[], None] | None = None
+        """Set by a launching process: ends its children, and then it. Called in a thread."""
         self._settings = ReconcileSettings()
         self._device_watch: DeviceWatch | None = None
         self._depth = 0
+        self._ends_at: float | None = None
+        self._timer: threading.Timer | None = None
+        self._own: FailureRecord | None = None
         self._stop_signals: StopSignals | None = None
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks of the run have connected; without a control channel nobody knows."""
+        return self.watch.has_met if self.watch is not None else not is_enabled()
 
     @property
     def identity(self) -> Identity | None:
@@ -253,13 +274,35 @@ class Reconciliation:
         if self.watch is not None:
             self.is_over = True
             abort_groups()
+            if self._ends_at is None:
+                self._limit_ending()
+            if self.watch.launcher is not None:
+                parties = (self.watch, self.watch.launcher)
+                waiting = threading.Thread(target=self._require_answer, args=parties, daemon=True)
+                waiting.start()
+                atexit.register(waiting.join)
         return failure
+
+    def _require_answer(self, watch: Watch, launcher: Identity) -> None:
+        """In a thread: ends the launching process if it does not hear of this rank's failure in time.
+
+        It is stopped, or something holds its interpreter; and so is the server, which runs there.
+        """
+        grace_s = self._settings.failure_grace_s
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            if watch.wait_for_verdict(grace_s / 2) is not None or os.getppid() != launcher.pid:
+                return
+            os.kill(launcher.pid, number)
+        who = f"rank {launcher.rank} (host {launcher.host}, pid {launcher.pid})"
+        print(f"lightning_ddp: {who} did not hear of a failure and was killed", file=sys.stderr)
+        if self._own is not None:
+            print(render(self._own), file=sys.stderr, end="", flush=True)
 
     def _explain(self, error: BaseException) -> PeerFailure | None:
         """Reports an exception of this process; returns the failure that it is the consequence of, if any."""
         if self.watch is None or isinstance(error, PeerFailure):
             return None
-        record = FailureRecord.of_exception(error, self.watch.identity, self.where())
+        record = self._own = FailureRecord.of_exception(error, self.watch.identity, self.where())
         self._write_error_file(record)
         is_echo = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
         is_echo &= not isinstance(error, (CollectiveMismatchError, CollectiveTimeoutError))
@@ -328,6 +371,8 @@ class Reconciliation:
     def restore_handlers(self) -> None:
         """Gives the signals and the last-resort timer back that this process has taken for the run."""
         faulthandler.cancel_dump_traceback_later()
+        if self._timer is not None:
+            self._timer.cancel()
         self.alarm.release()
         if self._stop_signals is not None:
             self._stop_signals.restore()
@@ -350,12 +395,23 @@ class Reconciliation:
             self._ring(error)
 
     def _limit_ending(self) -> None:
-        """Gives this process its time to end."""
-        if not self.alarm.is_silent or self.is_over:
-            # in C and without the GIL, whatever holds that: prints all stacks and ends the process
-            faulthandler.dump_traceback_later(
-                self._settings.failure_grace_s, exit=True, file=_standard_error()
-            )
+        """Gives this process its time to end; one that others need to hear, or to be ended by, a bit more."""
+        if self.alarm.is_silent and not self.is_over:
+            return
+        grace_s = self._settings.failure_grace_s
+        self._ends_at = time.monotonic() + grace_s
+        is_needed = self.end_late is not None or (self.watch is not None and self.watch.failure is None)
+        limit_last_words(grace_s + (2 * _LATER_S if is_needed else 0.0))
+        if self.end_late is not None and self._timer is None:
+            self._timer = threading.Timer(grace_s + _LATER_S, self.end_late)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def seconds_left(self) -> float:
+        """How long this process and its children have to end after a failure."""
+        if self._ends_at is None:
+            return self._settings.failure_grace_s
+        return max(0.0, self._ends_at + _LATER_S - time.monotonic())
 
     def _ring(self, error: BaseException) -> None:
         if isinstance(error, PeerFailure):
@@ -386,7 +442,16 @@ class Reconciliation:
                 write_error_file(path, record, is_cause=record.rank == self.identity.rank)
 
 
-def _standard_error() -> Any:
+def limit_last_words(limit_s: float) -> None:
+    """Ends this process after so many seconds, in C and without the GIL, whatever holds that.
+
+    All stacks are printed before.
+    """
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=standard_error())
+
+
+def standard_error() -> Any:
+    """What the C library can write to as standard error."""
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(AttributeError, OSError, ValueError):
             stream.fileno()  # type: ignore[union-attr]

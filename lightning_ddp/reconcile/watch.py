@@ -163,6 +163,12 @@ class Watch:
                 )
 
     @property
+    def launcher(self) -> Identity | None:
+        """The rank that has started this one, if the server runs in it."""
+        is_rank_0 = self._parent == self._server.identity and self._server.identity.rank == 0
+        return self._parent if is_rank_0 else None
+
+    @property
     def has_met(self) -> bool:
         """Whether every rank of the run has been connected."""
         return self._all_here.is_set()
