@@ -173,7 +173,7 @@ def test_it_is_known_whether_c_plus_plus_holds_a_tensor(world) -> None:
 
 @canary("torch.autograd._unsafe_preserve_version_counter")
 def test_tensors_change_unseen_by_autograd() -> None:
-    """What is written in this context does not count: of one tensor in torch 2.5, of all of a tuple since."""
+    """What is written in this context does not count, of all of a tuple of tensors."""
     buffers = [torch.ones(2), torch.ones(1)]
     with unseen_by_autograd(buffers):
         for buffer in buffers:
@@ -234,8 +234,7 @@ def test_a_mode_sees_each_collective_with_its_name_and_its_group(world) -> None:
         world.allreduce([torch.ones(2)]).wait()
     ((name, groups),) = [entry for entry in seen if entry[0].startswith("c10d::")]
     assert name == "c10d::allreduce_"
-    if hasattr(dist.ProcessGroup, "unbox"):  # since torch 2.6
-        assert dist.ProcessGroup.unbox(groups[0]).size() == 1
+    assert dist.ProcessGroup.unbox(groups[0]).size() == 1
     from lightning_ddp.parallel.hook_agreement import _CHECKED
 
     assert [known for known in _CHECKED if not hasattr(torch.ops.c10d, known.removeprefix("c10d::"))] == []

@@ -809,7 +809,7 @@ def test_another_torch_is_told(tmp_path, monkeypatch):
         build.build(tmp_path)
 
 
-def test_missing_compiler_is_told(tmp_path, monkeypatch):
+def test_missing_compiler_is_told(simulated_cuda, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(build.CannotBuild, match=r"is compiled with g\+\+, which is not there"):
         build.build(tmp_path)

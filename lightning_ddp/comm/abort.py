@@ -52,7 +52,7 @@ def abort_groups() -> None:
 
 
 def _abort(group: Any) -> None:
-    with suppress(RuntimeError, AttributeError):  # a backend without abort, and all of torch 2.5
+    with suppress(RuntimeError):  # a backend without abort
         group.abort()
 
 

@@ -217,11 +217,10 @@ class _Observer(TorchDispatchMode):
 
     def _spans_all(self, arguments: list[Any]) -> bool:
         """Whether the process group among the arguments has all ranks; others may differ by rank."""
-        unbox = getattr(dist.ProcessGroup, "unbox", None)  # since torch 2.6
         for argument in arguments:
-            if unbox is not None and isinstance(argument, torch.ScriptObject):
+            if isinstance(argument, torch.ScriptObject):
                 with suppress(RuntimeError):  # it is something else, such as a reduce operation
-                    return bool(unbox(argument).size() == self._size)
+                    return bool(dist.ProcessGroup.unbox(argument).size() == self._size)
         return False
 
 

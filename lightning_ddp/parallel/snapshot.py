@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +14,7 @@ __all__ = ["ModuleSnapshot", "copy_states", "put_states", "unseen_by_autograd"]
 @contextmanager
 def unseen_by_autograd(tensors: Sequence[torch.Tensor]) -> Generator[None, None, None]:
     """What is written to `tensors` in here does not count as a change: a backward may still follow."""
-    preserve: Any = torch.autograd._unsafe_preserve_version_counter
-    takes_many = "tensors" in preserve.__init__.__annotations__  # not in torch 2.5
-    with torch.no_grad(), ExitStack() as stack:
-        for kept in (tuple(tensors),) if takes_many else tensors:
-            stack.enter_context(preserve(kept))
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         yield
 
 

@@ -117,11 +117,8 @@ def _make_group(store: dist.Store, rank: int, world_size: int, collective_s: flo
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
     backend._set_sequence_number_for_group()
     prefixed = dist.PrefixStore("group", store)
-    if hasattr(dist.ProcessGroup, "_set_default_backend"):
-        group = dist.ProcessGroup(prefixed, rank, world_size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    else:  # torch 2.5
-        group = dist.ProcessGroup(prefixed, rank, world_size, dist.ProcessGroup.Options("gloo"))
+    group = dist.ProcessGroup(prefixed, rank, world_size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_group_name(f"thread-{rank}")
     return group
@@ -140,7 +137,7 @@ def _end(threads: list[threading.Thread], groups: list[dist.ProcessGroup | None]
     """
     for group in groups:
         if group is not None and any(thread.is_alive() for thread in threads):
-            with contextlib.suppress(RuntimeError, AttributeError):  # torch 2.5 has none
+            with contextlib.suppress(RuntimeError):
                 group.abort()
 
     def free(rank: int) -> None:
