@@ -179,6 +179,8 @@ class Model(pl.LightningModule):
             os._exit(3)
         if fault == "told":
             self.trainer.strategy.reconciliate_processes("Traceback of mine\nthe disk is full")
+        elif fault == "log":
+            self.log("mine", torch.ones(()), sync_dist=True)
         elif fault == "barrier":
             self.trainer.strategy.barrier("mine alone")
         elif fault == "shape":  # while the other rank reduces something else

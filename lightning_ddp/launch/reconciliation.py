@@ -27,6 +27,7 @@ from lightning_ddp._lightning import SIGTERMException, TunerExitException
 from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.terminate import before_gloo_ends_the_process
 from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.launch.inspection import Inspector
 from lightning_ddp.launch.orphans import is_child, outlive_parent
@@ -184,6 +185,7 @@ class Reconciliation:
             self.inspector.attach(self.watch)
             self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
             self.interrupt.expect = self._device_watch.expect
+            before_gloo_ends_the_process(self._gloo_failed)
             if is_child:
                 outlive_parent()
             self._stop_signals = StopSignals(self.watch, is_ending=lambda: self._is_ending)
@@ -349,6 +351,7 @@ class Reconciliation:
     def restore_handlers(self) -> None:
         """Gives the signals and the last-resort timer back that this process has taken for the run."""
         faulthandler.cancel_dump_traceback_later()
+        before_gloo_ends_the_process(None)
         self.alarm.release()
         if self._stop_signals is not None:
             self._stop_signals.restore()
@@ -371,6 +374,11 @@ class Reconciliation:
         if self.interrupt.set(error):
             self._limit_ending()
             self._ring(error)
+
+    def _gloo_failed(self) -> None:
+        """In the thread of gloo, which ends the process after this: the ranks call different collectives."""
+        self._device_failed(self.inspector.mismatch())
+        time.sleep(self._settings.failure_grace_s)  # meanwhile the main thread unwinds and ends the process
 
     def _limit_ending(self) -> None:
         """Gives this process its time to end."""
