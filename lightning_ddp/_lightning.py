@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     _VERSION: str
 
     from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout as default_pg_timeout
+    from lightning_fabric.strategies.launchers.multiprocessing import (
+        _check_missing_main_guard as check_missing_main_guard,
+    )
     from lightning_fabric.utilities.distributed import (
         _set_num_threads_if_needed as set_num_threads_if_needed,
     )
@@ -77,6 +80,10 @@ else:
         "Trainer": ("", "Trainer"),
         "TrainerFn": ("trainer.states", "TrainerFn"),
         "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
+        "check_missing_main_guard": (
+            "fabric:strategies.launchers.multiprocessing",
+            "_check_missing_main_guard",
+        ),
         "default_pg_timeout": ("fabric:plugins.collectives.torch_collective", "default_pg_timeout"),
         "interrupt_trainer": ("trainer.call", "_interrupt"),
         "optimizers_to_device": ("fabric:utilities.optimizer", "_optimizers_to_device"),
@@ -117,6 +124,7 @@ __all__ = [
     "at_step_boundaries",
     "batches_that_stepped",
     "check_can_start_children",
+    "check_missing_main_guard",
     "choose_backend",
     "default_pg_timeout",
     "interrupt_trainer",

@@ -7,6 +7,7 @@ in the same place, so that existing `except` clauses keep working.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,7 +98,7 @@ class ReplicaError(LightningDDPError, RuntimeError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """The ranks are about to start different collectives of a group; none of them has been started.
+    """The ranks are about to start different collectives of a group, or have done so.
 
     Attributes:
         missing: ranks that will not come.
@@ -238,10 +239,12 @@ class PeerFailure(LightningDDPError, RuntimeError):
         step: global step at the failure, or None.
         phase: what the rank was doing (`training_step`, `validation` ...), or None.
         exception_type: class name of its exception, or None where the process died without one.
+        exception_class: the same with module and full name, `module:name`.
         message: text of its exception, or how it died.
         traceback: its formatted traceback, or None.
         exit_code: its exit code; negative is the number of the signal that killed it; None while it runs.
-        is_own: whether it is the rank that raises this which was found to have failed, such as by stalling.
+        is_own: whether it is the rank that raises this which was found to have failed, such as by stalling;
+            None in a launching process that is no rank.
     """
 
     def __init__(
@@ -255,9 +258,10 @@ class PeerFailure(LightningDDPError, RuntimeError):
         step: int | None = None,
         phase: str | None = None,
         exception_type: str | None = None,
+        exception_class: str | None = None,
         traceback: str | None = None,
         exit_code: int | None = None,
-        is_own: bool = False,
+        is_own: bool | None = False,
     ) -> None:
         self.rank = rank
         self.is_own = is_own
@@ -268,12 +272,42 @@ class PeerFailure(LightningDDPError, RuntimeError):
         self.step = step
         self.phase = phase
         self.exception_type = exception_type
+        self.exception_class = exception_class
         self.traceback = traceback
         self.exit_code = exit_code
         super().__init__(self._describe())
 
+    def __str__(self) -> str:  # some classes that `like` mixes in have another one
+        return self._describe()
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (PeerFailure, dict(self.__dict__))
+        return _rebuild, (PeerFailure, {name: getattr(self, name) for name in _FIELDS})
+
+    def like(self, *kinds: type[Exception]) -> PeerFailure:
+        """This failure as an instance of more classes, for `except` clauses that name them.
+
+        Args:
+            *kinds: those classes. That of the exception of the failed rank is added, where this process has
+                it and Python can combine them.
+        """
+        if type(self) is not PeerFailure:
+            return self
+        for added in ((*kinds, *_loaded_class(self.exception_class)), kinds):
+            if added:
+                try:
+                    return self._mixed_with(added)
+                except Exception:  # noqa: BLE001 (whatever a class of the user's does when it is combined)
+                    continue
+        return self
+
+    def _mixed_with(self, kinds: tuple[type[Exception], ...]) -> PeerFailure:
+        names = {"__module__": __name__, "__doc__": PeerFailure.__doc__}
+        mixed: Any = type(PeerFailure.__name__, (PeerFailure, *kinds), names)
+        failure: PeerFailure = mixed.__base__.__new__(mixed)  # the one whose memory it has
+        failure.args = self.args
+        for name in _FIELDS:
+            setattr(failure, name, getattr(self, name))
+        return failure
 
     def _describe(self) -> str:
         where = [f"host {self.host}"] if self.host else []
@@ -284,7 +318,35 @@ class PeerFailure(LightningDDPError, RuntimeError):
         text += f" in {self.phase}" if self.phase else ""
         cause = f"{self.exception_type}: {self.message}" if self.exception_type else self.message
         text += f":\n  {cause}\n"
-        text += "" if self.is_own else "  This rank was healthy and was stopped because of it."
+        text += "  This rank was healthy and was stopped because of it." if self.is_own is False else ""
         if self.traceback:
             text += f" Traceback of rank {self.rank} follows.\n{self.traceback}"
         return text
+
+
+_FIELDS = (
+    "rank",
+    "message",
+    "node_rank",
+    "host",
+    "pid",
+    "step",
+    "phase",
+    "exception_type",
+    "exception_class",
+    "traceback",
+    "exit_code",
+    "is_own",
+)
+
+
+def _loaded_class(path: str | None) -> tuple[type[Exception], ...]:
+    """The exception class `module:name`, if this process has it and it tells more than `PeerFailure` does."""
+    module, _, name = (path or "").partition(":")
+    # in spawned processes the user's script has this name as well
+    found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    if not isinstance(found, type) or not issubclass(found, Exception):
+        return ()
+    return () if issubclass(PeerFailure, found) or issubclass(found, LightningDDPError) else (found,)

@@ -118,6 +118,17 @@ def test_long_texts_keep_their_end() -> None:
     pack({**record.to_message(), "kind": "failed"})
 
 
+@pytest.mark.parametrize("character", ["x", "\n", "漢", "\U0001f600", "\udc80", "x漢"])
+def test_texts_of_any_characters_fit_into_a_message(character) -> None:
+    names = ("message", "traceback", "host", "phase", "exception_type", "exception_class")
+    record = FailureRecord(rank=1, **dict.fromkeys(names, "A" + character * 50_000 + "Z"))
+    told = FailureRecord.from_message(Unpacker().feed(pack({**record.to_message(), "kind": "failed"}))[0])
+    assert told.message.startswith("A" + character * 1_000)
+    assert told.traceback is not None
+    assert told.traceback.endswith(character * 2_000 + "Z")
+    pack({**told.to_message(), "kind": "failure"})  # as the server sends it on
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

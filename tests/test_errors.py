@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_ddp.errors import (
     CollectiveMismatchError,
@@ -56,3 +57,47 @@ def test_errors_of_collectives_keep_their_fields_over_pickling(kind) -> None:
         3.5,
         (2,),
     )
+
+
+class WantsArguments(KeyError):
+    def __init__(self, first, second) -> None:
+        super().__init__(first, second)
+
+
+class Outer:
+    class Final(ValueError):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("no more classes of this")
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "is_one"),
+    [
+        (FileNotFoundError, (), True),
+        (KeyError, (ProcessRaisedException,), True),
+        (WantsArguments, (ProcessExitedException,), True),
+        (UnicodeDecodeError, (), True),
+        (FileNotFoundError, (ProcessRaisedException,), False),  # Python cannot combine them
+        (Outer.Final, (), False),
+        (CollectiveTimeoutError, (), False),
+        (KeyboardInterrupt, (), False),
+    ],
+)
+def test_a_peer_failure_may_be_an_instance_of_what_was_raised(kind, others, is_one) -> None:
+    path = f"{kind.__module__}:{kind.__qualname__}"
+    failure = PeerFailure(rank=1, message="m", exception_class=path, exit_code=1)
+    like = failure.like(*others)
+    assert isinstance(like, kind) == is_one
+    assert isinstance(like, (PeerFailure, *others))
+    assert all(isinstance(like, other) for other in others)
+    assert (str(like), like.exit_code, type(like).__name__) == (str(failure), 1, "PeerFailure")
+    again = pickle.loads(pickle.dumps(like))
+    assert (type(again), vars(again)) == (PeerFailure, vars(failure))
+
+
+@pytest.mark.parametrize(
+    "path", [None, "", "builtins", "os:system", "no.such:Error", "os:path.x", ":", "os:<locals>"]
+)
+def test_a_peer_failure_of_an_unknown_class_stays_what_it_is(path) -> None:
+    failure = PeerFailure(rank=1, message="m", exception_class=path)
+    assert failure.like() is failure

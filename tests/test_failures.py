@@ -216,3 +216,59 @@ def test_the_environment_switches_reconciliation_off(tmp_path) -> None:
     assert result.returncode == 1
     assert "lightning_ddp: rank" not in result.stderr
     assert "on_exception-0" in read_notes(tmp_path)  # told by its own launcher, or by the broken connection
+
+
+@pytest.mark.parametrize("strategy", ["custom_ddp", pytest.param("custom_ddp_spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("fault", "victim"), [("long", 0), ("long", 1), ("untellable", 0), ("untellable", 1)]
+)
+def test_an_exception_whose_text_is_long_or_cannot_be_had_is_told(tmp_path, strategy, fault, victim) -> None:
+    result = run_user(tmp_path, strategy=strategy, fault=fault, rank=victim)
+    assert result.returncode == 1
+    survivor = read_notes(tmp_path)[f"on_exception-{1 - victim}"]
+    assert (survivor["kind"], survivor["rank"]) == ("PeerFailure", victim), result.stderr
+    assert survivor["exception_type"] == ("ValueError" if fault == "long" else "Untellable")
+    assert survivor["message"].startswith("漢" * 1_500 if fault == "long" else "(its own text cannot be had")
+    report = result.stderr.rpartition("lightning_ddp: " if strategy == "custom_ddp" else "PeerFailure: ")[2]
+    assert report.startswith(f"rank {victim} ("), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "catches", "kinds"),
+    [
+        ("exception", "ValueError", {"ValueError"}),
+        ("words", "RuntimeError", {"RuntimeError"}),
+        ("late", "ValueError", {"ValueError", "PeerFailure"}),
+    ],
+)
+def test_what_all_ranks_raise_is_caught_as_what_it_is(tmp_path, fault, catches, kinds) -> None:
+    result = run_user(tmp_path, fault=fault, catches=catches)
+    notes = read_notes(tmp_path)
+    assert {notes[f"caught-{rank}"]["kind"] for rank in range(2)} == kinds, result.stderr
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "custom_ddp_notebook",
+        pytest.param("custom_ddp_fork", marks=pytest.mark.slow),
+        pytest.param("custom_ddp_spawn", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("fault", "victim", "catches"),
+    [
+        ("exception", 0, "ProcessRaisedException"),
+        ("exception", 1, "ValueError"),
+        ("kill", 1, "ProcessExitedException"),
+    ],
+)
+def test_worker_processes_fail_with_torchs_exceptions_and_the_users(
+    tmp_path, strategy, fault, victim, catches
+) -> None:
+    result = run_user(tmp_path, strategy=strategy, fault=fault, rank=victim, catches=catches)
+    result.check()
+    caught = read_notes(tmp_path)["caught-0"]
+    assert caught["kind"] == "PeerFailure"
+    assert caught["message"].startswith(f"rank {victim} (host ")
+    assert "healthy" not in caught["message"]

@@ -211,6 +211,51 @@ def test_a_model_that_cannot_be_trained_is_an_error_that_names_the_cause(kind, m
         assert message in result.stderr
 
 
+WITHOUT_GUARD = """
+import sys
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])
+pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False).fit(BoringModel())
+"""
+
+
+@pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_a_script_without_a_main_guard_is_told_of_it(start_method) -> None:
+    result = run_script(WITHOUT_GUARD, [start_method], timeout_s=DEADLINE_S)
+    assert result.returncode == 1
+    assert """an `if __name__ == "__main__"` clause""" in result.stderr
+    assert "MASTER_PORT" not in result.stderr
+    assert "PeerFailure: rank " in result.stderr
+    assert "the process exited with code 1; what it printed stands above" in result.stderr
+
+
+UNPICKLABLE = """
+import sys
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+if __name__ == "__main__":
+    model = BoringModel()
+    model.layer.extra = {"names": ["a", lambda x: x]}
+    strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])
+    pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False).fit(model)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_what_does_not_pickle_is_named_with_another_way_to_start(start_method) -> None:
+    result = run_script(UNPICKLABLE, [start_method], timeout_s=DEADLINE_S)
+    assert result.returncode == 1
+    error = result.stderr.rpartition("ConfigurationError: ")[2]
+    assert error.startswith(f"start_method='{start_method}' sends the model")
+    assert "does not pickle: `model.layer.extra['names'][1]`, a function: " in error
+    assert 'strategy="custom_ddp"' in error
+
+
 def test_several_nodes_need_a_port_that_all_know() -> None:
     with pytest.raises(ConfigurationError, match="num_nodes=2, but no port is named: set MASTER_ADDR"):
         rendezvous.host_store("127.0.0.1", num_nodes=2, node_rank=0, port=None)

@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import multiprocessing
 import operator
 import pkgutil
 import queue
@@ -747,6 +748,15 @@ def test_a_strategy_wraps_the_model_and_its_steps_go_through_the_wrapper() -> No
     assert called == ["hooks", "forward", "step", inner, outer]
     for name in ("_setup_model", "_register_ddp_hooks"):
         assert same_parameters(getattr(lightning_ddp.CustomDDPStrategy, name), getattr(DDPStrategy, name))
+
+
+@canary("lightning_fabric.strategies.launchers.multiprocessing._check_missing_main_guard")
+def test_a_script_without_a_main_guard_is_refused(monkeypatch) -> None:
+    """In a new process that still imports the script of the one that has started it."""
+    _lightning.check_missing_main_guard()
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match="guards the main"):
+        _lightning.check_missing_main_guard()
 
 
 @canary("pytorch_lightning.strategies.launchers._SubprocessScriptLauncher._check_can_spawn_children")

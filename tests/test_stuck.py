@@ -385,6 +385,23 @@ def test_all_in_the_same_collective_points_at_the_link() -> None:
     )
 
 
+WAITING = account(0, "waits", "a: all_reduce of [1] int32", for_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_contradiction"),
+    [
+        (account(1, "waits", "b: all_reduce of [2] int32", for_s=1.5), True),
+        (account(1, "waits", "b: all_reduce of [1] int32", for_s=1.5), False),
+        (account(1, "waits", "b: all_reduce of [2] int32", for_s=0.5), False),
+        (account(1, "runs", "b: all_reduce of [2] int32", for_s=1.5), False),
+        (account(1, "waits", "b: all_reduce of [2] int32", number=8, for_s=1.5), False),
+    ],
+)
+def test_ranks_contradict_where_they_wait_in_different_calls_of_one_number(other, is_contradiction) -> None:
+    assert explain({0: WAITING, 1: other}, 0, "world", 7).is_contradiction == is_contradiction
+
+
 def test_silent_and_gone_ranks_are_named() -> None:
     inspection = Inspection(3)
     for rank in range(3):
@@ -511,6 +528,27 @@ def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(
     assert sentence in report
     kinds = {read_notes(tmp_path)[f"on_exception-{rank}"]["kind"] for rank in range(2)}
     assert kinds <= {"CollectiveMismatchError", "CollectiveTimeoutError", "CommHookError", "PeerFailure"}
+
+
+@pytest.mark.parametrize("strategy", ["custom_ddp", pytest.param("custom_ddp_spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("fault", "moment"), [("log", "validation"), ("barrier", "forward")])
+def test_a_collective_that_one_rank_alone_calls_is_named_with_the_others(
+    tmp_path, fault, moment, victim, strategy
+) -> None:
+    """Sizes that do not fit, which gloo ends a process for, and ranks that would wait for ever."""
+    arguments = order(tmp_path, strategy=strategy, fault=fault, moment=moment, rank=victim)
+    result = run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S)
+    assert result.returncode == 1, result.stderr
+    report = result.stderr.rpartition("lightning_ddp: " if strategy == "custom_ddp" else "PeerFailure: ")[2]
+    sentence = next(line for line in report.splitlines() if " of world " in line)
+    mine = "barrier 'mine alone'" if fault == "barrier" else "all_reduce SUM of [] float32"
+    assert re.search(rf"rank {victim} called {re.escape(mine)}.* at step \d", sentence), report
+    assert re.search(rf"rank {1 - victim} called .* at step \d", sentence), report
+    assert 'debug="detail"' in report
+    assert "EnforceNotMet" not in result.stderr
+    assert "gone without a word" not in result.stderr
+    assert {"on_exception-0", "on_exception-1", "finalize-0", "finalize-1"} <= read_notes(tmp_path).keys()
 
 
 def test_a_slow_rank_is_logged_and_named(tmp_path) -> None:

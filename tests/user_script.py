@@ -49,10 +49,13 @@ class Order:
     fault: str = ""
     """What happens to `rank`, at `moment`."""
     rank: int = -1
+    """-1 for all ranks at once."""
     moment: str = "forward"
     stuck: str = ""
     """What keeps `stuck_rank` from ending when the fault comes, which waits for that."""
     stuck_rank: int = -1
+    catches: str = ""
+    """Name of the exception class that it expects around `fit`, and notes."""
     pause: str = ""
     """Where every rank notes that it is ready, and waits for a file `go`."""
     step_s: float = 0.0
@@ -65,6 +68,21 @@ class Order:
     """Whether it ignores SIGINT when it begins, as what a shell script starts with `&` does."""
     validates: bool = False
     """Whether it validates when it has been fitted."""
+
+
+CATCHABLE: dict[str, type[Exception]] = {
+    "RuntimeError": RuntimeError,
+    "ValueError": ValueError,
+    "ProcessRaisedException": torch.multiprocessing.ProcessRaisedException,
+    "ProcessExitedException": torch.multiprocessing.ProcessExitedException,
+}
+
+
+class Untellable(Exception):
+    """Whose text nobody can read."""
+
+    def __str__(self) -> str:
+        raise KeyError("template")
 
 
 def order(folder: Path, **more: Any) -> list[str]:
@@ -139,10 +157,13 @@ class Model(pl.LightningModule):
 
     def reach(self, moment: str) -> None:
         """Lets happen what is to happen here."""
-        if moment == self.order.moment and self.global_rank == self.order.rank and self.order.fault:
+        is_victim = self.order.rank in (-1, self.global_rank)
+        if moment == self.order.moment and is_victim and self.order.fault:
             while self.order.stuck and not (self.order.folder / f"stuck-{self.order.stuck_rank}").exists():
                 threading.Event().wait(0.01)
             note(self.order.folder, self.global_rank, "fired")
+            while self.order.rank == -1 and len(list(self.order.folder.glob("fired-[0-9]"))) < 2:
+                threading.Event().wait(0.01)
             self.fail(self.order.fault)
         elif moment == "forward" and self.order.fault == "shape":
             self.trainer.strategy.reduce(torch.ones(2))
@@ -162,12 +183,23 @@ class Model(pl.LightningModule):
     def fail(self, fault: str) -> None:
         if fault == "exception":
             raise ValueError("expected 3 channels, got 1")
+        if fault == "late":
+            threading.Event().wait(2.0 * self.global_rank)
+            raise ValueError("expected 3 channels, got 1")
+        if fault == "long":
+            raise ValueError("漢" * 7_000 + "\U0001f600" * 7_000)
+        if fault == "untellable":
+            raise Untellable
+        if fault == "words":
+            raise RuntimeError("this model was exported for nccl, not for gloo")
         if fault == "memory":
             raise MemoryError("cannot allocate 80 GiB")
         if fault == "exit":
             os._exit(3)
         if fault == "told":
             self.trainer.strategy.reconciliate_processes("Traceback of mine\nthe disk is full")
+        elif fault == "log":
+            self.log("mine", torch.ones(()), sync_dist=True)
         elif fault == "barrier":
             self.trainer.strategy.barrier("mine alone")
         elif fault == "shape":  # while the other rank reduces something else
@@ -215,7 +247,8 @@ class Model(pl.LightningModule):
         self.log("val", self.layers(batch).mean(), sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.trainer.state.status != "interrupted":
+        is_attached = self._trainer is not None  # not so in a process that has only started the ranks
+        if is_attached and self.trainer.state.status != "interrupted":
             self.reach("checkpoint")
 
     def teardown(self, stage: str) -> None:
@@ -328,6 +361,8 @@ def main(order: Order) -> None:
         note(folder, trainer.global_rank, "fitted")
         if order.validates:
             trainer.validate(model, verbose=False)
+    except CATCHABLE.get(order.catches, ()) as error:
+        note(folder, rank, "caught", kind=type(error).__name__, message=str(error))
     finally:
         note(
             folder,

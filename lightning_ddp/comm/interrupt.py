@@ -10,6 +10,9 @@ from lightning_ddp.comm.activity import Activity, Entry, Waiting
 
 __all__ = ["Interrupt"]
 
+_LOOK_AFTER_S = 5.0
+"""How old a collective is when somebody looks whether the ranks wait for different ones."""
+
 
 class Interrupt:
     """A failure that some other thread has learned of, for the thread that waits.
@@ -23,10 +26,13 @@ class Interrupt:
         """A collective that is older while somebody waits for it has failed."""
         self.explain: Callable[[Waiting], BaseException] | None = None
         """Makes the error for a wait whose deadline has passed. May take a second."""
+        self.look: Callable[[Entry], BaseException | None] | None = None
+        """Makes the error of a collective where other ranks wait for another one. May take a second."""
         self.compare: Callable[[Entry], None] | None = None
         """Called before each collective; returns once all ranks are about to start the same one."""
         self.expect: Callable[..., None] | None = None
         """Has what a device has still to run looked after, as no thread waits for it: `DeviceWatch`."""
+        self._looked_at: Entry | None = None
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -57,5 +63,16 @@ class Interrupt:
         if self.explain is None:
             return
         waiting = self.activity.of_this_thread()
-        if waiting is not None and (is_over or time.monotonic() - waiting.begun_at >= self.deadline_s):
+        if waiting is None:
+            return
+        waited_s = time.monotonic() - waiting.begun_at
+        if is_over or waited_s >= self.deadline_s:
             raise self.explain(waiting)
+        if waited_s >= _LOOK_AFTER_S and waiting.entry not in (None, self._looked_at):
+            self._look_at(waiting.entry)
+
+    def _look_at(self, entry: Entry) -> None:
+        self._looked_at = entry
+        error = self.look(entry) if self.look is not None else None
+        if error is not None:
+            raise error

@@ -68,6 +68,7 @@ class Inspector:
         """There is a control channel: a wait that takes too long can be explained from now on."""
         self._watch = watch
         self._interrupt.explain = self.explain
+        self._interrupt.look = self.look
 
     def set_deadline(self, timeout: timedelta | None) -> None:
         """A collective may take so long; None for as long as it likes.
@@ -176,18 +177,10 @@ class Inspector:
         Raises:
             PeerFailure: the run has failed meanwhile.
         """
-        entry = waiting.entry or self._interrupt.activity.entry()
-        key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
-        answer = self._answers.setdefault(key, _Answer())
-        if self._watch is not None:
-            self._watch.post("ask", lane=key[0], number=key[1])
-        deadline = time.monotonic() + _ASK_WAIT_S
-        while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
-            self._interrupt.check()
-        self._answers.pop(key, None)
+        message = self._ask(waiting.entry or self._interrupt.activity.entry())
         waited_s = time.monotonic() - waiting.begun_at
-        missing = answer.message.get("missing", [])
-        told = _tell(answer.message) if answer.message else "  the control channel has not answered"
+        missing = message.get("missing", [])
+        told = _tell(message)
         absent = f"; missing: rank{'s' * (len(missing) > 1)} {join_ranks(missing)}" if missing else ""
         rank = self._watch.identity.rank if self._watch is not None else 0
         limit_s = self._interrupt.deadline_s
@@ -199,6 +192,52 @@ class Inspector:
             rank=rank,
             waited_s=waited_s,
             missing=missing,
+        )
+
+    def _ask(self, entry: Entry | None) -> Message:
+        """What the server finds where the ranks disagree."""
+        key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
+        answer = self._answers.setdefault(key, _Answer())
+        if self._watch is not None:
+            self._watch.post("ask", lane=key[0], number=key[1])
+        deadline = time.monotonic() + _ASK_WAIT_S
+        while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
+            self._interrupt.check()
+        self._answers.pop(key, None)
+        return answer.message
+
+    def look(self, entry: Entry) -> CollectiveMismatchError | None:
+        """The error of ranks that wait for different collectives; asks all ranks, from one of them.
+
+        Raises:
+            PeerFailure: the run has failed meanwhile.
+        """
+        if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
+            return None
+        message = self._ask(entry)
+        return self._mismatch(entry, message) if message.get("is_contradiction") is True else None
+
+    def mismatch(self) -> CollectiveMismatchError:
+        """The error where gloo has found that the ranks call different collectives. Any thread.
+
+        Raises:
+            PeerFailure: the run has failed meanwhile.
+        """
+        activity = self._interrupt.activity
+        entry = activity.entry() or activity.last_started()
+        return self._mismatch(entry, self._ask(entry))
+
+    def _mismatch(self, entry: Entry | None, message: Message) -> CollectiveMismatchError:
+        rank = self._watch.identity.rank if self._watch is not None else 0
+        return CollectiveMismatchError(
+            f"rank {rank}: the ranks have called different collectives.\n{_tell(message)}\nAll ranks have to"
+            " call the same ones in the same order: look for self.log(..., sync_dist=True), a barrier or an"
+            ' all_gather that only some of them reach. CustomDDPStrategy(debug="detail") names the first'
+            " difference before any data moves.",
+            label=entry.name() if entry is not None else "collective",
+            rank=rank,
+            waited_s=time.monotonic() - entry.since if entry is not None else 0.0,
+            missing=message.get("missing", []),
         )
 
     def compare(self, entry: Entry) -> None:
@@ -263,6 +302,8 @@ class Inspector:
 
 
 def _tell(message: Message) -> str:
+    if not message:
+        return "  the control channel has not answered"
     return f"  {message.get('sentence')}\n{message.get('table')}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from lightning_ddp._lightning import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     check_can_start_children,
+    check_missing_main_guard,
     interrupt_trainer,
     set_num_threads_if_needed,
     teardown_trainer,
@@ -43,6 +45,7 @@ from lightning_ddp.launch.rendezvous import (
 )
 from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.launch.slurm import check_tasks
+from lightning_ddp.launch.unpicklable import find_unpicklable
 from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
 from lightning_ddp.reconcile.server import ControlServer
 from lightning_ddp.reconcile.settings import ReconcileSettings
@@ -235,13 +238,19 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         """Runs `function` in all processes and returns what rank 0 returned.
 
         Raises:
-            PeerFailure: a process raised or died; with its traceback where there is one.
-            ConfigurationError: several nodes without a port that all know.
+            PeerFailure: a process raised or died; with its traceback where there is one. It is torch's
+                `ProcessRaisedException` or `ProcessExitedException` as well.
+            ConfigurationError: several nodes without a port that all know, or what is to be sent to the
+                processes does not pickle.
             RendezvousError: the port that the user named is taken.
+            RuntimeError: the script has no main guard, so that each new process would run it anew.
         """
+        if self._start_method != "fork":
+            check_missing_main_guard()
         strategy = self._owner
         environment = strategy.cluster_environment
         assert environment is not None  # the Trainer has set it before it launches
+        self.procs = []
         node_rank = _node_rank_of(environment, strategy.num_nodes)
         variables = _host_store(
             environment, self._init_method, num_nodes=strategy.num_nodes, node_rank=node_rank
@@ -256,11 +265,14 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             first_rank = node_rank * strategy.num_processes
             failure = _process_failure(error, first_rank)
             known = server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S) if server is not None else None
-            raise (self._with_exit(known, first_rank) if known is not None else failure) from error
+            if known is not None:
+                failure = self._with_exit(known, first_rank)
+            raise _like_torch(failure, error, failure.rank - first_rank) from error
         except BaseException as error:
             if server is not None:
                 server.tell({**_failure_of_launcher(error).to_message(), "kind": "failed"})
                 server.wait_for_verdict(EXIT_WAIT_S)
+            self._explain_unpicklable(error, {**_named(function, args, kwargs), "trainer": trainer})
             raise
         finally:
             if server is not None:
@@ -270,6 +282,19 @@ class MultiprocessLauncher(MultiProcessingLauncher):
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+    def _explain_unpicklable(self, error: BaseException, sent: dict[str, Any]) -> None:
+        """Raises an error that says what cannot be sent to new processes, if that is what has failed."""
+        if self.procs or self._start_method == "fork" or not isinstance(error, Exception):
+            return
+        found = find_unpicklable(sent)
+        if found is not None:
+            raise ConfigurationError(
+                f"start_method={self._start_method!r} sends the model, the Trainer and all that they hold to"
+                f" new processes, and this does not pickle: {found}. Make it in setup(), which runs in those"
+                ' processes, or use a function or class of a module; or let strategy="custom_ddp" run the'
+                ' script again, or "custom_ddp_fork" copy the process, which send nothing.'
+            ) from error
 
     def _open_server(self, strategy: DDPStrategy, node_rank: int) -> ControlServer:
         assert strategy.cluster_environment is not None
@@ -289,7 +314,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
         if code is not None:
             record = record.with_exit(code, f"the process {describe_exit(code)}")
-        return record.to_error()
+        return record.to_error(is_rank=False)
 
     def _wake(self, record: FailureRecord) -> None:
         """Continues processes that are stopped, so that they hear of the failure."""
@@ -322,6 +347,10 @@ class _Unwinding:
             raise
 
 
+def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
 def _failure_of_launcher(error: BaseException) -> FailureRecord:
     return FailureRecord.of_exception(error, Identity(rank=-1, node_rank=0), Where())
 
@@ -335,6 +364,18 @@ def _remove_error_files(error: mp.ProcessRaisedException | mp.ProcessExitedExcep
                 Path(path).unlink(missing_ok=True)
 
 
+def _like_torch(
+    failure: PeerFailure, error: mp.ProcessRaisedException | mp.ProcessExitedException, local_rank: int
+) -> PeerFailure:
+    """The failure as the exception that `torch.multiprocessing` raises for it, as after `ddp_spawn`."""
+    kind = mp.ProcessRaisedException if failure.exception_type is not None else mp.ProcessExitedException
+    like: Any = failure.like(type(error) if error.error_index == local_rank else kind)
+    like.msg, like.error_index, like.error_pid = str(failure), local_rank, failure.pid
+    like.signal_name = getattr(error, "signal_name", None)
+    raised: PeerFailure = like
+    return raised
+
+
 def _process_failure(
     error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int
 ) -> PeerFailure:
@@ -342,8 +383,10 @@ def _process_failure(
     host = socket.gethostname()
     if isinstance(error, mp.ProcessExitedException):
         code = int(error.exit_code)
-        message = f"the process {describe_exit(code)}"
-        return PeerFailure(rank=rank, host=host, pid=error.error_pid, exit_code=code, message=message)
+        message = f"the process {describe_exit(code)}; what it printed stands above"
+        return PeerFailure(
+            rank=rank, host=host, pid=error.error_pid, exit_code=code, message=message, is_own=None
+        )
     lines = str(error).strip().splitlines()
     kind, _, message = lines[-1].partition(": ")
     return PeerFailure(
@@ -354,4 +397,5 @@ def _process_failure(
         exception_type=kind,
         message=message,
         traceback="\n".join(lines),
+        is_own=None,
     )

@@ -16,16 +16,20 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from lightning_ddp._lightning import SIGTERMException, TunerExitException
 from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.interrupt import Interrupt
-from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailure
+from lightning_ddp.comm.terminate import before_gloo_ends_the_process
+from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.launch.inspection import Inspector
 from lightning_ddp.launch.orphans import is_child, outlive_parent
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
@@ -57,8 +61,13 @@ _MOST_INTERRUPTIONS = 3
 _LONGEST_END_S = 1800.0
 _LATER_S = 1.0
 """By how much the launching process outlives the others, which print their stacks and end by themselves."""
+_OWN_WORD_S = 0.3
+"""How long a rank goes on after another one has raised, as it may be about to raise the same."""
 
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
+_FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
+_COMMUNICATE = ("/lightning_ddp/comm/", "/torch/distributed/")
+_RUNS_JOBS = "/lightning_ddp/comm/channel.py"
 
 
 def is_enabled() -> bool:
@@ -145,6 +154,7 @@ class Reconciliation:
         self._ends_at: float | None = None
         self._timer: threading.Timer | None = None
         self._own: FailureRecord | None = None
+        self._has_raised = threading.Event()
         self._stop_signals: StopSignals | None = None
 
     @property
@@ -197,6 +207,7 @@ class Reconciliation:
             self.inspector.attach(self.watch)
             self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
             self.interrupt.expect = self._device_watch.expect
+            before_gloo_ends_the_process(self._gloo_failed)
             if is_child:
                 outlive_parent()
             self._stop_signals = StopSignals(self.watch, is_ending=lambda: self._is_ending)
@@ -231,6 +242,7 @@ class Reconciliation:
             raise
         except BaseException as error:
             self.alarm.silence()
+            self._has_raised.set()
             failure = self._end(error)
             if failure is not None:  # the echo itself explains nothing, but where it was raised does
                 raise failure.with_traceback(error.__traceback__) from None
@@ -253,6 +265,8 @@ class Reconciliation:
         """
         if self.watch is not None and self._depth == 1:
             self.watch.leave_run(self.inspector.leave, min(self.interrupt.deadline_s, _LONGEST_END_S))
+        if self.watch is not None and self.watch.failure is not None:  # told a moment ago, perhaps
+            raise self.watch.failure.to_error(self.watch.identity.rank)
         self.interrupt.check()
 
     def _leave(self) -> None:
@@ -271,6 +285,8 @@ class Reconciliation:
                 break
             except BaseException:  # noqa: BLE001 (what a signal handler raised: a data loader's, Ctrl-C)
                 continue
+        else:  # not a handler, but where or how it was raised: the others have to hear of it all the same
+            self._report_type(error)
         if self.watch is not None:
             self.is_over = True
             abort_groups()
@@ -300,20 +316,40 @@ class Reconciliation:
 
     def _explain(self, error: BaseException) -> PeerFailure | None:
         """Reports an exception of this process; returns the failure that it is the consequence of, if any."""
-        if self.watch is None or isinstance(error, PeerFailure):
+        told = self._interruption_behind(error)
+        if told is not None:
+            return told.like()
+        if self.watch is None:
             return None
         record = self._own = FailureRecord.of_exception(error, self.watch.identity, self.where())
         self._write_error_file(record)
-        is_echo = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
-        is_echo &= not isinstance(error, (CollectiveMismatchError, CollectiveTimeoutError))
+        is_echo = _is_of_backend(error, record.message)
+        is_echo &= self.watch.failure is not None or _LOST_CONNECTION.search(record.message) is not None
         self.watch.report(record, is_echo=is_echo)
         if isinstance(error, KeyboardInterrupt):  # from the terminal all ranks get it, and none is at fault
             second_interrupt_ends(self.alarm, self.kill_children)
             return None
-        first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0 if is_echo else 0.0)
+        first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0) if is_echo else None
         if first is None or first.rank == record.rank:
             return None
-        return first.to_error(record.rank)
+        return first.to_error(record.rank).like()
+
+    def _interruption_behind(self, error: BaseException) -> PeerFailure | None:
+        """The failure that interrupted this rank, which code of the user's may have turned into `error`."""
+        cause: BaseException | None = error if isinstance(error, Exception) else None
+        seen: set[int] = set()
+        while cause is not None and id(cause) not in seen:
+            if isinstance(cause, PeerFailure) and (cause is error or cause is self.interrupt.error):
+                return cause
+            seen.add(id(cause))
+            cause = cause.__cause__ or cause.__context__
+        return None
+
+    def _report_type(self, error: BaseException) -> None:
+        if self.watch is not None:
+            kind = type(error).__name__
+            record = FailureRecord.of_identity(self.watch.identity, "", exception_type=kind)
+            self.watch.report(record, is_echo=False)
 
     def reached_step_boundary(self) -> bool:
         """Whether all ranks stop here, because one was asked to by a signal. Called at each step boundary."""
@@ -334,7 +370,7 @@ class Reconciliation:
         record = FailureRecord.of_identity(
             self.watch.identity, cause, step=where.step, phase=where.phase, traceback=trace or None
         )
-        self.watch.report(FailureRecord.from_message(record.to_message()), is_echo=False)
+        self.watch.report(record, is_echo=False)
 
     def child_ended(self, record: FailureRecord) -> None:
         """A child of this launching process ended without success. Any thread."""
@@ -373,6 +409,7 @@ class Reconciliation:
         faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             self._timer.cancel()
+        before_gloo_ends_the_process(None)
         self.alarm.release()
         if self._stop_signals is not None:
             self._stop_signals.restore()
@@ -381,11 +418,13 @@ class Reconciliation:
 
     def _learned(self, record: FailureRecord) -> None:
         """In the watching thread: the run has failed."""
-        error = record.to_error(self.identity.rank if self.identity is not None else None)
-        self.interrupt.set(error)
-        if self.identity is not None and record.rank != self.identity.rank:
+        rank = self.identity.rank if self.identity is not None else None
+        error = record.to_error(rank)
+        if record.rank != rank:
             self._write_error_file(record)
         self._limit_ending()
+        if record.exception_type is None or record.rank == rank:
+            self.interrupt.set(error)
         threading.Thread(target=self._ring, args=(error,), daemon=True, name="failure-alarm").start()
 
     def _device_failed(self, error: BaseException) -> None:
@@ -393,6 +432,11 @@ class Reconciliation:
         if self.interrupt.set(error):
             self._limit_ending()
             self._ring(error)
+
+    def _gloo_failed(self) -> None:
+        """In the thread of gloo, which ends the process after this: the ranks call different collectives."""
+        self._device_failed(self.inspector.mismatch())
+        time.sleep(self._settings.failure_grace_s)  # meanwhile the main thread unwinds and ends the process
 
     def _limit_ending(self) -> None:
         """Gives this process its time to end; one that others need to hear, or to be ended by, a bit more."""
@@ -416,6 +460,9 @@ class Reconciliation:
     def _ring(self, error: BaseException) -> None:
         if isinstance(error, PeerFailure):
             self._wake_stopped(error)
+        if self.interrupt.error is None:
+            self._has_raised.wait(_OWN_WORD_S)
+            self.interrupt.set(error)
         start, has_aborted = time.monotonic(), False
         while not self.alarm.is_silent:
             self.alarm.ring(error)
@@ -440,6 +487,20 @@ class Reconciliation:
         if path and self.identity is not None:
             with suppress(OSError):  # the agent then reports the exit code alone
                 write_error_file(path, record, is_cause=record.rank == self.identity.rank)
+
+
+def _is_of_backend(error: BaseException, text: str) -> bool:
+    """Whether a call that communicates has raised it, and not code of the user's in words of its own."""
+    while isinstance(error, LightningDDPError) and isinstance(error.__cause__, RuntimeError):
+        error = error.__cause__
+    if isinstance(error, LightningDDPError):
+        return type(error) is CollectiveError  # those derived from it say more
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, dist.DistError) or _FROM_GLOO.search(text):
+        return True
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(part in file for file in files for part in _COMMUNICATE if not file.endswith(_RUNS_JOBS))
 
 
 def limit_last_words(limit_s: float) -> None:

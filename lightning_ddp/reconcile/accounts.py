@@ -19,6 +19,7 @@ _TABLE_CHARACTERS = 2_000
 _MOST_LANES = 6
 _MOST_CALLS = 4
 _MOST_ROWS = 16
+_CERTAIN_AFTER_S = 1.0
 _STATES = ("waits", "starts", "runs", "finished", "ending", "silent", "gone")
 
 
@@ -204,6 +205,8 @@ class Findings:
     """Each rank, its state, since when."""
     missing: tuple[int, ...]
     """Global ranks that have not come to the collective."""
+    is_contradiction: bool = False
+    """Whether ranks wait in different ones in its place, so that it cannot end well."""
 
 
 def explain(
@@ -232,7 +235,22 @@ def explain(
                 ". All have called the same: the link is slow or broken, or a call from outside of this"
             )
             sentence += " package is in between"
-    return Findings(sentence=sentence[:_SENTENCE_CHARACTERS], table=_table(accounts), missing=tuple(missing))
+    return Findings(
+        sentence=sentence[:_SENTENCE_CHARACTERS],
+        table=_table(accounts),
+        missing=tuple(missing),
+        is_contradiction=_contradicts(accounts, lane, number),
+    )
+
+
+def _contradicts(accounts: Mapping[int, Account], lane: str | None, number: int) -> bool:
+    called = set()
+    for account in accounts.values():
+        known = account.on(lane) if lane is not None else None
+        is_there = account.state == "waits" and (account.lane, account.number) == (lane, number)
+        if known is not None and is_there and account.for_s >= _CERTAIN_AFTER_S and number in known.calls:
+            called.add(known.calls[number].rpartition(": ")[2])  # a label alone makes no difference
+    return len(called) > 1
 
 
 def _busiest(accounts: Mapping[int, Account]) -> tuple[str | None, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -18,9 +19,16 @@ __all__ = ["GONE", "FailureRecord", "Identity", "Where"]
 GONE = "the process is gone without a word (killed by a signal, or ended by os._exit)"
 """What is known of a process whose connection closed."""
 
-_MESSAGE_CHARACTERS = 4_000
-_TRACEBACK_CHARACTERS = 12_000
-_NAME_CHARACTERS = 200
+_LONGEST = {
+    "message": 16_000,
+    "traceback": 36_000,
+    "host": 1_200,
+    "phase": 1_200,
+    "exception_type": 1_200,
+    "exception_class": 1_200,
+}
+"""In bytes as JSON, where a character takes up to twelve; together they fit into a message of the channel."""
+_SHOWN_CHARACTERS = 200
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -64,6 +72,7 @@ class FailureRecord:
     step: int | None = None
     phase: str | None = None
     exception_type: str | None = None
+    exception_class: str | None = None
     traceback: str | None = None
     exit_code: int | None = None
     time: float = field(default_factory=time.time)
@@ -79,14 +88,15 @@ class FailureRecord:
     @classmethod
     def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
         """What is known of an exception on this process."""
-        text = "".join(traceback_module.format_exception(error))
+        kind = type(error)
         return cls.of_identity(
             identity,
-            str(error)[:_MESSAGE_CHARACTERS],
+            _text_of(error),
             step=where.step,
             phase=where.phase,
-            exception_type=type(error).__name__,
-            traceback=text[-_TRACEBACK_CHARACTERS:],
+            exception_type=kind.__name__,
+            exception_class=f"{kind.__module__}:{kind.__qualname__}",
+            traceback="".join(traceback_module.format_exception(error)),
         )
 
     @classmethod
@@ -104,30 +114,54 @@ class FailureRecord:
         values: dict[str, Any] = {name: message.get(name) for name in _KINDS}
         for name, kinds in _KINDS.items():
             if not isinstance(values[name], kinds) or isinstance(values[name], bool):
-                raise ConfigurationError(f"failure record: {name}={values[name]!r}"[:_NAME_CHARACTERS])
-        for name, longest in _LONGEST.items():
-            if values[name] is not None:
-                values[name] = str(values[name])[-longest:]
+                raise ConfigurationError(f"failure record: {name}={values[name]!r}"[:_SHOWN_CHARACTERS])
         return cls(**values)
 
     def to_message(self) -> dict[str, Any]:
-        """The record in types that JSON has."""
-        return asdict(self)
+        """The record in types that JSON has, its texts cut to what a message may hold."""
+        values = asdict(self)
+        for name, longest in _LONGEST.items():
+            if values[name] is not None:
+                values[name] = _cut(values[name], longest, keeps_end=name == "traceback")
+        return values
 
-    def to_error(self, healthy_rank: int | None = None) -> PeerFailure:
-        """The error that the process `healthy_rank` raises."""
+    def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
+        """The error that the process `healthy_rank` raises.
+
+        Args:
+            healthy_rank: its rank.
+            is_rank: False for a launching process that is none.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "time"}
-        return PeerFailure(**values, is_own=healthy_rank == self.rank)
+        return PeerFailure(**values, is_own=healthy_rank == self.rank if is_rank else None)
 
     def with_exit(self, exit_code: int, description: str) -> FailureRecord:
         """This record, with what the process that waited for the dead one knows."""
-        if self.exception_type is not None:
+        if self.exception_type is not None or self.message not in ("", GONE):
             return replace(self, exit_code=exit_code)
         return replace(self, exit_code=exit_code, message=description)
 
 
 def _escape(found: re.Match[str]) -> str:
     return ascii(found[0])[1:-1]
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 (the user's own method, which may raise anything)
+        return f"(its own text cannot be had: __str__ raises {type(failure).__name__})"
+
+
+def _cut(text: str, longest: int, *, keeps_end: bool) -> str:
+    """As much of a text as takes about `longest` bytes as JSON."""
+    kept = text[-longest:] if keeps_end else text[:longest]
+    while (size := len(json.dumps(kept))) > longest + 2:
+        number = len(kept) * longest // size
+        kept = kept[len(kept) - number :] if keeps_end else kept[:number]
+    if len(kept) == len(text):
+        return text
+    return f"... {kept}" if keeps_end else f"{kept} ..."
 
 
 _TEXT, _NUMBER = (str, type(None)), (int, type(None))
@@ -140,14 +174,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "step": _NUMBER,
     "phase": _TEXT,
     "exception_type": _TEXT,
+    "exception_class": _TEXT,
     "traceback": _TEXT,
     "exit_code": _NUMBER,
     "time": (float, int),
-}
-_LONGEST = {
-    "message": _MESSAGE_CHARACTERS,
-    "traceback": _TRACEBACK_CHARACTERS,
-    "host": _NAME_CHARACTERS,
-    "phase": _NAME_CHARACTERS,
-    "exception_type": _NAME_CHARACTERS,
 }
