@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.uploads import uploaded
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.parallel.buffers import Buffers
 from lightning_ddp.parallel.reducer import Reducer
@@ -40,7 +41,7 @@ class JoinSignals:
         """On a rank with input: says whether a backward can follow, and is synchronised. Does not wait."""
         if self._sent is not None:
             self._group.wait(self._sent[0], self._device)
-        notice = torch.tensor([float(is_training), float(is_synchronised)], device=self._device)
+        notice = uploaded(torch.tensor([float(is_training), float(is_synchronised)]), self._device)
         self._sent = (self._group.all_reduce(notice), notice)
 
     def receive_forward_notice(self) -> tuple[bool, bool]:
@@ -52,7 +53,7 @@ class JoinSignals:
 
     def agree_on_source(self, is_candidate: bool) -> int:
         """The highest group rank among those that are candidates."""
-        rank = torch.tensor([self._group.rank if is_candidate else -1], device=self._device)
+        rank = uploaded(torch.tensor([self._group.rank if is_candidate else -1]), self._device)
         self._group.wait(self._group.all_reduce(rank, dist.ReduceOp.MAX), self._device)
         return int(rank.item())
 

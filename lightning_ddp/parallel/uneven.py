@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.uploads import uploaded
 from lightning_ddp.errors import ConfigurationError, UnevenInputsError
 from lightning_ddp.parallel.snapshot import ModuleSnapshot
 
@@ -129,8 +130,9 @@ class Lockstep:
         return fresh or tree_map(lambda leaf: leaf, self._last_batch)
 
     def _all_stands(self, mine: int) -> list[int]:
-        stands = torch.zeros(self._group.size, dtype=torch.int32, device=self._device)
-        stands[self._group.rank] = mine
+        told = torch.zeros(self._group.size, dtype=torch.int32)
+        told[self._group.rank] = mine
+        stands = uploaded(told, self._device)
         self._group.wait(self._group.all_reduce(stands), self._device)
         return [int(stand) for stand in stands.tolist()]
 
