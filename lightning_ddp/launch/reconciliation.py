@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lightning_ddp._lightning import SIGTERMException, TunerExitException
+from lightning_ddp._lightning import stop_exceptions
 from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.interrupt import Interrupt
@@ -202,7 +202,7 @@ class Reconciliation:
         self._enter(function)
         try:
             return function(*args, **kwargs)
-        except (SIGTERMException, TunerExitException):  # raised by all ranks, and no failure
+        except stop_exceptions():  # raised by all ranks, and no failure
             raise
         except BaseException as error:
             self.alarm.silence()
