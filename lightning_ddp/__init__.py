@@ -1,8 +1,8 @@
 """A PyTorch Lightning strategy with its own bucketed DistributedDataParallel.
 
-Importing the package registers its named variants with Lightning, so that `Trainer(strategy="custom_ddp")`
-works, and its configuration groups with Hydra if the script uses that. In a child of its launcher it ties the
-process's life to the launcher's.
+Importing the package registers its named variants with each namespace of Lightning that the script has
+imported or imports later, so that `Trainer(strategy="custom_ddp")` works, and its configuration groups with
+Hydra; it imports neither. In a child of its launcher it ties the process's life to the launcher's.
 """
 
 import importlib
@@ -14,7 +14,6 @@ from lightning_ddp.launch.hydra_parent import install as watch_hydra
 from lightning_ddp.launch.job_events import agree_before_job, end_job, give_files_back
 from lightning_ddp.launch.orphans import adopt_from_environment
 from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
-from lightning_ddp.trainer import Trainer
 from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_ddp.parallel.parallel_apply import parallel_apply
     from lightning_ddp.parallel.replicas import DataParallel, data_parallel, replicate
     from lightning_ddp.parallel.scatter import gather, scatter
+    from lightning_ddp.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -66,6 +66,8 @@ if not TYPE_CHECKING:  # a checker that saw it would accept any name
         """
         if name in _CATALOGUES:
             return importlib.import_module(f"lightning_ddp.{name}")
+        if name == "Trainer":
+            return importlib.import_module("lightning_ddp.trainer").trainer_class()
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"lightning_ddp.parallel.{_LATER[name]}"), name)
@@ -73,7 +75,7 @@ if not TYPE_CHECKING:  # a checker that saw it would accept any name
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_CATALOGUES, *_LATER})
+        return sorted({*globals(), *_CATALOGUES, *_LATER, "Trainer"})
 
 
 adopt_from_environment()

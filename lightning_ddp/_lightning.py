@@ -1,41 +1,36 @@
 """The one place that knows the names of Lightning's modules and all of its private names.
 
-Lightning comes as `pytorch_lightning` and as `lightning.pytorch`, with separate classes and registries. The
-one that the user has already imported is used; otherwise `pytorch_lightning`, otherwise `lightning.pytorch`.
+Lightning comes as `pytorch_lightning` and as `lightning.pytorch`, with separate classes and registries.
+Neither is imported here: the classes below stand for Lightning's until it is known which one is used, and
+what is made of a class that derives from them has Lightning's own below it (`bind`).
 
 What is said here of private names holds for Lightning 2.5 to 2.6, as `tests/test_private_names.py` tells. One
-that is gone is an `UnsupportedVersionError`: of a module when this one is imported, of an object where it is
-asked for. Methods that Lightning itself calls (`_configure_launcher` ...) are overridden where they belong.
+that is gone is an `UnsupportedVersionError`: of a module where a namespace is used for the first time, of an
+object where it is asked for. Methods that Lightning itself calls (`_configure_launcher` ...) are overridden
+where they belong.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
+import types
+from abc import ABC
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_ddp.errors import UnsupportedVersionError
+import torch
+
+from lightning_ddp.errors import UnsupportedVersionError, unknown_argument
 
 if TYPE_CHECKING:
-    ROOT: str
-    _VERSION: str
-
-    from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout as default_pg_timeout
-    from lightning_fabric.strategies.launchers.multiprocessing import (
-        _check_missing_main_guard as check_missing_main_guard,
-    )
-    from lightning_fabric.utilities.distributed import (
-        _set_num_threads_if_needed as set_num_threads_if_needed,
-    )
-    from lightning_fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-    from lightning_fabric.utilities.seed import reset_seed as reset_seed
     from pytorch_lightning import LightningModule as LightningModule
     from pytorch_lightning import Trainer as Trainer
     from pytorch_lightning.accelerators import Accelerator as Accelerator
-    from pytorch_lightning.accelerators import CUDAAccelerator as CUDAAccelerator
     from pytorch_lightning.callbacks import Callback as Callback
     from pytorch_lightning.plugins import CheckpointIO as CheckpointIO
     from pytorch_lightning.plugins import Precision as Precision
@@ -43,7 +38,6 @@ if TYPE_CHECKING:
     from pytorch_lightning.plugins.environments import LightningEnvironment as LightningEnvironment
     from pytorch_lightning.plugins.environments import SLURMEnvironment as SLURMEnvironment
     from pytorch_lightning.strategies import DDPStrategy as DDPStrategy
-    from pytorch_lightning.strategies import StrategyRegistry as StrategyRegistry
     from pytorch_lightning.strategies.launchers import (
         _MultiProcessingLauncher as MultiProcessingLauncher,
     )
@@ -51,59 +45,13 @@ if TYPE_CHECKING:
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
     from pytorch_lightning.strategies.strategy import _ForwardRedirection as ForwardRedirection
-    from pytorch_lightning.trainer.call import _interrupt as interrupt_trainer
     from pytorch_lightning.trainer.connectors.logger_connector.result import (
         _ResultCollection as ResultCollection,
     )
-    from pytorch_lightning.trainer.states import TrainerFn as TrainerFn
-    from pytorch_lightning.utilities.exceptions import SIGTERMException as SIGTERMException
-    from pytorch_lightning.utilities.exceptions import _TunerExitException as TunerExitException
-else:
-    # our name -> (module below the root, name there); "fabric:" is the other package of the same family
-    _NAMES = {
-        "Accelerator": ("accelerators", "Accelerator"),
-        "Callback": ("callbacks", "Callback"),
-        "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
-        "CheckpointIO": ("plugins", "CheckpointIO"),
-        "ClusterEnvironment": ("plugins.environments", "ClusterEnvironment"),
-        "DDPStrategy": ("strategies", "DDPStrategy"),
-        "ForwardRedirection": ("strategies.strategy", "_ForwardRedirection"),
-        "LightningEnvironment": ("plugins.environments", "LightningEnvironment"),
-        "LightningModule": ("", "LightningModule"),
-        "MultiProcessingLauncher": ("strategies.launchers", "_MultiProcessingLauncher"),
-        "Precision": ("plugins", "Precision"),
-        "ResultCollection": ("trainer.connectors.logger_connector.result", "_ResultCollection"),
-        "SLURMEnvironment": ("plugins.environments", "SLURMEnvironment"),
-        "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
-        "StrategyRegistry": ("strategies", "StrategyRegistry"),
-        "SubprocessScriptLauncher": ("strategies.launchers", "_SubprocessScriptLauncher"),
-        "Trainer": ("", "Trainer"),
-        "TrainerFn": ("trainer.states", "TrainerFn"),
-        "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
-        "check_missing_main_guard": (
-            "fabric:strategies.launchers.multiprocessing",
-            "_check_missing_main_guard",
-        ),
-        "default_pg_timeout": ("fabric:plugins.collectives.torch_collective", "default_pg_timeout"),
-        "interrupt_trainer": ("trainer.call", "_interrupt"),
-        "optimizers_to_device": ("fabric:utilities.optimizer", "_optimizers_to_device"),
-        "reset_seed": ("fabric:utilities.seed", "reset_seed"),
-        "set_num_threads_if_needed": ("fabric:utilities.distributed", "_set_num_threads_if_needed"),
-    }
-
-    def _choose_root() -> str:
-        for root in ("pytorch_lightning", "lightning.pytorch"):
-            if root in sys.modules:
-                return root
-        return "pytorch_lightning" if importlib.util.find_spec("pytorch_lightning") else "lightning.pytorch"
-
-    ROOT = _choose_root()
-    _FABRIC = "lightning_fabric" if ROOT == "pytorch_lightning" else "lightning.fabric"
-    _VERSION = importlib.import_module(ROOT).__version__
 
 __all__ = [
+    "ROOTS",
     "Accelerator",
-    "CUDAAccelerator",
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
@@ -114,22 +62,26 @@ __all__ = [
     "MultiProcessingLauncher",
     "Precision",
     "ResultCollection",
-    "SIGTERMException",
     "SLURMEnvironment",
-    "StrategyRegistry",
     "SubprocessScriptLauncher",
     "Trainer",
-    "TrainerFn",
-    "TunerExitException",
+    "accept_strategies",
+    "adopt",
     "at_step_boundaries",
     "batches_that_stepped",
+    "bind",
+    "bind_like",
     "check_can_start_children",
     "check_missing_main_guard",
     "choose_backend",
-    "default_pg_timeout",
+    "explain_refusals",
     "interrupt_trainer",
+    "is_fitting",
     "layer_sync",
+    "lightnings",
+    "loaded_roots",
     "note_sigterm",
+    "num_cuda_devices",
     "optimizers_to_device",
     "replace_signal_handlers",
     "reset_seed",
@@ -138,31 +90,93 @@ __all__ = [
     "set_num_threads_if_needed",
     "set_redirection",
     "set_training_results",
+    "sigterm_exception",
+    "stop_exceptions",
     "teardown_trainer",
     "trainer_of",
 ]
 
+C = TypeVar("C", bound=type)
 
-def _unsupported(owner: str, name: str) -> UnsupportedVersionError:
-    package = ROOT.partition(".")[0].replace("_", "-")
-    return UnsupportedVersionError(
-        f"{package} {_VERSION} has no `{name}` in {owner}. lightning_ddp builds on it, and knows Lightning"
-        f" 2.5 to 2.6: pip install '{package}>=2.5,<2.7', or a newer lightning_ddp"
-    )
+ROOTS = ("pytorch_lightning", "lightning.pytorch")
+"""The namespaces of Lightning."""
+
+# our name -> (module below the root, name there); "fabric:" is the other package of the same family
+_BASES = {
+    "Callback": ("callbacks", "Callback"),
+    "DDPStrategy": ("strategies", "DDPStrategy"),
+    "ForwardRedirection": ("strategies.strategy", "_ForwardRedirection"),
+    "MultiProcessingLauncher": ("strategies.launchers", "_MultiProcessingLauncher"),
+    "ResultCollection": ("trainer.connectors.logger_connector.result", "_ResultCollection"),
+    "SubprocessScriptLauncher": ("strategies.launchers", "_SubprocessScriptLauncher"),
+    "Trainer": ("", "Trainer"),
+}
+_KINDS = {
+    "Accelerator": ("accelerators", "Accelerator"),
+    "CheckpointIO": ("plugins", "CheckpointIO"),
+    "ClusterEnvironment": ("plugins.environments", "ClusterEnvironment"),
+    "LightningEnvironment": ("plugins.environments", "LightningEnvironment"),
+    "LightningModule": ("", "LightningModule"),
+    "Precision": ("plugins", "Precision"),
+    "SLURMEnvironment": ("plugins.environments", "SLURMEnvironment"),
+}
+_OTHERS = {
+    "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
+    "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
+    "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
+    "check_missing_main_guard": ("fabric:strategies.launchers.multiprocessing", "_check_missing_main_guard"),
+    "interrupt_trainer": ("trainer.call", "_interrupt"),
+    "optimizers_to_device": ("fabric:utilities.optimizer", "_optimizers_to_device"),
+    "reset_seed": ("fabric:utilities.seed", "reset_seed"),
+    "set_num_threads_if_needed": ("fabric:utilities.distributed", "_set_num_threads_if_needed"),
+}
 
 
-def _get(owner: Any, name: str) -> Any:
-    """A private attribute of one of Lightning's objects."""
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        raise _unsupported(type(owner).__qualname__, name) from None
+# ---------------------------------------------------------------------- the two namespaces
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
-    """Changes a private attribute; one that Lightning does not have would change nothing."""
-    _get(owner, name)
-    setattr(owner, name, value)
+def loaded_roots() -> list[str]:
+    """The namespaces that this process has imported."""
+    return [root for root in ROOTS if hasattr(sys.modules.get(root), "Trainer")]
+
+
+def _root_in_use() -> str:
+    """The namespace that has been imported, `pytorch_lightning` if both or none have."""
+    for root in loaded_roots():
+        return root
+    return ROOTS[0] if importlib.util.find_spec(ROOTS[0]) else ROOTS[1]
+
+
+def _root_of(owner: object) -> str | None:
+    """The namespace that an object's class comes from, or the first of its bases that comes from one."""
+    for kind in type(owner).__mro__:
+        for root in ROOTS:
+            if f"{kind.__module__}.".startswith(f"{root}."):
+                return root
+    return None
+
+
+def lightnings(name: str, root: str | None = None) -> Any:
+    """What Lightning calls by one of the names above.
+
+    Args:
+        name: ours.
+        root: the namespace; None for the one that is used.
+
+    Raises:
+        UnsupportedVersionError: this Lightning has not all of them.
+    """
+    return _names_of(root or _root_in_use())[name]
+
+
+@functools.cache
+def _names_of(root: str) -> dict[str, Any]:
+    fabric = "lightning_fabric" if root == ROOTS[0] else "lightning.fabric"
+    found = {}
+    for ours, (module, theirs) in {**_BASES, **_KINDS, **_OTHERS}.items():
+        family, _, path = module.rpartition(":")
+        found[ours] = _import(".".join(filter(None, (fabric if family else root, path))), theirs)
+    return found
 
 
 def _import(module: str, name: str) -> Any:
@@ -173,13 +187,220 @@ def _import(module: str, name: str) -> Any:
         raise _unsupported(module, name) from error
 
 
+def _version(root: str) -> str:
+    return str(importlib.import_module(root).__version__)
+
+
+def _unsupported(where: str, name: str, root: str | None = None) -> UnsupportedVersionError:
+    root = root or _root_in_use()
+    package = root.partition(".")[0].replace("_", "-")
+    return UnsupportedVersionError(
+        f"{package} {_version(root)} has no `{name}` in {where}. lightning_ddp builds on it, and knows"
+        f" Lightning 2.5 to 2.6: pip install '{package}>=2.5,<2.7', or a newer lightning_ddp"
+    )
+
+
+def _get(owner: Any, name: str) -> Any:
+    """A private attribute of one of Lightning's objects."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise _unsupported(type(owner).__qualname__, name, _root_of(owner)) from None
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Changes a private attribute; one that Lightning does not have would change nothing."""
+    _get(owner, name)
+    setattr(owner, name, value)
+
+
+# ---------------------------------------------------------------------- classes that stand for Lightning's
+
+
+class _Unbound(ABC):
+    """Base of what stands for a base class. Its subclasses are written once, for both namespaces.
+
+    What is made by calling such a subclass is of the class that `bind` makes of it, and so is what a pickle
+    restores.
+    """
+
+    _root: str | None = None
+    """The namespace of a class that `bind` has made, and of those below it."""
+    _written: Any
+    """Of a class that `bind` has made: the one that it was made of."""
+    _stands_for: str
+    """Of what stands for a class: its name in `_BASES`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        parameters = inspect.signature(cls.__init__).parameters if kwargs else {}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            known = list(parameters)[1:]  # less `self`
+            for argument in kwargs:
+                if argument not in known:
+                    raise unknown_argument(f"{cls.__name__}()", argument, known)
+        return _new(bind(cls, cls._root or _root_in_use()))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        written = vars(type(self)).get("_written")
+        return reduced if written is None else (_restore, (written, self._root), *reduced[2:])
+
+
+def _new(bound: Any) -> Any:
+    return super(_Unbound, bound).__new__(bound)
+
+
+def _restore(written: type, root: str) -> Any:
+    return _new(bind(written, root))
+
+
+def bind(cls: C, root: str) -> C:
+    """A class with those of a namespace in the place of what stands for them; it is made once.
+
+    Args:
+        cls: as it is written, or bound to a namespace.
+        root: the namespace.
+    """
+    written: Any = vars(cls).get("_written", cls)
+    if written._root is not None:  # a user's, below one that is bound
+        return cls
+    return _bind(written, root)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _bind(written: Any, root: str) -> Any:
+    stand_ins = [vars(kind)["_stands_for"] for kind in written.__mro__ if "_stands_for" in vars(kind)]
+    about = {name: getattr(written, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return types.new_class(
+        written.__name__,
+        (written, *(lightnings(name, root) for name in stand_ins)),
+        exec_body=lambda space: space.update({**about, "_written": written, "_root": root}),
+    )
+
+
+def bind_like(owner: object, cls: C) -> C:
+    """A class, bound to the namespace that `owner` comes from."""
+    return bind(cls, _root_of(owner) or _root_in_use())
+
+
+def adopt(strategy: Any, by: object) -> None:
+    """Makes a strategy one of the namespace that `by` comes from: the Trainer's, which uses it.
+
+    It may have been made for the other one, where both have been imported.
+    """
+    root = _root_of(by)
+    if root is not None:
+        strategy.__class__ = bind(type(strategy), root)
+
+
+def accept_strategies(module: Any) -> None:
+    """Has a namespace take our strategies for its own, and the class that they are written in.
+
+    Args:
+        module: its `strategies`.
+    """
+    module.DDPStrategy.register(DDPStrategy)
+
+
+def explain_refusals(module: Any, explain: Callable[[Exception, Any, Any], str | None]) -> None:
+    """Has the Trainer say in our words why it does not take a strategy of ours.
+
+    Args:
+        module: `trainer.connectors.accelerator_connector` of a namespace.
+        explain: called with the error, the strategy and `plugins=`; returns None to leave the error as it is.
+    """
+    kind = module._AcceleratorConnector
+    for name in ("_check_config_and_set_final_flags", "_lazy_init_strategy"):
+        if hasattr(kind, name):
+            setattr(kind, name, _explained(getattr(kind, name), explain))
+
+
+def _explained(method: Callable[..., Any], explain: Callable[..., str | None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            strategy = kwargs.get("strategy", getattr(self, "strategy", None))
+            words = explain(error, strategy, kwargs.get("plugins"))
+            if words is None:
+                raise
+            raise type(error)(words) from error
+
+    return explained
+
+
+class _Kind(ABC):
+    """Base of what stands for a class of which objects are; Lightning's own are, from either namespace."""
+
+    _stands_for: str
+    """Its name in `_KINDS`."""
+
+    @classmethod
+    def __subclasshook__(cls, subclass: type) -> Any:
+        name = vars(cls).get("_stands_for")
+        is_one = any(_names_of(root)[name] in subclass.__mro__ for root in loaded_roots() if name)
+        return is_one or NotImplemented
+
+
 if not TYPE_CHECKING:
-    for _ours, (_module, _theirs) in _NAMES.items():
-        _root, _, _path = _module.rpartition(":")
-        globals()[_ours] = _import(".".join(filter(None, (_FABRIC if _root else ROOT, _path))), _theirs)
+    for _base, _names in ((_Unbound, _BASES), (_Kind, _KINDS)):
+        for _name in _names:
+            globals()[_name] = type(_base)(_name, (_base,), {"__module__": __name__, "_stands_for": _name})
+
+
+# ---------------------------------------------------------------------- functions and exceptions
+
+
+def num_cuda_devices() -> int:
+    """How many GPUs Lightning finds."""
+    number: int = lightnings("CUDAAccelerator").auto_device_count()
+    return number
+
+
+def reset_seed() -> None:
+    """Seeds again as `seed_everything` has, in a process that has been started since."""
+    lightnings("reset_seed")()
+
+
+def check_missing_main_guard() -> None:
+    """Refuses to start processes in one that still imports the script: `_check_missing_main_guard`."""
+    lightnings("check_missing_main_guard")()
+
+
+def optimizers_to_device(optimizers: Any, device: torch.device) -> None:
+    """Moves what optimizers remember: `_optimizers_to_device`."""
+    lightnings("optimizers_to_device")(optimizers, device)
+
+
+def set_num_threads_if_needed(num_processes: int) -> None:
+    """Shares the processors of this host among its processes: `_set_num_threads_if_needed`."""
+    lightnings("set_num_threads_if_needed")(num_processes=num_processes)
+
+
+def interrupt_trainer(trainer: Trainer, error: BaseException) -> None:
+    """Tells callbacks and loggers of an exception, as Lightning does: `_interrupt`."""
+    lightnings("interrupt_trainer", _root_of(trainer))(trainer, error)
+
+
+def sigterm_exception(trainer: Trainer) -> type[BaseException]:
+    """What ends the loops of a Trainer on a signal."""
+    kind: type[BaseException] = lightnings("SIGTERMException", _root_of(trainer))
+    return kind
+
+
+def stop_exceptions() -> tuple[type[BaseException], ...]:
+    """By which Lightning ends a run on all ranks, without a failure; `_TunerExitException` is the other."""
+    names = ("SIGTERMException", "TunerExitException")
+    return tuple(lightnings(name, root) for root in loaded_roots() for name in names)
 
 
 # ---------------------------------------------------------------------- the Trainer and its loops
+
+
+def is_fitting(trainer: Trainer) -> bool:
+    """Whether it runs `fit`, validation within it included."""
+    return bool(trainer.state.fn == "fit")
 
 
 def teardown_trainer(trainer: Trainer) -> None:
@@ -205,7 +426,7 @@ def at_step_boundaries(trainer: Trainer, check: Callable[[], None]) -> None:
     Lightning 2.5.0 and 2.5.1 have none there.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    if tuple(map(int, re.findall(r"\d+", _VERSION)[:3])) >= (2, 5, 2):
+    if tuple(map(int, re.findall(r"\d+", _version(_root_of(trainer) or _root_in_use()))[:3])) >= (2, 5, 2):
         _set(loop, "_broadcast_sigterm_tensor", check)
         return
     advance = loop.advance

@@ -7,8 +7,9 @@ in the same place, so that existing `except` clauses keep working.
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -29,7 +30,27 @@ __all__ = [
     "UnevenInputsError",
     "UnsuitableModuleError",
     "UnsupportedVersionError",
+    "closest",
+    "unknown_argument",
 ]
+
+
+def closest(found: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that does not exist: the one that was meant, or all.
+
+    >>> closest("rnak", ["rank", "seed"])
+    "; did you mean 'rank'?"
+    >>> closest("x", ["rank", "seed"])
+    '; there are rank, seed'
+    """
+    names = list(known)
+    close = difflib.get_close_matches(found, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
+
+
+def unknown_argument(owner: str, argument: str, known: Iterable[str]) -> TypeError:
+    """What a call with a keyword that its signature has not ends with."""
+    return TypeError(f"{owner} got an unexpected keyword argument {argument!r}{closest(argument, known)}")
 
 
 class LightningDDPError(Exception):

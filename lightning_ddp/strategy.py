@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_ddp._lightning import (
     Accelerator,
@@ -19,9 +20,10 @@ from lightning_ddp._lightning import (
     LightningModule,
     Precision,
     Trainer,
-    TrainerFn,
+    adopt,
+    bind_like,
     choose_backend,
-    default_pg_timeout,
+    is_fitting,
     layer_sync,
     optimizers_to_device,
     reset_seed,
@@ -43,6 +45,7 @@ from lightning_ddp.uneven_fit import UnevenFit, UnevenInputs
 if TYPE_CHECKING:
     # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
     # the other processes have been started, and do not wait for that. Together they take 25 ms.
+    from lightning_ddp.launch.step_stop import StepStop
     from lightning_ddp.parallel.module import BucketedDDP
     from lightning_ddp.reconcile.record import Where
 
@@ -128,6 +131,8 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         TypeError: an argument is unknown.
     """
 
+    _stopping: StepStop | None = None
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -164,9 +169,19 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         store: dist.Store | None = None,
         debug: Literal["detail"] | None = None,
     ) -> None:
-        from lightning_ddp.parallel.options import bucket_caps_bytes
+        from lightning_ddp.parallel.options import bucket_caps_bytes, check_broadcast_buffers
 
         check_transport(transport)
+        check_broadcast_buffers(broadcast_buffers)
+        if process_group_backend is not None:
+            from lightning_ddp.launch.rendezvous import require_backend
+
+            require_backend(process_group_backend)
+        for name, duration in (("timeout", timeout), ("stall_timeout", stall_timeout)):
+            if not (duration is None or isinstance(duration, timedelta)):
+                raise ConfigurationError(
+                    f"{name}={duration!r}: expected a datetime.timedelta, such as timedelta(minutes=5)"
+                )
         bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)  # says what is wrong with them, at once
         if start_method not in _START_METHODS:
             raise ConfigurationError(
@@ -217,21 +232,31 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             failure_grace_s=failure_grace_s,
             stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
         )
-        set_redirection(self, _ManualOptimizationRedirection(self._communication))
+        redirection = bind_like(self, _ManualOptimizationRedirection)
+        set_redirection(self, redirection(self._communication))
         self._group: Group | None = None
         self._transport = transport
 
     # ------------------------------------------------------------------ set-up
 
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Lightning's. The Trainer sets it before anything else, and so says which Lightning uses this."""
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        adopt(self, accelerator)
+        lightnings_own: Any = super(CustomDDPStrategy, type(self)).accelerator
+        lightnings_own.fset(self, accelerator)
+
     def _configure_launcher(self) -> None:
         from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
-        from lightning_ddp.launch.step_stop import StepStop
 
-        self._stopping = StepStop()
         launcher: ScriptLauncher | MultiprocessLauncher
         if self._chosen_start_method == "popen":
             assert self.cluster_environment is not None  # set by the Trainer just before
-            launcher = ScriptLauncher(
+            launcher = bind_like(self, ScriptLauncher)(
                 self.cluster_environment,
                 self.num_processes,
                 self.num_nodes,
@@ -240,7 +265,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
                 self._group_timeout,
             )
         else:
-            launcher = MultiprocessLauncher(
+            launcher = bind_like(self, MultiprocessLauncher)(
                 self, self._chosen_start_method, self._reconcile_settings, self._init_method
             )
         set_launcher(self, launcher)
@@ -284,14 +309,14 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._stopping.attach(trainer)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._take_over_signals(trainer)
+        fits = is_fitting(trainer)
         batch_norm = layer_sync(self)
-        if is_fitting and batch_norm:
+        if fits and batch_norm:
             self.model = batch_norm.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        if is_fitting:
+        if fits:
             self.configure_ddp()
             self.setup_optimizers(trainer)
             self._setup_uneven_inputs(trainer)
@@ -301,10 +326,16 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             states = [*self.model.parameters(), *self.model.buffers()]
             broadcast_coalesced(self._joined_group(), states)
         self.setup_precision_plugin()
-        if is_fitting:
+        if fits:
             optimizers_to_device(self.optimizers, self.root_device)
             assert self.lightning_module is not None
             self._communication.start(self.lightning_module, self.optimizers, self._joined_group())
+
+    def _take_over_signals(self, trainer: Trainer) -> None:
+        from lightning_ddp.launch.step_stop import StepStop
+
+        self._stopping = self._stopping or StepStop()
+        self._stopping.attach(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
         """Wraps `model`; unlike torch's class, ours is no subclass of DistributedDataParallel."""
@@ -336,19 +367,23 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
     # ------------------------------------------------------------------ steps
 
+    def _check_evaluation(self) -> None:
+        if self._stopping is not None:
+            self._stopping.check_evaluation()
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; a run that only validates stops at these steps when a signal asks for it."""
-        self._stopping.check_evaluation()
+        self._check_evaluation()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; a run that tests stops at these steps when a signal asks for it."""
-        self._stopping.check_evaluation()
+        self._check_evaluation()
         return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; a run that predicts stops at these steps when a signal asks for it."""
-        self._stopping.check_evaluation()
+        self._check_evaluation()
         return super().predict_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_ddp._lightning import CUDAAccelerator
 from lightning_ddp._lightning import Trainer as LightningTrainer
+from lightning_ddp._lightning import bind, loaded_roots, num_cuda_devices
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "trainer_class"]
 
 _GPUS_FORMS = 'a number of GPUs, -1 for all, a list of indices, or a string such as "4", "0,3" or "-1"'
 
@@ -37,6 +37,11 @@ class Trainer(LightningTrainer):
     ) -> None:
         kwargs.update(_translate(gpus, num_processes, kwargs))
         super().__init__(*args, **kwargs)
+
+
+def trainer_class() -> type[Trainer]:
+    """`Trainer`, below Lightning's own if that has been imported, as what looks at its bases has to know."""
+    return next((bind(Trainer, root) for root in loaded_roots()), Trainer)
 
 
 def _translate(
@@ -76,7 +81,7 @@ def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int] | None:
     """Indices of the GPUs to use; None for none."""
     if isinstance(gpus, str):
         gpus = _parse_text(gpus)
-    available = CUDAAccelerator.auto_device_count()
+    available = num_cuda_devices()
     if isinstance(gpus, int) and not isinstance(gpus, bool):
         if gpus < -1:
             raise ConfigurationError(f"gpus={gpus}: expected {_GPUS_FORMS}")
@@ -85,7 +90,7 @@ def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int] | None:
         count = available if gpus == -1 else gpus
         if count > available or count == 0:
             wanted = "all" if gpus == -1 else gpus
-            raise ConfigurationError(f"gpus={wanted!r}, but this machine has {_count(available)}")
+            raise ConfigurationError(f"gpus={wanted!r}, {_lack(available, num_wanted=count)}")
         return list(range(count))
     if not isinstance(gpus, (list, tuple)) or any(type(i) is not int or i < 0 for i in gpus):
         raise ConfigurationError(f"gpus={gpus!r}: expected {_GPUS_FORMS}")
@@ -94,7 +99,7 @@ def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int] | None:
     if len(set(gpus)) != len(gpus):
         raise ConfigurationError(f"gpus={list(gpus)}: an index appears twice")
     if max(gpus) >= available:
-        raise ConfigurationError(f"gpus={list(gpus)}, but this machine has {_count(available)}")
+        raise ConfigurationError(f"gpus={list(gpus)}, {_lack(available, num_wanted=len(gpus))}")
     return list(gpus)
 
 
@@ -108,5 +113,7 @@ def _parse_text(text: str) -> int | list[int]:
         raise ConfigurationError(f"gpus={text!r}: expected {_GPUS_FORMS}") from None
 
 
-def _count(available: int) -> str:
-    return f"{available} GPU" + ("" if available == 1 else "s")
+def _lack(available: int, *, num_wanted: int) -> str:
+    here = f"but this machine has {available} GPU" + ("" if available == 1 else "s")
+    hint = f"; for processes on the CPU pass num_processes={num_wanted or 2}"
+    return here if available else here + hint

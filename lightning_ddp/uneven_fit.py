@@ -15,6 +15,7 @@ from lightning_ddp._lightning import (
     LightningModule,
     ResultCollection,
     Trainer,
+    bind_like,
     set_training_results,
 )
 from lightning_ddp.comm.group import Group
@@ -64,7 +65,8 @@ class UnevenFit(DDPStrategy):
                 is_allowed=self._uneven_inputs == "join",
                 divide_by_initial_world_size=self._divide_by_initial_world_size,
             )
-            set_training_results(trainer, _LockstepResults(self._lockstep))
+            results = bind_like(trainer, _LockstepResults)(self._lockstep)
+            set_training_results(trainer, results)
 
     def process_dataloader(self, dataloader: object) -> object:
         """With `uneven_inputs`, makes the training dataloader end on all ranks at once; communicates then.

@@ -7,8 +7,9 @@ import functools
 import inspect
 from typing import Any
 
-from lightning_ddp._lightning import StrategyRegistry
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp._lightning import ROOTS, accept_strategies, explain_refusals
+from lightning_ddp.errors import ConfigurationError, unknown_argument
+from lightning_ddp.launch.import_hook import after_import
 from lightning_ddp.strategy import CustomDDPStrategy
 
 __all__ = [
@@ -65,6 +66,18 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
 }
 """The variants of this package: name -> (description, arguments of `CustomDDPStrategy`)."""
+for _name in ("custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
+    for _search in ("find_unused_parameters_true", "find_unused_parameters_false"):
+        _description, _arguments = BUILTIN[f"custom_ddp_{_search}"]
+        BUILTIN[f"{_name}_{_search}"] = (
+            _description.replace("custom_ddp", _name),
+            {**BUILTIN[_name][1], **_arguments},
+        )
+
+_variants: dict[str, dict[str, Any]] = {}
+"""What a namespace that is imported later is to have registered."""
+_joined: list[dict[str, Any]] = []
+"""The registries of the namespaces that have been imported."""
 
 
 def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any) -> None:
@@ -90,17 +103,42 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
     known = _strategy_arguments()
     for argument in strategy_kwargs:
         if argument not in known:
-            close = difflib.get_close_matches(argument, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
-            raise TypeError(f"CustomDDPStrategy has no argument {argument!r}{hint}")
-    present = dict(StrategyRegistry).get(name)
-    if present is not None:
-        if present["strategy"] is CustomDDPStrategy and present["init_params"] == strategy_kwargs:
-            return
+            raise unknown_argument("CustomDDPStrategy()", argument, known)
+    entry = {"strategy": CustomDDPStrategy, "description": description, "init_params": strategy_kwargs}
+    is_new = [_is_new(name, entry, registry) for registry in _registries()]
+    if any(is_new):
+        _variants[name] = entry
+        for registry in _joined:
+            _add(name, entry, registry)
+
+
+def _registries() -> list[dict[str, Any]]:
+    """Those of the namespaces that have been imported; before that, what waits for them."""
+    return _joined or [_variants]
+
+
+def _is_new(name: str, entry: dict[str, Any], registry: dict[str, Any]) -> bool:
+    present = dict(registry).get(name)
+    if present is None:
+        return True
+    if any(present[key] != entry[key] for key in ("strategy", "init_params")):
         raise ConfigurationError(
             f"strategy name {name!r} is taken: {present['description'] or 'no description'}"
         )
-    StrategyRegistry.register(name, CustomDDPStrategy, description=description, **strategy_kwargs)
+    return False
+
+
+def _add(name: str, entry: dict[str, Any], registry: Any) -> None:
+    if _is_new(name, entry, registry):
+        registry.register(name, entry["strategy"], description=entry["description"], **entry["init_params"])
+
+
+def _join(module: Any) -> None:
+    """Registers all variants with a namespace that has just been imported; `module` is its `strategies`."""
+    accept_strategies(module)
+    for name, entry in _variants.items():
+        _add(name, entry, module.StrategyRegistry)
+    _joined.append(module.StrategyRegistry)
 
 
 @functools.cache
@@ -112,7 +150,7 @@ def available_variants() -> dict[str, str]:
     """The names under which `CustomDDPStrategy` is registered, with their descriptions, sorted by name."""
     return {
         name: entry["description"]
-        for name, entry in sorted(StrategyRegistry.items())
+        for name, entry in sorted(_registries()[0].items())
         if entry["strategy"] is CustomDDPStrategy
     }
 
@@ -123,10 +161,47 @@ def variant_arguments(name: str) -> dict[str, Any]:
     Raises:
         KeyError: no such name is registered.
     """
-    return dict(StrategyRegistry[name]["init_params"])
+    return dict(_registries()[0][name]["init_params"])
 
 
 def register_builtin_variants() -> None:
-    """Registers the variants of this package. `import lightning_ddp` calls it."""
+    """Registers the variants of this package with each namespace of Lightning, now or when it is imported.
+
+    `import lightning_ddp` calls it.
+    """
     for name, (description, arguments) in BUILTIN.items():
         register_variant(name, description=description, **arguments)
+    for root in ROOTS:
+        after_import(f"{root}.strategies", _join)
+        after_import(
+            f"{root}.trainer.connectors.accelerator_connector",
+            lambda module: explain_refusals(module, _explain_refusal),
+        )
+
+
+def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | None:
+    """What to say where a Trainer has refused what it was given; None if that is nothing of ours."""
+    if isinstance(strategy, str):
+        known = {*_registries()[0], *(name for registry in _joined for name in registry)}
+        meant = next(iter(difflib.get_close_matches(strategy.lower(), sorted(known), n=1)), None)
+        if meant in _variants and strategy.lower() not in known:
+            return f"there is no strategy {strategy!r}; did you mean {meant!r}?"
+    if isinstance(strategy, CustomDDPStrategy):
+        words = str(error).replace("strategy='ddp_notebook'", "strategy='custom_ddp_notebook'")
+        return words if words != str(error) else None
+    if _is_class_of_ours(strategy):
+        return (
+            f"strategy={strategy.__name__} is the class: make one, strategy={strategy.__name__}(), or name a"
+            " variant, strategy='custom_ddp'"
+        )
+    for plugin in plugins if isinstance(plugins, list | tuple) else [plugins]:
+        if isinstance(plugin, CustomDDPStrategy) or _is_class_of_ours(plugin) or plugin in _variants:
+            return (
+                "a strategy is no plugin since Lightning 1.6: in the place of plugins= write"
+                " strategy=CustomDDPStrategy(...), or the name of a variant, strategy='custom_ddp'"
+            )
+    return None
+
+
+def _is_class_of_ours(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, CustomDDPStrategy)

@@ -103,7 +103,7 @@ def test_every_option_of_a_hook_or_averager_is_there_with_its_default_and_a_desc
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_a_file_makes_the_strategy_that_the_variant_of_its_name_makes(name, constructed):
     strategy = hydra.utils.instantiate(composed(f"strategy={SHORT_NAMES[name]}").strategy)
-    assert type(strategy) is lightning_ddp.CustomDDPStrategy
+    assert isinstance(strategy, lightning_ddp.CustomDDPStrategy)
     lightning_ddp.CustomDDPStrategy(**variant_arguments(name))
     found, expected = constructed
     assert found == expected
@@ -144,7 +144,7 @@ def test_a_trainer_is_built_with_the_chosen_strategy_and_plain_values(constructe
     trainer = hydra.utils.instantiate(config.trainer)
     assert type(trainer) is lightning_ddp.Trainer
     assert (trainer.max_epochs, trainer.num_devices) == (3, 2)
-    assert type(trainer.strategy) is lightning_ddp.CustomDDPStrategy
+    assert isinstance(trainer.strategy, lightning_ddp.CustomDDPStrategy)
     (given,) = constructed
     assert given["ddp_comm_hook"] == parse_hook({"name": "powersgd", "rank": 3, "start_step": 100})
     assert (given["timeout"], given["stall_timeout"]) == (timedelta(minutes=10), timedelta(minutes=5))
@@ -500,7 +500,7 @@ def test_lightning_cli_builds_the_strategy_from_its_yaml(tmp_path, capsys, monke
         monkeypatch.setattr("sys.argv", ["train.py", "--config", str(path)])
         return LightningCLI(BoringModel, BoringDataModule, run=False, seed_everything_default=False)
 
-    assert type(run("bucket_cap_mb: 10").trainer.strategy) is lightning_ddp.CustomDDPStrategy
+    assert isinstance(run("bucket_cap_mb: 10").trainer.strategy, lightning_ddp.CustomDDPStrategy)
     lightning_ddp.CustomDDPStrategy(
         ddp_comm_hook={"name": "powersgd", "rank": 3},
         model_averaging={"name": "post_local_sgd", "period": 4},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -15,6 +16,9 @@ from typing import Any
 
 from harness import ScriptResult, run_script
 from harness.scripts import ROOT
+from omegaconf import OmegaConf
+
+from lightning_ddp.launch.hydra_job import HandedConfig
 
 TESTS = ROOT / "tests"
 DEADLINE_S = 300.0
@@ -126,6 +130,23 @@ def require_one_job(notes: dict[int, Note], *, num_ranks: int = 2, has_subfolder
         f"{r}.log" for r in range(1, num_ranks)
     ]
     return folder
+
+
+def test_a_class_whose_module_was_executed_again_is_handed_over_by_its_name(tmp_path, monkeypatch) -> None:
+    """As Hydra does with a plugin that is imported already: in a worker of joblib, that of the launcher."""
+    name = "plugin_of_a_test"
+    (tmp_path / f"{name}.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass Conf:\n    n: int = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    first = importlib.import_module(name)
+    config = OmegaConf.create({"hydra": {"launcher": first.Conf}})
+    monkeypatch.delitem(sys.modules, name)
+    second = importlib.import_module(name)
+    received = HandedConfig.of(config, "the configuration").unpack()
+    assert received == config
+    assert OmegaConf.get_type(config.hydra.launcher) is first.Conf
+    assert OmegaConf.get_type(received.hydra.launcher) is second.Conf
 
 
 def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(tmp_path) -> None:

@@ -136,7 +136,7 @@ def test_children_unwind_when_the_launching_rank_fails(is_in_background, tmp_pat
     ("arguments", "message"),
     [
         ("devices=0, strategy='custom_ddp'", "`Trainer(devices=0)` value is not a valid input"),
-        ("devices=2, strategy='custom_dpp'", "custom_dpp"),
+        ("devices=2, strategy='custom_dpp'", "no strategy 'custom_dpp'; did you mean 'custom_ddp'?"),
         (
             "devices=2, strategy=lightning_ddp.CustomDDPStrategy(buckets=3)",
             "unexpected keyword argument 'buckets'",
@@ -148,6 +148,31 @@ def test_bad_arguments_are_named_and_nothing_is_left(arguments, message) -> None
     result = run_script(script, timeout_s=DEADLINE_S)
     assert result.returncode == 1
     assert message in result.stderr
+
+
+OWN_LAUNCHER = """
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
+import lightning_ddp
+
+class Strategy(lightning_ddp.CustomDDPStrategy):
+    def _configure_launcher(self):
+        arguments = self.cluster_environment, self.num_processes, self.num_nodes
+        self._launcher = _SubprocessScriptLauncher(*arguments)
+
+trainer = pl.Trainer(
+    strategy=Strategy(), accelerator="cpu", devices=2, max_steps=2, limit_val_batches=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(BoringModel())
+trainer.validate(BoringModel(), verbose=False)
+print("trained", trainer.world_size, flush=True)
+"""
+
+
+def test_a_strategy_with_a_launcher_of_the_users_trains_and_validates() -> None:
+    assert run_script(OWN_LAUNCHER, timeout_s=DEADLINE_S).check().stdout.count("trained 2\n") == 2
 
 
 BAD_MODEL = """

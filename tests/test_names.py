@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import pytorch_lightning as pl
 import torch
 from harness import run_script
 from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import lightning_ddp
-from lightning_ddp import CustomDDPStrategy, available_variants, register_variant
+from lightning_ddp import CustomDDPStrategy, available_variants, register_variant, variants
 from lightning_ddp.cli import main
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.variants import BUILTIN
@@ -23,6 +26,7 @@ def variant_name():
     name = "custom_ddp_for_a_test"
     yield name
     StrategyRegistry.pop(name, None)
+    variants._variants.pop(name, None)
 
 
 @pytest.fixture
@@ -69,7 +73,7 @@ def test_the_string_selects_our_strategy_with_its_arguments(variant_name, monkey
 
     monkeypatch.setattr(CustomDDPStrategy, "__init__", recorded)
     trainer = pl.Trainer(strategy=variant_name, accelerator="cpu", devices=2, **QUIET)
-    assert type(trainer.strategy) is CustomDDPStrategy
+    assert isinstance(trainer.strategy, CustomDDPStrategy)
     assert isinstance(trainer.strategy, DDPStrategy)
     assert isinstance(trainer.strategy, ParallelStrategy)
     assert calls == [given]
@@ -91,10 +95,40 @@ def test_a_name_that_lightning_could_never_find_is_refused(name) -> None:
 
 
 def test_an_unknown_argument_names_the_closest() -> None:
-    with pytest.raises(TypeError, match=r"no argument 'bucket_cap_mbs'; did you mean 'bucket_cap_mb'\?"):
+    with pytest.raises(TypeError, match=r"argument 'bucket_cap_mbs'; did you mean 'bucket_cap_mb'\?"):
         register_variant("custom_ddp_x", bucket_cap_mbs=3)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_size'"):
-        CustomDDPStrategy(bucket_size=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'bucket_cap'; did you mean 'bucket_cap_mb'\?"):
+        CustomDDPStrategy(bucket_cap=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'size'; there are accelerator, "):
+        CustomDDPStrategy(size=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "custom-ddp"}, "no strategy 'custom-ddp'; did you mean 'custom_ddp'?"),
+        ({"strategy": "Custom_DDP_fp61"}, "did you mean 'custom_ddp_fp16'?"),
+        ({"strategy": CustomDDPStrategy}, "strategy=CustomDDPStrategy is the class: make one, "),
+        (
+            {"plugins": [CustomDDPStrategy()]},
+            "in the place of plugins= write strategy=CustomDDPStrategy(...)",
+        ),
+        ({"plugins": "custom_ddp"}, "or the name of a variant, strategy='custom_ddp'"),
+        # not ours
+        ({"strategy": "ddp_spwan"}, "You selected an invalid strategy name: `strategy='ddp_spwan'`"),
+        ({"plugins": [3]}, "Found invalid type for plugin 3"),
+    ],
+)
+def test_what_a_trainer_refuses_is_said_in_words_that_help(arguments, message) -> None:
+    with pytest.raises((ValueError, MisconfigurationException), match=re.escape(message)):
+        pl.Trainer(accelerator="cpu", devices=2, **QUIET, **arguments)
+
+
+def test_a_notebook_is_told_the_variant_for_notebooks(monkeypatch) -> None:
+    monkeypatch.setattr("pytorch_lightning.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match=r"`Trainer\(strategy='custom_ddp_notebook'\)`"):
+        pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, **QUIET)
+    pl.Trainer(strategy="custom_ddp_notebook", accelerator="cpu", devices=2, **QUIET)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +140,10 @@ def test_an_unknown_argument_names_the_closest() -> None:
         ),
         ({"ddp_comm_wrapper": lambda hook: hook}, "ddp_comm_wrapper wraps a hook"),
         ({"model_averaging_period": 4}, "post-local SGD needs both"),
+        ({"broadcast_buffers": "never"}, "broadcast_buffers='never': one of 'auto', True, False"),
+        ({"process_group_backend": "glo"}, "this process knows no backend 'glo'; there are "),
+        ({"timeout": 60}, r"timeout=60: expected a datetime.timedelta, such as timedelta\(minutes=5\)"),
+        ({"stall_timeout": 60.0}, "stall_timeout=60.0: expected a datetime.timedelta"),
         ({"debug": "info"}, "debug='info'; there are None, 'detail'"),
         ({"uneven_inputs": "joined"}, "uneven_inputs='joined'; there are None, 'error', 'join'"),
         ({"divide_by_initial_world_size": False}, "divide_by_initial_world_size=False needs uneven_inputs="),
@@ -194,6 +232,13 @@ def test_contradictory_spellings(four_gpus, arguments, message) -> None:
         lightning_ddp.Trainer(**arguments)
 
 
+def test_without_gpus_the_spelling_for_the_cpu_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for gpus, number in ((2, 2), (-1, 2), ("0,1,2", 3)):
+        with pytest.raises(ConfigurationError, match=f"has 0 GPUs; for .* pass num_processes={number}"):
+            lightning_ddp.Trainer(gpus=gpus)
+
+
 def test_more_gpus_than_this_machine_has_are_refused() -> None:
     available = CUDAAccelerator.auto_device_count()
     with pytest.raises(ConfigurationError, match=rf"gpus=64, but this machine has {available} GPU"):
@@ -206,15 +251,25 @@ MOST_OTHER_MODULES = 3
 """Of other packages, that it may load where Lightning has been imported."""
 
 
+ONLY_LIGHTNING = "import lightning_ddp\nimport lightning as pl"
+BOTH = "import pytorch_lightning\nimport lightning_ddp\nimport lightning as pl"
+BOTH_THE_OTHER = "import lightning\nimport lightning_ddp\nimport pytorch_lightning as pl"
+
+
 @pytest.mark.parametrize(
     ("imports", "expected"),
     [
         pytest.param("import pytorch_lightning as pl", "pytorch_lightning", marks=pytest.mark.slow),
         ("import lightning.pytorch as pl", "lightning"),
-        ("import lightning_ddp\nimport pytorch_lightning as pl", "pytorch_lightning"),
+        pytest.param(
+            "import lightning_ddp\nimport pytorch_lightning as pl",
+            "pytorch_lightning",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(ONLY_LIGHTNING, "lightning", marks=pytest.mark.slow),
     ],
 )
-def test_the_namespace_that_the_user_imported_is_used(imports, expected) -> None:
+def test_the_namespace_that_the_user_imports_is_used(imports, expected) -> None:
     pytest.importorskip("lightning", reason="the test requirements install it")
     script = f"""
 import sys
@@ -233,12 +288,94 @@ from lightning_ddp import *
 assert DataParallel is lightning_ddp.DataParallel
 assert BucketedDDP.__module__ == "lightning_ddp.parallel.module"
 assert not hasattr(lightning_ddp, "no_such_name")
-base = next(c for c in lightning_ddp.CustomDDPStrategy.__mro__ if c.__name__ == "DDPStrategy")
-assert base.__module__.split(".")[0] == {expected!r}
-other = {{"lightning": "pytorch_lightning", "pytorch_lightning": "lightning.pytorch"}}[{expected!r}]
-assert other not in sys.modules
+assert issubclass(lightning_ddp.Trainer, pl.Trainer)
 trainer = pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, logger=False)
-assert type(trainer.strategy) is lightning_ddp.CustomDDPStrategy
-assert isinstance(lightning_ddp.Trainer(logger=False), pl.Trainer)
+assert isinstance(trainer.strategy, lightning_ddp.CustomDDPStrategy)
+for callback in (lightning_ddp.callbacks.CommunicationMonitor(), lightning_ddp.Trainer(logger=False)):
+    modules = {{c.__module__.split(".")[0] for c in type(callback).__mro__}}
+    (base,) = modules & {{"lightning", "pytorch_lightning"}}
+    assert base == {expected!r}
+    other = {{"lightning": "pytorch_lightning", "pytorch_lightning": "lightning.pytorch"}}[{expected!r}]
+    assert other not in sys.modules
 """
     run_script(script, fresh=True).check()
+
+
+IN_BOTH = """
+import copy, pickle, sys
+IMPORTS
+from lightning_ddp import CustomDDPStrategy, _lightning
+
+class Mine(CustomDDPStrategy):
+    def __init__(self, size=3, **arguments):
+        super().__init__(bucket_cap_mb=size, **arguments)
+
+base = sys.modules[pl.Trainer.__module__.removesuffix(".trainer.trainer")].strategies.DDPStrategy
+quiet = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+assert issubclass(Mine, base) and issubclass(Mine, base.__mro__[2])
+lightning_ddp.register_variant("custom_ddp_later", bucket_cap_mb=2)
+for strategy in ("custom_ddp", "custom_ddp_later", CustomDDPStrategy(), Mine(size=4)):
+    used = pl.Trainer(strategy=strategy, **quiet).strategy
+    assert type(used).__mro__.index(base) > type(used).__mro__.index(CustomDDPStrategy)
+    launchers = sys.modules[base.__module__.replace("ddp", "launchers")]
+    assert isinstance(used.launcher, launchers._SubprocessScriptLauncher)
+for twin in (pickle.loads(pickle.dumps(used)), copy.deepcopy(used)):
+    assert type(twin) is type(used)
+    assert twin._wrapper_options == used._wrapper_options
+assert type(used).__name__ == "Mine"
+"""
+
+
+@pytest.mark.parametrize(
+    "imports", [BOTH, BOTH_THE_OTHER, "import lightning, pytorch_lightning\n" + ONLY_LIGHTNING]
+)
+def test_with_both_imported_a_strategy_becomes_one_of_the_trainers(imports) -> None:
+    pytest.importorskip("lightning", reason="the test requirements install it")
+    run_script(IN_BOTH.replace("IMPORTS", imports)).check()
+
+
+TRAINED = """
+import sys
+IMPORTS
+import torch
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum() * (1 + self.trainer.global_rank)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_end(self):
+        assert isinstance(self.trainer.strategy, lightning_ddp.CustomDDPStrategy)
+        weights = self.all_gather(self.layer.weight.detach())
+        assert weights.shape[0] == 2 and torch.equal(weights[0], weights[1])
+        roots = [root for root in ("lightning.pytorch", "pytorch_lightning") if root in sys.modules]
+        print("trained with", *roots, flush=True)
+
+if __name__ == "__main__":
+    strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])
+    options = dict(accelerator="cpu", devices=2, max_steps=2, logger=False, enable_checkpointing=False)
+    trainer = pl.Trainer(strategy=strategy, enable_progress_bar=False, enable_model_summary=False, **options)
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2))
+"""
+
+
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+@pytest.mark.parametrize(
+    ("imports", "roots"),
+    [
+        pytest.param(ONLY_LIGHTNING, "lightning.pytorch", marks=pytest.mark.slow),
+        (BOTH, "lightning.pytorch pytorch_lightning"),
+        pytest.param(BOTH_THE_OTHER, "lightning.pytorch pytorch_lightning", marks=pytest.mark.slow),
+    ],
+)
+def test_each_start_method_trains_with_the_namespace_of_the_trainer(start_method, imports, roots) -> None:
+    pytest.importorskip("lightning", reason="the test requirements install it")
+    is_alone = imports == ONLY_LIGHTNING
+    result = run_script(TRAINED.replace("IMPORTS", imports), [start_method], fresh=is_alone).check()
+    assert result.stdout.count(f"trained with {roots}\n") == 2

@@ -615,7 +615,7 @@ def test_an_exception_is_seen_to_as_lightning_does(monkeypatch) -> None:
 
     def leave(function: Any, *args: Any) -> None:
         assert function.__name__ == "_fit_impl", "what the phase of a run is called after"
-        raise _lightning.TunerExitException
+        raise _lightning.lightnings("TunerExitException")
 
     monkeypatch.setattr(trainer, "_fit_impl", functools.partial(leave, pl.Trainer._fit_impl))
     trainer.fit(BoringModel())
@@ -759,6 +759,35 @@ def test_a_script_without_a_main_guard_is_refused(monkeypatch) -> None:
         _lightning.check_missing_main_guard()
 
 
+@canary(
+    "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector"
+    "._check_config_and_set_final_flags",
+    "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._lazy_init_strategy",
+)
+def test_a_trainer_looks_at_its_arguments_in_two_methods(monkeypatch) -> None:
+    """The first is given strategy and plugins by name, the second comes when the strategy has been set."""
+    kind = sys.modules["pytorch_lightning.trainer.connectors.accelerator_connector"]._AcceleratorConnector
+    called = []
+
+    def note(name: str, look: Callable[..., Any]) -> None:
+        original = getattr(kind, name)
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.append((name, look(self, **kwargs)))
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    note("_check_config_and_set_final_flags", lambda self, **given: (given["strategy"], given["plugins"]))
+    note("_lazy_init_strategy", lambda self: type(self.strategy).__name__)
+    new_trainer(strategy="ddp", devices=2)
+    assert called == [
+        ("_check_config_and_set_final_flags", ("ddp", None)),
+        ("_lazy_init_strategy", "DDPStrategy"),
+    ]
+
+
 @canary("pytorch_lightning.strategies.launchers._SubprocessScriptLauncher._check_can_spawn_children")
 def test_a_process_that_was_started_starts_no_others() -> None:
     """Its local rank is not 0."""
@@ -836,7 +865,7 @@ def test_the_state_of_optimizers_moves() -> None:
     ],
 )
 def test_a_name_that_is_gone_is_an_error_with_the_version(monkeypatch, call, name) -> None:
-    monkeypatch.setattr(_lightning, "_VERSION", "2.7.0rc1")
+    monkeypatch.setattr(_lightning, "_version", lambda root: "2.7.0rc1")
     other = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(advance=print)))
     with pytest.raises(
         UnsupportedVersionError, match=rf"^pytorch-lightning 2\.7\.0rc1 has no `{name}` in .* 2\.5 to 2\.6"
@@ -1189,6 +1218,8 @@ def inherited() -> set[tuple[str, str]]:
     found = set()
     for file, node in foreign_classes():
         kind = getattr(importlib.import_module(file.module), node.name)
+        if issubclass(kind, _lightning._Unbound):
+            kind = _lightning.bind(kind, "pytorch_lightning")
         bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in DEPENDENCIES]
         theirs = "\n".join(source_of(base.__module__).get(base.__name__, "") for base in bases)
         for base in kind.__mro__:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, make_dataclass
 from datetime import timedelta
 from typing import Any
 
-from lightning_ddp._lightning import Trainer as LightningTrainer
+from lightning_ddp._lightning import lightnings
 from lightning_ddp.averaging import available_averagers, averager_options
 from lightning_ddp.conf.options import Option, options_of_dataclass, options_of_signature
 from lightning_ddp.hooks import available_hooks, hook_options
@@ -96,7 +96,7 @@ def _class_name(name: str) -> str:
 def _trainer_options() -> list[Option]:
     """Those of Lightning's Trainer of this installation, and the two that are added to it."""
     added = [o for o in options_of_signature(Trainer) if o.name != "self"]
-    return [*options_of_signature(LightningTrainer), *added]
+    return [*options_of_signature(lightnings("Trainer")), *added]
 
 
 STRATEGY = _make(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import os
 import pickle
+import pkgutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -58,7 +60,7 @@ class HandedConfig:
         bare = copy.deepcopy(config)
         bare._metadata.resolver_cache = defaultdict(dict)
         try:
-            packed = pickle.dumps(bare)
+            packed = _dumps(bare)
         except Exception as error:
             raise ConfigurationError(_describe_unpicklable(bare, what, error)) from error
         return cls(config=packed, answers=pickle.dumps(cache.to_portable()))
@@ -156,6 +158,30 @@ def read_handover(descriptor: int) -> Handover:
     )
 
 
+class _Pickler(pickle.Pickler):
+    """Takes a class by its name, also where that is another one by now.
+
+    Hydra executes the modules of its plugins again when they have been imported already, as in a worker of
+    hydra-joblib-launcher: the classes of the configuration that the worker got are of the first time.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, type):
+            return NotImplemented
+        name = f"{value.__module__}:{value.__qualname__}"
+        try:
+            is_other = pkgutil.resolve_name(name) is not value
+        except (AttributeError, ImportError, ValueError):  # pickle says it better
+            return NotImplemented
+        return (pkgutil.resolve_name, (name,)) if is_other else NotImplemented
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
 def task_name(function: Any) -> str:
     """What a function is called on all ranks, such as `__main__.train`."""
     inner = getattr(function, "func", function)  # of a functools.partial
@@ -176,7 +202,7 @@ def without_files(settings: Any) -> Any:
 def _describe_unpicklable(config: Any, what: str, error: Exception) -> str:
     for key, value in _leaves(config):
         try:
-            pickle.dumps(value)
+            _dumps(value)
         except Exception as reason:  # noqa: BLE001 (classes raise what they like)
             return (
                 f"{what} cannot be handed to the child processes: the value of `{key}`, a"

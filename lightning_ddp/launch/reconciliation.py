@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp._lightning import SIGTERMException, TunerExitException
+from lightning_ddp._lightning import stop_exceptions
 from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.interrupt import Interrupt
@@ -238,7 +238,7 @@ class Reconciliation:
             result = function(*args, **kwargs)
             self._leave_together()
             return result
-        except (SIGTERMException, TunerExitException):  # raised by all ranks, and no failure
+        except stop_exceptions():  # raised by all ranks, and no failure
             raise
         except BaseException as error:
             self.alarm.silence()

@@ -30,6 +30,7 @@ __all__ = [
     "host_store",
     "hosted_store",
     "join_default_group",
+    "require_backend",
     "run_store",
 ]
 
@@ -199,7 +200,7 @@ def join_default_group(
     Raises:
         ConfigurationError: there is no such backend in this process.
     """
-    _require_backend(backend)
+    require_backend(backend)
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
         arguments["device_id"] = device
@@ -210,7 +211,12 @@ def join_default_group(
     return dist.group.WORLD
 
 
-def _require_backend(backend: str) -> None:
+def require_backend(backend: str) -> None:
+    """Refuses a name, or several in torch's spelling, of which this process knows no backend.
+
+    Raises:
+        ConfigurationError: says which there are.
+    """
     known = dist.Backend.backend_list
     for name in sorted(backend_names(backend)):
         if name not in known:

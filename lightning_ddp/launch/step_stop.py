@@ -11,11 +11,11 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from lightning_ddp._lightning import (
-    SIGTERMException,
-    TrainerFn,
     at_step_boundaries,
+    is_fitting,
     note_sigterm,
     replace_signal_handlers,
+    sigterm_exception,
 )
 from lightning_ddp.launch.reconciliation import current
 
@@ -60,12 +60,12 @@ class StepStop:
         if ours.boundary.is_requeue:
             # all ranks save a checkpoint together, and rank 0 asks SLURM to start the job again
             self._requeue(ours.boundary.signal, None)
-        raise SIGTERMException
+        raise sigterm_exception(self._trainer)
 
     def check_evaluation(self) -> None:
         """A step of an evaluation: a boundary unless it belongs to a fit, which stops between its own."""
         current().interrupt.activity.advance()
-        if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
+        if self._trainer is not None and not is_fitting(self._trainer):
             self.check()
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.parallel.options import check_broadcast_buffers
 from lightning_ddp.parallel.snapshot import unseen_by_autograd
 from lightning_ddp.parallel.states import broadcast_coalesced
 
@@ -42,8 +42,7 @@ class BufferSettings:
         Raises:
             ConfigurationError: an argument is something else than torch knows, or 'auto'.
         """
-        if broadcast_buffers not in (None, "auto", True, False):
-            raise ConfigurationError(f"broadcast_buffers={broadcast_buffers!r}: one of 'auto', True, False")
+        check_broadcast_buffers(broadcast_buffers)
         if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
             warnings.warn(
                 f"broadcast_buffers={broadcast_buffers} is ignored, as forward_sync_buffers is given too",

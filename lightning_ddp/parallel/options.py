@@ -10,7 +10,14 @@ import torch
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.parallel.buckets import MIB
 
-__all__ = ["AUTO", "DEFAULT_CAP_MB", "BucketCap", "ReducerOptions", "bucket_caps_bytes"]
+__all__ = [
+    "AUTO",
+    "DEFAULT_CAP_MB",
+    "BucketCap",
+    "ReducerOptions",
+    "bucket_caps_bytes",
+    "check_broadcast_buffers",
+]
 
 AUTO: Final = "auto"
 """Instead of the cap of a bucket: the plan is computed from what the first steps take."""
@@ -72,6 +79,16 @@ class ReducerOptions:
     def early_copy_for(batched_grad_copy: bool | None) -> int:
         """The threshold for torch's argument: True for one copy a bucket, False for one copy a gradient."""
         return {True: _NEVER, False: 0, None: _EARLY_COPY_BYTES}[batched_grad_copy]
+
+
+def check_broadcast_buffers(value: object) -> None:
+    """Refuses what torch's argument `broadcast_buffers` cannot be.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if not (value is None or isinstance(value, bool) or value == AUTO):
+        raise ConfigurationError(f"broadcast_buffers={value!r}: one of 'auto', True, False")
 
 
 def bucket_caps_bytes(cap_mb: BucketCap, caps_mb: list[float] | None = None) -> tuple[int, ...]:
