@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import user_script
 from harness import ScriptResult, run_script
-from user_script import order, read_notes
+from user_script import ALL, order, read_notes
 
 SCRIPT = Path(user_script.__file__)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
@@ -176,15 +176,25 @@ def test_no_rank_has_left_fit_when_another_fails_in_its_last_hook(tmp_path, stra
     assert "ValueError: expected 3 channels, got 1" in report
 
 
-@pytest.mark.parametrize("strategy", ["popen", "spawn"])
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("stuck", ["lock", "expression", "thread"])
-def test_a_process_that_never_ends_is_ended(tmp_path, strategy, victim, stuck) -> None:
-    """The other one has failed; of "thread" it is the victim itself that does not end."""
-    stuck_rank = victim if stuck == "thread" else 1 - victim
+def stuck_cells() -> Iterator[Any]:
+    """(start method, what is stuck, victim, the rank that is stuck, world size)."""
+    by_default = {("popen", "lock", 1, 2), ("popen", "expression", 1, 0), ("spawn", "thread", 1, 1)}
+    for strategy, stuck in itertools.product(("popen", "spawn"), ("lock", "expression", "thread")):
+        places = [(0, 0, 2), (1, 1, 2)] if stuck == "thread" else [(0, 1, 2), (1, 0, 2), (1, 2, 3)]
+        for victim, stuck_rank, world_size in places:
+            is_slow = (strategy, stuck, victim, stuck_rank) not in by_default
+            yield pytest.param(
+                strategy, stuck, victim, stuck_rank, world_size, marks=pytest.mark.slow if is_slow else ()
+            )
+
+
+@pytest.mark.parametrize(("strategy", "stuck", "victim", "stuck_rank", "world_size"), list(stuck_cells()))
+def test_a_process_that_never_ends_is_ended(
+    tmp_path, strategy, stuck, victim, stuck_rank, world_size
+) -> None:
     options = {"start_method": strategy, "failure_grace_s": SHORT_S}
     arguments = {"fault": "exception", "rank": victim, "stuck": stuck, "stuck_rank": stuck_rank}
-    result = run_user(tmp_path, strategy=options, **arguments)
+    result = run_user(tmp_path, strategy=options, trainer={"devices": world_size}, **arguments)
     is_killed = strategy == "popen" and stuck_rank == 0 and stuck != "thread"
     assert result.returncode == (-signal.SIGKILL if is_killed else 1)
     assert "ValueError: expected 3 channels, got 1" in result.stderr
@@ -194,12 +204,15 @@ def test_a_process_that_never_ends_is_ended(tmp_path, strategy, victim, stuck) -
         assert report.rstrip().endswith("ValueError: expected 3 channels, got 1")
 
 
-@pytest.mark.parametrize("strategy", ["custom_ddp"])
-def test_a_rank_that_ends_well_before_it_has_joined_ends_the_run(tmp_path, strategy) -> None:
-    result = run_user(tmp_path, strategy=strategy, fault="early", rank=1)
+@pytest.mark.parametrize(
+    ("strategy", "victim"),
+    [("custom_ddp", 1), ("custom_ddp_spawn", 0), ("custom_ddp_spawn", 1), ("custom_ddp_spawn", ALL)],
+)
+def test_a_rank_that_ends_well_before_it_has_joined_ends_the_run(tmp_path, strategy, victim) -> None:
+    result = run_user(tmp_path, strategy=strategy, fault="early", rank=victim)
     assert result.returncode == 1
-    report = result.stderr.rpartition("lightning_ddp: ")[2]
-    assert report.startswith("rank 1 (node 0, host ")
+    report = result.stderr.rpartition("PeerFailure: " if "spawn" in strategy else "lightning_ddp: ")[2]
+    assert report.startswith(f"rank {max(victim, 0)} (")
     assert "the process exited with code 0 before it had joined the others" in report
 
 

@@ -9,17 +9,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import user_script
 from harness import ScriptResult, free_port, run_script, start_script
+from pytorch_lightning.plugins.environments import LightningEnvironment
 from user_script import STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
-from lightning_ddp.launch import rendezvous
+from lightning_ddp.launch import interface, rendezvous
 from lightning_ddp.launch.children import ChildExit, Children
 
 DEADLINE_S = 180.0
@@ -316,6 +318,21 @@ def test_a_parent_variable_that_is_left_over_does_not_end_a_program_in_silence(i
         assert result.returncode == 1
         assert f"the process that LIGHTNING_DDP_PARENT_PID={pid} names has ended" in result.stderr
         assert "unset that variable" in result.stderr
+
+
+@pytest.mark.parametrize("who", ["launcher", "another node", "torchrun"])
+def test_a_first_node_whose_name_cannot_be_resolved_is_named(who, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(interface, "_RESOLVED_WITHIN_S", 0.2)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    meet: dict[str, Callable[[], Any]] = {
+        "launcher": lambda: rendezvous.HostedStore("no-such-host.invalid", 29500),
+        "another node": lambda: rendezvous.run_store("no-such-host.invalid:29500/1", None),
+        "torchrun": lambda: rendezvous.find_store(LightningEnvironment(), None),
+    }
+    with pytest.raises(RendezvousError, match="MASTER_ADDR=no-such-host\\.invalid cannot be resolved on "):
+        meet[who]()
+    assert "MASTER_ADDR=no-such-host.invalid cannot be resolved yet: " in capsys.readouterr().err
 
 
 def test_a_malformed_port_is_named(monkeypatch) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 warnings.filterwarnings("ignore")
 STEPS = 12
+ALL = -2
+"""As a rank that something happens to: all ranks."""
 FAULT_STEP, PAUSE_STEP = 2, 4
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 
@@ -154,6 +156,12 @@ class Model(pl.LightningModule):
         self.order = order
         self.losses: dict[int, float] = {}
         self.has_paused = False
+
+    def configure_callbacks(self) -> Any:
+        """Called before the ranks meet, or know which ones they are."""
+        if self.order.fault == "early" and self.order.rank in (ALL, int(os.environ["LOCAL_RANK"])):
+            os._exit(0)
+        return []
 
     def reach(self, moment: str) -> None:
         """Lets happen what is to happen here."""
@@ -351,8 +359,6 @@ def main(order: Order) -> None:
     )
     if order.is_in_background and "LOCAL_RANK" not in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if order.fault == "early" and rank == order.rank:
-        os._exit(0)
     if order.pause:  # a handler of the user's own is still called
         signal.signal(signal.SIGTERM, lambda number, frame: note(folder, rank, "sigterm"))
     model = Model(order)

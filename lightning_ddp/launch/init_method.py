@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from lightning_ddp.errors import ConfigurationError, RendezvousError
+from lightning_ddp.launch.interface import require_resolvable
 
 if sys.platform != "win32":
     import fcntl
@@ -104,6 +105,9 @@ def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None
     """
     if init_method.startswith("file://"):
         return meet_at_file(Path(urlparse(init_method).path), rank, world_size, timeout)
+    address = tcp_address(init_method)
+    if address is not None:
+        require_resolvable(address[0], "init_method")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
         store, _, _ = next(dist.rendezvous(init_method, rank, world_size, **options))

@@ -9,10 +9,17 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-__all__ = ["backend_names", "choose_interface", "describe_route", "is_own_address"]
+from lightning_ddp.errors import RendezvousError
+
+__all__ = ["backend_names", "choose_interface", "describe_route", "is_own_address", "require_resolvable"]
+
+_RESOLVED_WITHIN_S = 30.0
+_ASK_AGAIN_S = 0.5
 
 
 class _Address(ctypes.Structure):
@@ -141,13 +148,37 @@ def describe_route(address: str) -> str:
 
 
 def is_own_address(address: str) -> bool:
-    """Whether this host has the address. True also where the name cannot be resolved yet."""
-    try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return True
-    for family, kind, _, _, target in found:
+    """Whether this host has the address, which can be resolved."""
+    for family, kind, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(target)
             return True
     return False
+
+
+def require_resolvable(address: str, named_by: str = "MASTER_ADDR") -> None:
+    """Returns once the name of the first node can be resolved, which a cluster may publish late.
+
+    Args:
+        address: name or address.
+        named_by: where the user has named it, for the error.
+
+    Raises:
+        RendezvousError: it cannot be.
+    """
+    deadline = time.monotonic() + _RESOLVED_WITHIN_S
+    is_told = False
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                raise RendezvousError(
+                    f"{named_by}={address} cannot be resolved on {socket.gethostname()}: {error}. Set"
+                    f" {named_by} to a name or an address of the first node that all nodes can resolve."
+                ) from error
+            if not is_told:
+                print(f"lightning_ddp: {named_by}={address} cannot be resolved yet: {error}", file=sys.stderr)
+                is_told = True
+        time.sleep(_ASK_AGAIN_S)

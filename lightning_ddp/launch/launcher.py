@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -46,6 +47,7 @@ from lightning_ddp.launch.rendezvous import (
 from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.launch.slurm import check_tasks
 from lightning_ddp.launch.unpicklable import find_unpicklable
+from lightning_ddp.reconcile.alarm import Alarm
 from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
 from lightning_ddp.reconcile.server import ControlServer
 from lightning_ddp.reconcile.settings import ReconcileSettings
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = ["MultiprocessLauncher", "ScriptLauncher"]
 
 _INTERRUPTED_S = 1.5
+_LOOK_AGAIN_S = 0.1
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -258,6 +261,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         server = self._open_server(strategy, node_rank) if is_enabled() and node_rank == 0 else None
+        self.procs = []
+        ending = _EarlyEnds(self, server, node_rank * strategy.num_processes) if server is not None else None
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
@@ -275,6 +280,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             self._explain_unpicklable(error, {**_named(function, args, kwargs), "trainer": trainer})
             raise
         finally:
+            if ending is not None:
+                ending.close()
             if server is not None:
                 server.close()
             for name, value in before.items():
@@ -312,7 +319,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         """The failure with the exit code of its process, which all have by now."""
         local_rank = record.rank - first_rank
         code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
-        if code is not None:
+        if code:
             record = record.with_exit(code, f"the process {describe_exit(code)}")
         return record.to_error(is_rank=False)
 
@@ -331,6 +338,50 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         current().close()
 
 
+class _EarlyEnds:
+    """Looks for processes that end well before all ranks have found each other: the others wait for them.
+
+    One that ends otherwise is noticed by torch, and one that has connected by the server.
+    """
+
+    def __init__(self, launcher: MultiprocessLauncher, server: ControlServer, first_rank: int) -> None:
+        self._launcher, self._server, self._first_rank = launcher, server, first_rank
+        self._alarm = Alarm()
+        self._alarm.arm()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True, name="early-ends")
+        self._thread.start()
+
+    def _look(self) -> None:
+        failure: FailureRecord | None = None
+        while not self._server.has_met and not self._is_over.wait(_LOOK_AGAIN_S):
+            codes = [_exit_code(process) for process in self._launcher.procs]
+            if 0 in codes and failure is None:
+                rank = self._first_rank + codes.index(0)
+                identity = Identity(rank=rank, node_rank=0, pid=self._launcher.procs[codes.index(0)].pid or 0)
+                message = "the process exited with code 0 before it had joined the others"
+                failure = FailureRecord.of_identity(identity, message, exit_code=0)
+                self._server.tell({**failure.to_message(), "kind": "exited"})
+            if failure is not None and not any(code != 0 for code in codes):
+                self._alarm.ring(failure.to_error())  # the main thread waits for what rank 0 returns
+
+    def close(self) -> None:
+        """Called when the processes have been joined."""
+        self._alarm.release()
+        self._is_over.set()
+        self._thread.join()
+
+
+def _exit_code(process: Any) -> int | None:
+    """Of a process that has ended, which is left to be waited for; None for one that runs."""
+    try:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # it has been waited for
+        code: int | None = process.exitcode
+        return code
+    return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
 class _Unwinding:
     """The function of a worker process, and what Lightning does about exceptions in the main one only."""
 
@@ -344,6 +395,8 @@ class _Unwinding:
             if self._trainer is not None:
                 interrupt_trainer(self._trainer, error)
                 teardown_trainer(self._trainer)
+            if isinstance(error, SystemExit) and not error.code:
+                raise SystemExit(1) from error  # with 0 the launching process would wait for the result
             raise
 
 

@@ -19,7 +19,12 @@ from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch.attempt import store_of_attempt
-from lightning_ddp.launch.interface import backend_names, describe_route, is_own_address
+from lightning_ddp.launch.interface import (
+    backend_names,
+    describe_route,
+    is_own_address,
+    require_resolvable,
+)
 
 __all__ = [
     "STORE_VARIABLE",
@@ -56,8 +61,9 @@ class HostedStore:
     """
 
     def __init__(self, address: str, port: int | None, named_by: str = "MASTER_PORT") -> None:
+        name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
+        require_resolvable(address, name)
         if not is_own_address(address):
-            name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
             raise RendezvousError(
                 f"{name}={address} (port {port}) is no address of this host, which is node 0:"
                 f" {describe_route(address)}. Set {name} on all nodes to the address of the one with"
@@ -170,6 +176,7 @@ def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> A
     os.environ["MASTER_PORT"] = str(environment.main_port)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     rank, world_size = environment.global_rank(), environment.world_size()
+    require_resolvable(environment.main_address)
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, **options))
     except RuntimeError as error:
@@ -258,6 +265,7 @@ def run_store(where: str, timeout: timedelta | None) -> Any:
     prefix = f"run{run}"
     if _is_ours(address, int(port)) and _hosted is not None:
         return dist.PrefixStore(prefix, _hosted.store)
+    require_resolvable(address)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
         return dist.PrefixStore(prefix, dist.TCPStore(address, int(port), is_master=False, **options))

@@ -77,6 +77,8 @@ class ControlServer:
         self._stop = StopAgreement(settings.failure_grace_s)
         self._stall = StallWatch(settings.stall_timeout_s) if settings.stall_timeout_s is not None else None
         self._inspection = Inspection(world_size)
+        self.has_met = False
+        """Whether all ranks have been connected."""
         self._num_ended: Counter[int] = Counter()
         """Number of a run -> ranks that have ended it."""
         self._num_left = 0
@@ -261,6 +263,7 @@ class ControlServer:
         if self._verdict.first is not None:
             self._send(peer, {**self._verdict.first.to_message(), "kind": "failure"})
         if len(self._ranks) == self._world_size:
+            self.has_met = True
             self._send_all([{"kind": "all_here"}])
 
     def _note_end(self, peer: Peer) -> None:
