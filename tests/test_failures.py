@@ -46,6 +46,9 @@ EXIT_CODES = {"exit": 3, "kill": -9, "segv": -11}
 EXCEPTIONS = {"exception": "ValueError", "memory": "MemoryError"}
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
 def cells() -> Iterator[Any]:
     """(fault, victim, moment, world size); those of the default run are unmarked."""
     for fault, moment in itertools.product(FAULTS, MOMENTS):
@@ -258,6 +261,26 @@ def test_what_all_ranks_raise_is_caught_as_what_it_is(tmp_path, fault, catches, 
     result = run_user(tmp_path, fault=fault, catches=catches)
     notes = read_notes(tmp_path)
     assert {notes[f"caught-{rank}"]["kind"] for rank in range(2)} == kinds, result.stderr
+
+
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["own", "torchrun"]
+)
+@pytest.mark.parametrize("fault", ["exception", "late"])
+def test_a_script_that_has_caught_what_all_ranks_raise_fits_again(tmp_path, fault, launcher) -> None:
+    arguments = order(tmp_path, fault=fault, catches="ValueError", fits_again=True)
+    run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S, launcher=launcher).check()
+    notes = read_notes(tmp_path)
+    assert notes["trained-0"]["step"] == notes["trained-1"]["step"] > 10
+    assert notes["metrics-0"]["val"] == notes["metrics-1"]["val"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_ends_while_the_other_fits_again_is_named(tmp_path, victim) -> None:
+    options = {"catches": "ValueError", "fits_again": True, "leaves": victim}
+    result = run_user(tmp_path, strategy={"failure_grace_s": 5.0}, fault="exception", **options)
+    assert result.returncode == 1
+    assert "trained-0" not in read_notes(tmp_path)
 
 
 @pytest.mark.parametrize(

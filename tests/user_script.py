@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,10 @@ class Order:
     stuck_rank: int = -1
     catches: str = ""
     """Name of the exception class that it expects around `fit`, and notes."""
+    fits_again: bool = False
+    """Whether it fits once more then, without the fault."""
+    leaves: int | None = None
+    """The rank that raises what it has caught instead."""
     pause: str = ""
     """Where every rank notes that it is ready, and waits for a file `go`."""
     step_s: float = 0.0
@@ -369,6 +373,10 @@ def main(order: Order) -> None:
             trainer.validate(model, verbose=False)
     except CATCHABLE.get(order.catches, ()) as error:
         note(folder, rank, "caught", kind=type(error).__name__, message=str(error))
+        if rank == order.leaves:
+            raise
+        if order.fits_again:
+            main(replace(order, fault="", fits_again=False))
     finally:
         note(
             folder,

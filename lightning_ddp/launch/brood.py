@@ -28,7 +28,7 @@ from lightning_ddp.reconcile.report import render
 from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.reconcile.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
-__all__ = ["Brood", "end_job", "set_for_run", "the_brood"]
+__all__ = ["Brood", "begin_anew", "end_job", "set_for_run", "the_brood"]
 
 _STOP_GRACE_S = 5.0
 _EXIT_GRACE_S = 60.0
@@ -180,6 +180,23 @@ def set_for_run(variables: dict[str, str]) -> None:
         _brood.set_variables(variables)
     else:
         os.environ.update(variables)
+
+
+def begin_anew() -> None:
+    """Called before each run: forgets one that failed with an exception which the script has caught.
+
+    All ranks that do so meet again, with a new control channel and process group.
+    """
+    before = current()
+    if not before.may_begin_anew():
+        return
+    before.close()
+    leave_default_group()
+    forget_run()
+    current().follow(before)
+    ended = _brood.children.first_failure() if _brood is not None else None
+    if _brood is not None and ended is not None:  # a child that will not come
+        _brood._on_failure(ended)
 
 
 def _has_failed() -> bool:

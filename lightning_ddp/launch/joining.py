@@ -26,6 +26,8 @@ __all__ = ["join_run"]
 _LONGEST_WAIT_S = 1800.0
 
 _external_store: Any = None
+_met_at: Any = None
+"""The store from which the first process group of this process was made."""
 
 
 def join_run(
@@ -58,13 +60,14 @@ def join_run(
         RendezvousError: the others cannot be reached.
         PeerFailure: one of them failed meanwhile.
     """
-    global _external_store
+    global _external_store, _met_at
     rank, world_size = environment.global_rank(), environment.world_size()
     group = existing_group(world_size)
     if group is not None:
         if _external_store is not None:
             share_job(_external_store, rank=rank)
         return group
+    ours = current()
     has_launcher = STORE_VARIABLE in os.environ
     is_elsewhere = given_store is not None or _is_elsewhere(init_method, has_launcher)
 
@@ -76,11 +79,14 @@ def join_run(
             return meet(init_method, rank, world_size, timeout)
 
     # the control channel is found through the launcher's store, so that a failure to meet ends all ranks
-    store = find_store(environment, timeout) if has_launcher or not is_elsewhere else meet_elsewhere()
+    if ours.num_before:
+        # by a connection of its own: the other one was shut down with those of the process group
+        store = dist.PrefixStore(f"after{ours.num_before}", _met_at.clone())
+    else:
+        store = find_store(environment, timeout) if has_launcher or not is_elsewhere else meet_elsewhere()
     if is_enabled() and world_size > 1:
         identity = Identity(rank=rank, node_rank=environment.node_rank())
-        ours = current()
-        if not has_launcher and rank == 0:
+        if rank == 0 and (ours.num_before or not has_launcher):
             address = tcp_address(init_method)
             ours.server = open_server(
                 environment.main_address if address is None else address[0],
@@ -92,8 +98,8 @@ def join_run(
             )
         timeout_s = _LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
         ours.connect(store, identity, settings, is_child=is_child(), timeout_s=timeout_s)
-    if has_launcher and is_elsewhere:
-        store = meet_elsewhere()
+    if not ours.num_before:
+        store = _met_at = meet_elsewhere() if has_launcher and is_elsewhere else store
     if not has_launcher and world_size > 1:
         _external_store = store
         share_job(store, rank=rank)

@@ -28,7 +28,7 @@ from lightning_ddp._lightning import (
     teardown_trainer,
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
-from lightning_ddp.launch.brood import Brood, the_brood
+from lightning_ddp.launch.brood import Brood, begin_anew, the_brood
 from lightning_ddp.launch.children import describe_exit
 from lightning_ddp.launch.command import ChildCommand, child_command
 from lightning_ddp.launch.hydra_parent import job_config, publish_to
@@ -107,6 +107,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             self._start_children()
+        begin_anew()
         set_num_threads_if_needed(num_processes=self.num_processes)
         return current().run(function, *args, **kwargs)
 

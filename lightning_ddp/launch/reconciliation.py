@@ -56,6 +56,7 @@ SWITCH_VARIABLE = "PL_RECONCILE_PROCESS"
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _STORE_KEY = "lightning_ddp/control_server"
 _RING_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.1
 _ABORT_AFTER_S = 0.3
 _MOST_INTERRUPTIONS = 3
 _LONGEST_END_S = 1800.0
@@ -148,6 +149,8 @@ class Reconciliation:
         """Set by a launching process."""
         self.end_late: Callable[[], None] | None = None
         """Set by a launching process: ends its children, and then it. Called in a thread."""
+        self.num_before = 0
+        """Runs of this process that have failed with an exception, after each of which its script went on."""
         self._settings = ReconcileSettings()
         self._device_watch: DeviceWatch | None = None
         self._depth = 0
@@ -187,6 +190,9 @@ class Reconciliation:
         """
         if self.watch is None:
             self._settings = settings
+            while self.num_before and not store.check([_STORE_KEY]):  # rank 0 may have left
+                self.interrupt.check()
+                time.sleep(_LOOK_EVERY_S)
             server = _find_server(store)
             parent = Identity(rank=-1, node_rank=identity.node_rank, pid=os.getppid()) if is_child else None
             if parent is not None and (parent.pid, parent.host) == (
@@ -394,6 +400,19 @@ class Reconciliation:
         elif self.server is not None:
             self.server.wait_for_verdict(timeout_s)
         return self.first_failure()
+
+    def may_begin_anew(self) -> bool:
+        """Whether the run has failed with an exception, so that all ranks may take part in another one."""
+        if self.watch is None or not self.is_over or self._depth or not hasattr(dist.Store, "clone"):
+            return False  # the last one before torch 2.6
+        failure = self.wait_for_verdict(ECHO_WAIT_S + 1.0)
+        # after a collective that has failed, threads of the backend may never return
+        return failure is not None and "Collective" not in (failure.exception_type or "Collective")
+
+    def follow(self, before: Reconciliation) -> None:
+        """Takes the place of one whose run has failed."""
+        self.num_before = before.num_before + 1
+        self.on_failure, self.kill_children = before.on_failure, before.kill_children
 
     def close(self) -> None:
         """Leaves the run: the end of this process is no failure from now on."""
