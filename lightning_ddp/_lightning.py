@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.accelerators import Accelerator as Accelerator
     from pytorch_lightning.accelerators import CUDAAccelerator as CUDAAccelerator
     from pytorch_lightning.callbacks import Callback as Callback
+    from pytorch_lightning.plugins import AsyncCheckpointIO as AsyncCheckpointIO
     from pytorch_lightning.plugins import CheckpointIO as CheckpointIO
     from pytorch_lightning.plugins import Precision as Precision
     from pytorch_lightning.plugins.environments import ClusterEnvironment as ClusterEnvironment
@@ -59,6 +60,7 @@ else:
     # our name -> (module below the root, name there); "fabric:" is the other package of the same family
     _NAMES = {
         "Accelerator": ("accelerators", "Accelerator"),
+        "AsyncCheckpointIO": ("plugins", "AsyncCheckpointIO"),
         "Callback": ("callbacks", "Callback"),
         "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
         "CheckpointIO": ("plugins", "CheckpointIO"),
@@ -96,6 +98,7 @@ else:
 
 __all__ = [
     "Accelerator",
+    "AsyncCheckpointIO",
     "CUDAAccelerator",
     "Callback",
     "CheckpointIO",
