@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer as Trainer
     from pytorch_lightning.accelerators import Accelerator as Accelerator
     from pytorch_lightning.callbacks import Callback as Callback
+    from pytorch_lightning.plugins import AsyncCheckpointIO as AsyncCheckpointIO
     from pytorch_lightning.plugins import CheckpointIO as CheckpointIO
     from pytorch_lightning.plugins import Precision as Precision
     from pytorch_lightning.plugins.environments import ClusterEnvironment as ClusterEnvironment
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ROOTS",
     "Accelerator",
+    "AsyncCheckpointIO",
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
@@ -113,6 +115,7 @@ _BASES = {
 }
 _KINDS = {
     "Accelerator": ("accelerators", "Accelerator"),
+    "AsyncCheckpointIO": ("plugins", "AsyncCheckpointIO"),
     "CheckpointIO": ("plugins", "CheckpointIO"),
     "ClusterEnvironment": ("plugins.environments", "ClusterEnvironment"),
     "LightningEnvironment": ("plugins.environments", "LightningEnvironment"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import fsspec  # type: ignore[import-untyped]  # has no stubs
 import torch
 
-from lightning_ddp._lightning import DDPStrategy, LightningModule
+from lightning_ddp._lightning import AsyncCheckpointIO, DDPStrategy, LightningModule
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import rank_files
 from lightning_ddp.communication.wiring import Communication
@@ -41,6 +43,7 @@ class CommunicatingFit(DDPStrategy):
 
     _communication: Communication
     _resumed_from: Any = None
+    _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest saving
 
     if TYPE_CHECKING:
 
@@ -130,27 +133,56 @@ class CommunicatingFit(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Writes the checkpoint, and with hooks or averagers that remember something a file of each rank."""
+        """Writes the checkpoint, and with hooks or averagers that remember something a file of each rank.
+
+        All ranks call it; with such files it communicates. See `communication.rank_files`.
+        """
+        files: Any = self.checkpoint_io
+        is_async = isinstance(files, AsyncCheckpointIO)
         if "optimizer_states" in checkpoint and not self._is_alone():
+            if is_async:  # its thread might write them after the checkpoint
+                files = files.checkpoint_io
 
             def write(state: dict[str, Any], path: str) -> None:
-                self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
+                files.save_checkpoint(state, path, storage_options=storage_options)
 
             group = self._joined_group()
             rank_files.save_state(self._communication, checkpoint, filepath, group, self.root_device, write)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        state = checkpoint.get(rank_files.KEY)
+        if state is None or self._is_alone():
+            return
+        self.barrier("checkpoint with files of the ranks")
+        keep = {state["token"]}
+        if is_async and str(filepath) in self._tokens:  # the checkpoint may still be that one
+            keep.add(self._tokens[str(filepath)])
+        self._remove_rank_files(filepath, keep=keep)
+        self._tokens = {**self._tokens, str(filepath): state["token"]}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint; its place is kept for the files of the ranks beside it."""
         self._resumed_from = checkpoint_path
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if rank_files.KEY in loaded:
+            self._tokens = {**self._tokens, str(checkpoint_path): loaded[rank_files.KEY]["token"]}
         return loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint and this rank's file beside it."""
         super().remove_checkpoint(filepath)
         if self._communication.has_state:
-            self.checkpoint_io.remove_checkpoint(rank_files.rank_file(filepath, self.global_rank))
+            self._remove_rank_files(filepath)
+
+    def _remove_rank_files(self, checkpoint: Any, *, keep: Collection[str] = ()) -> None:
+        """Removes this rank's files beside a checkpoint but those of some savings."""
+        system, path = fsspec.core.url_to_fs(str(checkpoint))
+        folder, _, name = path.rpartition("/")
+        kept = {rank_files.rank_file(name, self.global_rank, token) for token in keep}
+        with suppress(FileNotFoundError):  # the folder is gone with the checkpoint
+            for entry in system.ls(folder, detail=False):
+                file = entry.rpartition("/")[2]
+                if rank_files.is_of_rank(file, name, self.global_rank) and file not in kept:
+                    system.rm(entry)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the optimizers, the hook and the averager; logs what could not be kept.

@@ -24,13 +24,13 @@ SCRIPT = Path(__file__).parent / "harness" / "communication_script.py"
 CPU = torch.device("cpu")
 
 
-def run_case(case: str, folder: Path) -> list[Any]:
-    run_script(SCRIPT, [case, str(folder)], timeout_s=180).check()
+def run_case(case: str, folder: Path, *options: str) -> list[Any]:
+    run_script(SCRIPT, [case, str(folder), *options], timeout_s=180).check()
     return [torch.load(folder / f"result.{rank}") for rank in range(2)]
 
 
-def run_failing(case: str, folder: Path) -> ScriptResult:
-    result = run_script(SCRIPT, [case, str(folder)], timeout_s=60)
+def run_failing(case: str, folder: Path, *options: str) -> ScriptResult:
+    result = run_script(SCRIPT, [case, str(folder), *options], timeout_s=60)
     assert result.returncode != 0
     return result
 
@@ -180,6 +180,28 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(name, resumed):
     assert ("hook" in checkpoint["lightning_ddp"]) == ("ddp_comm_hook" in RESUMED[name])
 
 
+@pytest.mark.parametrize("killed", ["last.ckpt", "last.ckpt.rank1.*"])
+def test_a_run_that_is_killed_while_it_overwrites_its_checkpoint_resumes_bit_for_bit(
+    killed, resumed, tmp_path
+):
+    run_failing("killed", tmp_path, killed)
+    for answer, expected in zip(run_case("continued", tmp_path), resumed[1], strict=True):
+        assert_same(expected["sign"]["undisturbed"], answer)
+    token = torch.load(tmp_path / "last.ckpt")["lightning_ddp"]["token"]
+    files = sorted(path.name for path in tmp_path.glob("last.ckpt*"))
+    assert files == ["last.ckpt", *(f"last.ckpt.rank{rank}.{token[:8]}.pt" for rank in range(2))]
+
+
+def test_an_asynchronous_checkpoint_keeps_the_files_of_the_one_before(resumed, tmp_path):
+    for answer, expected in zip(run_case("continued", tmp_path, "async"), resumed[1], strict=True):
+        assert_same(expected["sign"]["undisturbed"], answer)
+    token = torch.load(tmp_path / "last.ckpt")["lightning_ddp"]["token"]
+    for rank in range(2):
+        files = [path.name for path in tmp_path.glob(f"last.ckpt.rank{rank}.*")]
+        assert len(files) == 2
+        assert f"last.ckpt.rank{rank}.{token[:8]}.pt" in files
+
+
 def test_each_rank_has_its_own_loss_scale_in_local_training_and_keeps_it(resumed):
     scalers = [answer["scaled"] for answer in resumed[1]]
     for answer in scalers:
@@ -243,20 +265,46 @@ def test_with_other_ranks_residuals_are_reset_and_the_rest_is_kept(tmp_path):
         assert errors == {}
 
 
-def test_a_file_that_is_missing_or_of_another_checkpoint_is_reported(tmp_path):
-    checkpoint = saved_by_threads(tmp_path, 2)[0]
-    Path(rank_file(tmp_path / "a.ckpt", 0)).unlink()
-    own = torch.load(rank_file(tmp_path / "a.ckpt", 1))
-    torch.save(own | {"token": "other"}, rank_file(tmp_path / "a.ckpt", 1))
+def broken(file: Path, files: list[Path], what: str) -> str:
+    """Breaks the file of a rank; returns the words that say so."""
+    if what == "missing":
+        file.unlink()
+        return "is missing"
+    if what == "torn":
+        file.write_bytes(file.read_bytes()[:200])
+        return "cannot be read ("
+    if what == "not a file of ours":
+        torch.save([1], file)
+        return "cannot be read (TypeError"
+    if what == "of another checkpoint":
+        torch.save(torch.load(file) | {"token": "other"}, file)
+    else:
+        file.write_bytes(next(other for other in files if other != file).read_bytes())
+    return "or of another checkpoint"
+
+
+@pytest.mark.parametrize(
+    "what", ["missing", "torn", "not a file of ours", "of another checkpoint", "of another rank"]
+)
+def test_a_file_that_cannot_be_used_is_named_and_the_rest_is_kept(what, tmp_path):
+    checkpoint, path = saved_by_threads(tmp_path, 2)[0], tmp_path / "a.ckpt"
+    files = [Path(rank_file(path, rank, checkpoint["lightning_ddp"]["token"])) for rank in range(2)]
+    words = broken(files[1], files, what)
 
     def rank_main(rank, _, group):
         run, communication = hooked(group)
-        path = tmp_path / "a.ckpt"
         notes = load_state(communication, checkpoint, path, Group(group), [], torch.load)
         notes += load_state(communication, {}, path, Group(group), [], torch.load)
-        return notes, run.state("error")
+        return notes, run.hook.step, run.state("error")
 
-    for notes, errors in run_threads(rank_main, 2):
-        assert "is missing or belongs to another checkpoint" in notes[0]
-        assert notes[1] == "the checkpoint holds no state of hooks or averagers: they begin anew"
-        assert errors == {}
+    (notes, step, errors), (broken_notes, broken_step, broken_errors) = run_threads(rank_main, 2)
+    begins_anew = "the checkpoint holds no state of hooks or averagers: they begin anew"
+    assert notes == [begins_anew]
+    assert errors
+    assert broken_notes[1:] == [begins_anew]
+    assert broken_notes[0].startswith(
+        f"rank 1: residuals and optimizer state of its own begin anew: {files[1]}"
+    )
+    assert words in broken_notes[0]
+    assert (step, broken_step) == (1, 1)
+    assert broken_errors == {}

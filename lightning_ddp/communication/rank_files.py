@@ -3,8 +3,12 @@
 What is the same on all ranks stands in the checkpoint under "lightning_ddp". Residuals and the optimizer
 state of local training differ between ranks and are as large as the model: gathering them would need the
 memory and the network for world size times the model on rank 0, so each rank writes its own beside the
-checkpoint, as `<checkpoint>.rank<r>.pt`. A checkpoint without these files still loads everywhere; only what
-they held begins anew. A token ties the files to their checkpoint.
+checkpoint, as `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files still loads everywhere;
+only what they held begins anew.
+
+The token is another one for each saving and stands in the checkpoint: files and checkpoint are replaced
+together, in the moment in which the checkpoint is. Before, all ranks have written their files; afterwards
+they remove those of earlier savings, and what a run has left that was killed in between.
 """
 
 from __future__ import annotations
@@ -16,23 +20,36 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.collectives import all_gather_objects, broadcast_object
+from lightning_ddp.comm.collectives import all_gather_objects, barrier, broadcast_object
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication.wiring import Communication
 
-__all__ = ["KEY", "load_state", "rank_file", "save_state"]
+__all__ = ["KEY", "is_of_rank", "load_state", "rank_file", "save_state"]
 
 KEY = "lightning_ddp"
 """Entry of the checkpoint."""
 
 
-def rank_file(checkpoint: str | Path, rank: int) -> str:
+_TOKEN_CHARACTERS = 8
+_ERROR_CHARACTERS = 200
+
+
+def rank_file(checkpoint: str | Path, rank: int, token: str) -> str:
     """The file of one rank beside a checkpoint.
 
-    >>> rank_file("runs/last.ckpt", 3)
-    'runs/last.ckpt.rank3.pt'
+    >>> rank_file("runs/last.ckpt", 3, "0123456789abcdef")
+    'runs/last.ckpt.rank3.01234567.pt'
     """
-    return f"{checkpoint}.rank{rank}.pt"
+    return f"{checkpoint}.rank{rank}.{token[:_TOKEN_CHARACTERS]}.pt"
+
+
+def is_of_rank(file: str, checkpoint: str, rank: int) -> bool:
+    """Whether a file is one of a rank beside a checkpoint, of whatever saving; both without their folder.
+
+    >>> is_of_rank("last.ckpt.rank3.01234567.pt", "last.ckpt", 3)
+    True
+    """
+    return file.startswith(f"{checkpoint}.rank{rank}.") and file.endswith(".pt")
 
 
 def save_state(
@@ -44,6 +61,8 @@ def save_state(
     write: Callable[[dict[str, Any], str], None],
 ) -> None:
     """Adds the shared state to `checkpoint` and writes this rank's file. All ranks call it; communicates.
+
+    It returns once all have written theirs.
 
     Args:
         communication: with the parameters in agreement.
@@ -62,7 +81,8 @@ def save_state(
     state["has_rank_files"] = any(all_gather_objects(group, bool(own), device))
     if state["has_rank_files"]:
         header = {"format": state["format"], "token": state["token"], "rank": group.rank}
-        write({**header, "world_size": group.size, **own}, rank_file(path, group.rank))
+        write({**header, "world_size": group.size, **own}, rank_file(path, group.rank, state["token"]))
+        barrier(group, device, "files of the ranks")
     checkpoint[KEY] = state
 
 
@@ -116,13 +136,18 @@ def _read_own(
     if path is None:
         return None, f"{reset}: the place of the checkpoint is not known"
     # a link or a copy of the checkpoint has another name than its files
-    candidates = [rank_file(p, group.rank) for p in (path, Path(path).parent / shared["name"])]
-    candidates.append(rank_file(Path(path).resolve(), group.rank))
+    places = (path, Path(path).parent / shared["name"], Path(path).resolve())
+    candidates = [rank_file(place, group.rank, shared["token"]) for place in places]
+    problems = [f"{candidates[0]} is missing"]
     for candidate in dict.fromkeys(candidates):
         try:
             own = read(candidate)
+            if (own["token"], own["rank"]) == (shared["token"], group.rank):
+                return own, None
+            problems.insert(0, f"{candidate} is of rank {own['rank']}, or of another checkpoint")
         except FileNotFoundError:
             continue
-        if own.get("token") == shared["token"]:
-            return own, None
-    return None, f"{reset}: {candidates[0]} is missing or belongs to another checkpoint"
+        except Exception as error:  # noqa: BLE001 (torch and pickle raise many kinds for a damaged file)
+            text = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+            problems.insert(0, f"{candidate} cannot be read ({text})")
+    return None, f"{reset}: {problems[0]}"

@@ -403,8 +403,8 @@ class Reconciliation:
 
     def may_begin_anew(self) -> bool:
         """Whether the run has failed with an exception, so that all ranks may take part in another one."""
-        if self.watch is None or not self.is_over or self._depth or not hasattr(dist.Store, "clone"):
-            return False  # the last one before torch 2.6
+        if self.watch is None or not self.is_over or self._depth:
+            return False
         failure = self.wait_for_verdict(ECHO_WAIT_S + 1.0)
         # after a collective that has failed, threads of the backend may never return
         return failure is not None and "Collective" not in (failure.exception_type or "Collective")
@@ -413,6 +413,7 @@ class Reconciliation:
         """Takes the place of one whose run has failed."""
         self.num_before = before.num_before + 1
         self.on_failure, self.kill_children = before.on_failure, before.kill_children
+        self.end_late = before.end_late
 
     def close(self) -> None:
         """Leaves the run: the end of this process is no failure from now on."""

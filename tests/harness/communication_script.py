@@ -2,20 +2,23 @@
 
 Run by `test_communication_trainer.py` on two ranks:
 
-    python communication_script.py CASE FOLDER
+    python communication_script.py CASE FOLDER [OPTION]
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
@@ -118,8 +121,32 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(inputs, inputs[:, :3] * 2 + 1), batch_size=4)
 
 
+class Killed(TorchCheckpointIO):
+    """Kills this process when it is about to write a file whose name matches, for the second time."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern, self.num_times = pattern, 0
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.num_times += fnmatch(Path(path).name, self.pattern)
+        if self.num_times == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def overwriting(folder: Path, plugins: list[Any]) -> dict[str, Any]:
+    """A run of two epochs that overwrites its checkpoint after each, or goes on from there."""
+    checkpoint, model = folder / "last.ckpt", built()
+    strategy = CustomDDPStrategy(**RESUMED["sign"])
+    resume = checkpoint if checkpoint.exists() else None
+    _, spread = fit(model, strategy, 2, folder, resume, is_overwritten=True, plugins=plugins)
+    return result(model, spread)
+
+
 def fit(model: Network, strategy: Any, epochs: int, folder: Path, resume: Path | None = None, **options: Any):
     checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, every_n_epochs=1)
+    if options.pop("is_overwritten", False):
+        checkpoint = ModelCheckpoint(folder, "last", every_n_epochs=1, enable_version_counter=False)
     spread = Spread()
     trainer = pl.Trainer(
         strategy=strategy,
@@ -212,6 +239,10 @@ def main() -> None:
             "accumulated": train(folder / "accumulated", accumulate=2, model_averaging=averaging),
             "manual": train(folder / "manual", Manual, model_averaging=averaging),
         }
+    elif case == "killed":
+        answer = overwriting(folder, [Killed(sys.argv[3])])
+    elif case == "continued":
+        answer = overwriting(folder, [AsyncCheckpointIO()] if "async" in sys.argv else [])
     elif case == "different":
         hook = ["fp16", "bf16"][int(os.environ.get("LOCAL_RANK", "0"))]
         answer = train(folder, ddp_comm_hook=hook)
