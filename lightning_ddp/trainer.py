@@ -17,6 +17,8 @@ _GPUS_FORMS = 'a number of GPUs, -1 for all, a list of indices, or a string such
 class Trainer(LightningTrainer):
     """Lightning's Trainer that also takes `gpus=` and `num_processes=`.
 
+    Of `lightning.pytorch` where that has been imported, and `pytorch_lightning` has not.
+
     Args:
         *args: of Lightning's Trainer.
         gpus: number of GPUs, -1 for all, a list of indices, or a string: "4" is a number, "0,3" and "2," are

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import ScriptResult, run_script
 from harness.scripts import ROOT
 from omegaconf import OmegaConf
@@ -147,6 +148,41 @@ def test_a_class_whose_module_was_executed_again_is_handed_over_by_its_name(tmp_
     assert received == config
     assert OmegaConf.get_type(config.hydra.launcher) is first.Conf
     assert OmegaConf.get_type(received.hydra.launcher) is second.Conf
+
+
+ELSEWHERE = """
+from pathlib import Path
+import hydra
+import pytorch_lightning as pl
+from hydra.core.hydra_config import HydraConfig
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+@hydra.main(version_base="1.3", config_path=None)
+def main(cfg):  # which does not mention the package
+    trainer = pl.Trainer(
+        strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=2, limit_val_batches=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    (folder / f"trained-{trainer.global_rank}").write_text(f"{cfg.x} of {trainer.world_size}")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_submitit_runs_in_a_process_of_its_own_starts_its_ranks(tmp_path) -> None:
+    args = ["-m", "hydra/launcher=submitit_local", "+x=3,4", "hydra.sweep.dir=sweep"]
+    (tmp_path / "app.py").write_text(ELSEWHERE)
+    run_script(tmp_path / "app.py", args, timeout_s=DEADLINE_S, cwd=tmp_path, fresh=True).check()
+    found = {
+        str(path.relative_to(tmp_path / "sweep")): path.read_text() for path in tmp_path.rglob("trained-*")
+    }
+    jobs = ((0, 3), (1, 4))
+    assert found == {f"{job}/trained-{rank}": f"{x} of 2" for job, x in jobs for rank in (0, 1)}
 
 
 def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(tmp_path) -> None:
@@ -383,3 +419,123 @@ def test_hydra_is_not_imported_by_a_script_that_does_not_use_it_and_need_not_be_
     run = Run(tmp_path, installed + WITHOUT_HYDRA, nodes=[Node(fresh=True, python=python)]).check()
     lines = run.result.stdout.splitlines()
     assert sorted(line for line in lines if "TRAINED" in line) == [f"TRAINED {rank} 0" for rank in range(2)]
+
+
+TEMPLATE = {
+    "app.py": """
+import json, sys
+from pathlib import Path
+import hydra
+if "without" not in sys.argv:
+    import lightning_ddp
+sys.argv = [argument for argument in sys.argv if argument != "without"]
+import lightning as L
+import torch
+
+class Model(L.LightningModule):
+    def __init__(self, width, lr):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
+
+    def _step(self, batch, name):
+        loss = self.net(batch).square().mean()
+        self.log(name, loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self._step(batch, "train/loss")
+
+    def validation_step(self, batch, batch_idx):
+        self._step(batch, "val/loss")
+
+    def test_step(self, batch, batch_idx):
+        self._step(batch, "test/loss")
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
+
+class Data(L.LightningDataModule):
+    def __init__(self, batch_size):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        rows = torch.randn(24, 2, generator=torch.Generator().manual_seed(1))
+        return torch.utils.data.DataLoader(rows, batch_size=self.hparams.batch_size, shuffle=True)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train.yaml")
+def main(cfg):
+    L.seed_everything(cfg.seed, workers=True)
+    model, data = (hydra.utils.instantiate(node) for node in (cfg.model, cfg.data))
+    trainer = hydra.utils.instantiate(cfg.trainer)
+    if cfg.train:
+        trainer.fit(model, data, ckpt_path=cfg.ckpt_path)
+    metrics = dict(trainer.callback_metrics)
+    trainer.test(model, data, ckpt_path="best" if cfg.train else cfg.ckpt_path, verbose=False)
+    metrics |= trainer.callback_metrics
+    if trainer.is_global_zero:
+        found = {name: value.item().hex() for name, value in sorted(metrics.items())}
+        Path(cfg.paths.output_dir, "metrics.json").write_text(json.dumps(found))
+    return metrics["test/loss"].item()
+
+if __name__ == "__main__":
+    main()
+""",
+    "configs/train.yaml": """
+defaults:
+  - _self_
+  - data: mine
+  - model: mine
+  - trainer: default
+  - experiment: null
+  - optional local: default
+paths: {output_dir: "${hydra:runtime.output_dir}"}
+train: true
+ckpt_path: null
+seed: 5
+""",
+    "configs/data/mine.yaml": "_target_: __main__.Data\nbatch_size: 2\n",
+    "configs/model/mine.yaml": "_target_: __main__.Model\nwidth: 4\nlr: 0.01\n",
+    "configs/trainer/default.yaml": """
+_target_: lightning.pytorch.trainer.Trainer
+default_root_dir: ${paths.output_dir}
+max_epochs: 2
+accelerator: cpu
+devices: 1
+logger: false
+enable_progress_bar: false
+enable_model_summary: false
+""",
+    "configs/trainer/ddp.yaml": "defaults: [default]\nstrategy: ddp\ndevices: 2\n",
+    "configs/experiment/x.yaml": """# @package _global_
+defaults: [{override /trainer: ddp}]
+model: {width: 3}
+""",
+}
+"""A program of the form of a well-known template: groups of its own, `trainer` among them, of `lightning`."""
+
+
+@pytest.mark.slow
+def test_a_program_with_a_group_trainer_of_its_own_trains_alike_with_one_key_changed(tmp_path) -> None:
+    for name, text in TEMPLATE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def run(folder: str, *overrides: str) -> str:
+        args = [*overrides, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+        run_script(tmp_path / "app.py", args, timeout_s=DEADLINE_S, cwd=tmp_path).check()
+        found = [path.read_text() for path in sorted(tmp_path.glob(f"{folder}/**/metrics.json"))]
+        assert len({*found}) == 1
+        return found[0]
+
+    ours = "trainer.strategy=custom_ddp"
+    trained = run("without", "without", "experiment=x")
+    assert run("ddp", "experiment=x") == trained
+    assert run("ours", "experiment=x", ours) == trained
+    assert run("sweep", "-m", "experiment=x", "trainer.strategy=custom_ddp,custom_ddp_spawn") == trained
+    (checkpoint,) = tmp_path.glob("ours/**/*.ckpt")
+    evaluate = ["trainer=ddp", "model.width=3", "train=false", f"ckpt_path='{checkpoint}'"]
+    assert run("evaluated", *evaluate, ours) == run("evaluated_by_ddp", *evaluate)

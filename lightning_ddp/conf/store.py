@@ -33,6 +33,15 @@ _taking_part: frozenset[str] = frozenset()
 def install() -> None:
     """Does all this when Hydra is imported, or at once if it is. Does not communicate."""
     after_import("hydra._internal.config_loader_impl", _extend_loader)
+    after_import("hydra.core.config_store", _follow)
+
+
+def _follow(module: ModuleType) -> None:
+    """Has the package imported where a launcher (joblib, submitit) unpickles Hydra's state for a job.
+
+    It takes there of the script's module what the job's function mentions, which the package is often not.
+    """
+    setattr(module.ConfigStore.instance(), _MARK, install)
 
 
 @functools.cache

@@ -45,17 +45,18 @@ def child_command() -> ChildCommand:
         ConfigurationError: there is no file or module to run again; a configuration does not pickle; or the
             output directory cannot be written.
     """
-    program = _program()
+    elsewhere = hydra_parent.job_program()
+    program, own_arguments = elsewhere or _program(), [] if elsewhere else sys.argv[1:]
     handover = hydra_parent.handover()
     if handover is None:
         plain = ["-m", program[1]] if program[0] == "module" else [program[1]]
-        arguments = [sys.executable, *plain, *sys.argv[1:]]
+        arguments = [sys.executable, *plain, *own_arguments]
         return ChildCommand(arguments=arguments, cwd=None, handed=None, logs=None)
     logs = _folder_for_logs()
     file = handover.to_file()
     starter = str(Path(__file__).with_name("child.py"))
     return ChildCommand(
-        arguments=[sys.executable, starter, str(file.fileno()), *program, *sys.argv[1:]],
+        arguments=[sys.executable, starter, str(file.fileno()), *program, *own_arguments],
         cwd=hydra_parent.original_folder(),
         handed=file,
         logs=logs,

@@ -26,6 +26,7 @@ __all__ = [
     "install",
     "job_config",
     "job_folder",
+    "job_program",
     "original_folder",
     "publish_to",
 ]
@@ -242,8 +243,7 @@ def _handed_job() -> HandedJob | None:
 
     from lightning_ddp.launch.hydra_job import HandedConfig, HandedJob, task_name
 
-    given, frame = job_config(), _frame_of_job()
-    task = _task if frame is None else frame.f_locals["task_function"]
+    given, task = job_config(), _running_task()
     instance = GlobalHydra.instance().hydra
     chdir = hydra.job.chdir
     moves = chdir if chdir is not None else not version.base_at_least("1.2")
@@ -254,6 +254,30 @@ def _handed_job() -> HandedJob | None:
         search_path=None if instance is None else instance.config_loader.get_search_path(),
         working_dir=hydra.runtime.output_dir if moves else None,
     )
+
+
+def job_program() -> tuple[str, str] | None:
+    """What the user runs, where this job's function has come here in a pickle; else None.
+
+    As in a worker of hydra-joblib-launcher or hydra-submitit-launcher, which runs a program of its own.
+
+    Returns:
+        `("script", path)` or `("module", name)`.
+    """
+    if _hydra_config() is None:
+        return None
+    task, main = _running_task(), sys.modules["__main__"]
+    given = getattr(getattr(task, "func", task), "__globals__", {})
+    file, package = given.get("__file__"), given.get("__package__")
+    if file is None or given.get("__name__") != "__main__" or file == getattr(main, "__file__", None):
+        return None
+    stem = os.path.splitext(os.path.basename(file))[0]
+    return ("module", f"{package}.{stem}") if package else ("script", file)
+
+
+def _running_task() -> Any:
+    frame = _frame_of_job()
+    return _task if frame is None else frame.f_locals["task_function"]
 
 
 def _frame_of_job() -> types.FrameType | None:
