@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import user_script
 from harness import ScriptResult, run_script
 from user_script import ALL, order, read_notes
+
+from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError
+from lightning_ddp.launch.reconciliation import _is_of_backend
 
 SCRIPT = Path(user_script.__file__)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
@@ -261,6 +265,35 @@ def test_what_all_ranks_raise_is_caught_as_what_it_is(tmp_path, fault, catches, 
     result = run_user(tmp_path, fault=fault, catches=catches)
     notes = read_notes(tmp_path)
     assert {notes[f"caught-{rank}"]["kind"] for rank in range(2)} == kinds, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "lightning_ddp: rank" not in result.stderr
+
+
+def hook_error() -> CommHookError:
+    error = CommHookError("communication hook 'mine' raised RuntimeError: gloo is slow")
+    error.__cause__ = RuntimeError("gloo is slow")
+    return error
+
+
+CLOSED = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41592"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_backend"),
+    [
+        (RuntimeError("this model was exported for nccl"), False),
+        (RuntimeError("the data server: connection refused"), False),
+        (hook_error(), False),
+        (CollectiveTimeoutError("nccl", label="x", rank=0, waited_s=1.0), False),
+        (CollectiveError(CLOSED, label="x", rank=0, waited_s=1.0), True),
+        (RuntimeError(CLOSED), True),
+        (torch.distributed.DistNetworkError("Broken pipe"), True),
+    ],
+)
+def test_only_what_a_backend_has_raised_may_be_an_echo(error, is_of_backend) -> None:
+    assert _is_of_backend(error, str(error)) == is_of_backend
 
 
 @pytest.mark.parametrize(

@@ -156,13 +156,18 @@ class Brood:
         if os.getpid() != self._pid:
             return  # a process forked from this one inherits the handler, but has no children of ours
         failure = self._leave(has_failed=_has_failed() or getattr(sys, "last_value", None) is not None)
-        if failure is None:
+        if failure is None or self._is_handled():
             return
         print(render(failure), file=sys.stderr, end="")
         if getattr(sys, "last_value", None) is None:  # else Python itself exits with 1
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exit handler has no other way to change the exit code
+
+    def _is_handled(self) -> bool:
+        """Whether the scripts of all ranks here have caught the failure and ended well."""
+        is_caught = current().is_over and getattr(sys, "last_value", None) is None
+        return is_caught and all(proc.returncode == 0 for proc in self.children.procs)
 
 
 _brood: Brood | None = None

@@ -27,7 +27,7 @@ _LONGEST_WAIT_S = 1800.0
 
 _external_store: Any = None
 _met_at: Any = None
-"""The store from which the first process group of this process was made."""
+"""The store at which the ranks met the first time."""
 
 
 def join_run(
@@ -84,6 +84,7 @@ def join_run(
         store = dist.PrefixStore(f"after{ours.num_before}", _met_at.clone())
     else:
         store = find_store(environment, timeout) if has_launcher or not is_elsewhere else meet_elsewhere()
+        _met_at = store
     if is_enabled() and world_size > 1:
         identity = Identity(rank=rank, node_rank=environment.node_rank())
         if rank == 0 and (ours.num_before or not has_launcher):
@@ -98,8 +99,8 @@ def join_run(
             )
         timeout_s = _LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
         ours.connect(store, identity, settings, is_child=is_child(), timeout_s=timeout_s)
-    if not ours.num_before:
-        store = _met_at = meet_elsewhere() if has_launcher and is_elsewhere else store
+    if has_launcher and is_elsewhere and not ours.num_before:
+        store = _met_at = meet_elsewhere()
     if not has_launcher and world_size > 1:
         _external_store = store
         share_job(store, rank=rank)

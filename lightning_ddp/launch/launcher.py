@@ -278,7 +278,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             if server is not None:
                 server.tell({**_failure_of_launcher(error).to_message(), "kind": "failed"})
                 server.wait_for_verdict(EXIT_WAIT_S)
-            self._explain_unpicklable(error, {**_named(function, args, kwargs), "trainer": trainer})
+            self._explain_unpicklable(error, trainer, function, args, kwargs)
             raise
         finally:
             if ending is not None:
@@ -291,11 +291,19 @@ class MultiprocessLauncher(MultiProcessingLauncher):
                 else:
                     os.environ[name] = value
 
-    def _explain_unpicklable(self, error: BaseException, sent: dict[str, Any]) -> None:
+    def _explain_unpicklable(
+        self,
+        error: BaseException,
+        trainer: Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         """Raises an error that says what cannot be sent to new processes, if that is what has failed."""
         if self.procs or self._start_method == "fork" or not isinstance(error, Exception):
             return
-        found = find_unpicklable(sent)
+        named = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        found = find_unpicklable({**named, "trainer": trainer})
         if found is not None:
             raise ConfigurationError(
                 f"start_method={self._start_method!r} sends the model, the Trainer and all that they hold to"
@@ -399,10 +407,6 @@ class _Unwinding:
             if isinstance(error, SystemExit) and not error.code:
                 raise SystemExit(1) from error  # with 0 the launching process would wait for the result
             raise
-
-
-def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
 def _failure_of_launcher(error: BaseException) -> FailureRecord:
