@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-__all__ = ["backend_names", "choose_interface", "describe_route", "is_own_address"]
+__all__ = ["backend_names", "choose_interface", "describe_route", "is_loopback", "is_own_address"]
 
 
 class _Address(ctypes.Structure):
@@ -100,11 +100,11 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
         return {}
     if name is None:
         return {}
-    is_loopback = own.startswith("127.") or own == "::1"
+    is_local = _is_loopback(own)
     chosen = {}
-    if not is_loopback or ("gloo" in backends and address == own):
+    if not is_local or ("gloo" in backends and address == own):
         chosen["GLOO_SOCKET_IFNAME"] = name
-    if "nccl" in backends and not is_loopback:
+    if "nccl" in backends and not is_local:
         found = list(dict.fromkeys(interface for interface, _ in _interfaces()))
         names = _names_for_nccl(found, name)
         if names is not None:
@@ -138,6 +138,17 @@ def describe_route(address: str) -> str:
     except OSError as error:
         return f"no interface leads to {address} ({error.strerror or error})"
     return f"interface {name or 'unknown'} with address {own} leads to {address}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a name or address leads to this host only. False where the name cannot be resolved."""
+    with suppress(OSError):
+        return _is_loopback(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
+    return False
+
+
+def _is_loopback(address: object) -> bool:
+    return str(address).startswith("127.") or address == "::1"
 
 
 def is_own_address(address: str) -> bool:
