@@ -14,9 +14,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from harness import run_ranks
 
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
+from lightning_ddp.launch.reconciliation import _find_server, open_server
 from lightning_ddp.reconcile.agreement import StepBoundary, StopAgreement
 from lightning_ddp.reconcile.inspection import Inspection
 from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
@@ -690,6 +692,28 @@ def test_a_rank_that_speaks_nonsense_is_hung_up_on_and_the_server_lives() -> Non
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert record.rank == 1
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_the_token_is_in_the_environment_or_in_the_store(monkeypatch, has_token) -> None:
+    store, identity = dist.HashStore(), Identity(rank=0, node_rank=0)
+    if has_token:
+        monkeypatch.setenv("LIGHTNING_DDP_TOKEN", TOKEN)
+    server = open_server(
+        "127.0.0.1", store, identity=identity, world_size=2, num_nodes=2, settings=ReconcileSettings()
+    )
+    try:
+        assert (TOKEN.encode() in store.get("lightning_ddp/control_server")) is False
+        assert server.token == (TOKEN if has_token else _find_server(store).token)
+        if has_token:
+            monkeypatch.delenv("LIGHTNING_DDP_TOKEN")
+        else:
+            monkeypatch.setenv("LIGHTNING_DDP_TOKEN", TOKEN)
+        words = "set for rank 0 and not here" if has_token else "set here and not for rank 0"
+        with pytest.raises(ConfigurationError, match=f"LIGHTNING_DDP_TOKEN is {words}: set it to the same"):
+            _find_server(store)
+    finally:
+        server.close()
 
 
 def test_the_interface_of_the_address_is_bound_and_the_port_is_freed() -> None:

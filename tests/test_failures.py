@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import itertools
 import signal
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import user_script
-from harness import ScriptResult, run_script
-from user_script import ALL, order, read_notes
+from harness import ScriptResult, run_script, start_script
+from user_script import ALL, order, read_notes, wait_for_notes
 
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError
 from lightning_ddp.launch.reconciliation import _is_of_backend
+from lightning_ddp.reconcile.record import FailureRecord
+from lightning_ddp.reconcile.wire import pack
 
 SCRIPT = Path(user_script.__file__)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
@@ -221,6 +226,56 @@ def test_a_rank_that_ends_well_before_it_has_joined_ends_the_run(tmp_path, strat
     report = result.stderr.rpartition("PeerFailure: " if "spawn" in strategy else "lightning_ddp: ")[2]
     assert report.startswith(f"rank {max(victim, 0)} (")
     assert "the process exited with code 0 before it had joined the others" in report
+
+
+@pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_user_code_forks_fails_alone(tmp_path, strategy, rank) -> None:
+    result = run_user(tmp_path, strategy=strategy, fault="fork", rank=rank)
+    context = f"{result.stdout}\n{result.stderr}"
+    assert result.returncode == 0, context
+    notes = read_notes(tmp_path)
+    assert f"forked-{rank}" in notes
+    assert {notes[f"trained-{r}"]["step"] for r in range(2)} == {12}
+    assert notes[f"on_exception-{rank}"]["kind"] == "ValueError"
+    assert f"on_exception-{1 - rank}" not in notes
+    assert "lightning_ddp: rank" not in result.stderr
+
+
+@pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn"])
+def test_who_reads_the_store_cannot_stop_the_run(tmp_path, strategy) -> None:
+    arguments = order(tmp_path, strategy=strategy, pause="fit")
+    with start_script(SCRIPT, arguments) as run:
+        variables = wait_for_notes(run, tmp_path, ["ready-0", "ready-1"])["ready-1"]
+        address, _, number = variables["LIGHTNING_DDP_STORE"].rpartition("/")
+        host, _, port = address.rpartition(":")
+        store = dist.PrefixStore(f"run{number}", dist.TCPStore(host, int(port), is_master=False))
+        entry = store.get("lightning_ddp/control_server").decode().split("\n")
+        assert variables["LIGHTNING_DDP_TOKEN"] not in entry
+        failed = FailureRecord(rank=1, message="forged").to_message()
+        for token in ["", *entry]:
+            with socket.create_connection((host, int(entry[1])), timeout=TIMEOUT_S) as connection:
+                hello = {"kind": "hello", "token": token, "rank": 1, "node_rank": 0, "host": "h", "pid": 1}
+                with suppress(ConnectionError):  # hung up on already
+                    connection.sendall(pack(hello) + pack({**failed, "kind": "failed"}))
+                    assert connection.recv(1) == b""
+        (tmp_path / "go").touch()
+        run.wait(TIMEOUT_S).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["popen", "spawn"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_holds_the_others_up_until_the_timeout(tmp_path, start_method, rank) -> None:
+    strategy = {"start_method": start_method, "timeout": 20.0, "failure_grace_s": LONG_S}
+    result = run_user(tmp_path, strategy=strategy, fault="stop", moment="backward", rank=rank)
+    context = f"{result.stdout}\n{result.stderr}"
+    notes = read_notes(tmp_path)
+    assert result.returncode == 1, context
+    seen = notes[f"on_exception-{1 - rank}"]
+    assert seen["kind"] == "CollectiveTimeoutError", context
+    assert seen["time"] - notes[f"fired-{rank}"]["time"] < 20.0 + SOON_S
+    assert f"finally-{rank}" in notes, "what was stopped has been continued, and has ended"
 
 
 def test_reconciliate_processes_ends_the_run_with_its_trace(tmp_path) -> None:

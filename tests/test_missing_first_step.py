@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
+import signal
 import threading
 import time
 import warnings
@@ -11,14 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from comparison import assert_as_torch
 from harness import run_threads
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import MissingGradientError, MissingGradientWarning
+from lightning_ddp.parallel import missing
 
 ALL = ("a", "b", "c")
+DEADLINE_S = 20.0
 PENDING_S = 3.0  # how long a collective that one rank has left keeps the group
 LAYOUTS = [
     {"gradient_as_bucket_view": True},
@@ -330,3 +337,38 @@ def test_the_warning_pickles_as_itself() -> None:
     assert type(again) is MissingGradientWarning
     assert (again.rank, again.missing, again.step) == (1, {0: ("a",), 1: ("a",)}, 0)
     assert str(again) == str(MissingGradientWarning.of(error))
+
+
+def host_store(port: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    signal.pause()
+
+
+def test_a_store_whose_process_is_stopped_holds_nobody_up(monkeypatch) -> None:
+    monkeypatch.setattr(missing, "_REPORT_DEADLINE_S", 0.5)
+    fork = multiprocessing.get_context("fork")
+    port, end = fork.Pipe()
+    process = fork.Process(target=host_store, args=(end,))
+    process.start()
+    try:
+        assert port.poll(DEADLINE_S)
+        store = dist.TCPStore("127.0.0.1", port.recv(), is_master=False)
+
+        def rank_main(rank, world_size, group):
+            board = missing.MissingGradients(Group(group, store=dist.PrefixStore(str(rank), store)), "token")
+            look = board.watch(0, 1)
+            look(1.0)
+            os.kill(process.pid, signal.SIGSTOP)
+            start = time.monotonic()
+            for waited_s in (3.0, 6.0, 9.0):
+                look(waited_s)
+            error = board.report(0, ["a.weight"], 1)
+            return time.monotonic() - start, error.missing
+
+        ((elapsed_s, found),) = run_threads(rank_main, 1)
+        assert elapsed_s < DEADLINE_S / 2
+        assert found == {0: ("a.weight",)}
+    finally:
+        process.kill()
+        process.join()

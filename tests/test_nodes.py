@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from harness import RunningScript, start_script
-from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, two_namespaces
+from harness.namespaces import ADDRESSES, ADDRESSES_6, INTERFACES, NAMESPACES, two_namespaces
 from test_hydra import TESTS, Node, Note, Run
 
 TRAIN = TESTS / "hydra_app" / "train.py"
@@ -109,6 +110,24 @@ def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node,
     for folder, rank in zip(folders, (1, 3), strict=True):
         assert [path.name for path in (folder / "ranks").iterdir()] == [f"{rank}.log"]
     assert run.folders(".hydra") == run.folders("train.log") == [folders[0]]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs a kernel with IPv6")
+@pytest.mark.parametrize("where", ["loopback", "link"])
+@pytest.mark.parametrize("strategy", ["custom_ddp", pytest.param("custom_ddp_spawn", marks=pytest.mark.slow)])
+def test_nodes_meet_at_an_address_of_ipv6(network, tmp_path, where, strategy) -> None:
+    address = "::1" if where == "loopback" else ADDRESSES_6[0]
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for node in range(2):
+            env = {"MASTER_ADDR": address, "MASTER_PORT": str(PORT), "NODE_RANK": str(node)}
+            namespace = NAMESPACES[0 if where == "loopback" else node]
+            options = {"strategy": strategy, "devices": 1, "num_nodes": 2}
+            runs.append(stack.enter_context(start_fit(tmp_path, "v6", env, namespace, **options)))
+        for run in runs:
+            run.wait(TIMEOUT_S).check()
+    notes = notes_in(tmp_path)
+    assert notes["v6-0"]["weights"] == notes["v6-1"]["weights"]
 
 
 def test_torchrun_with_a_c10d_rendezvous_trains_what_one_node_does(network, single_node, tmp_path) -> None:

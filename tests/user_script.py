@@ -216,6 +216,12 @@ class Model(pl.LightningModule):
             self.trainer.strategy.barrier("mine alone")
         elif fault == "shape":  # while the other rank reduces something else
             self.trainer.strategy.reduce(torch.ones(3))
+        elif fault == "fork":
+            child = os.fork()
+            if child == 0:
+                raise ValueError("in a process that user code has forked")
+            os.waitpid(child, 0)
+            note(self.order.folder, self.global_rank, "forked")
         elif fault == "hang":
             threading.Event().wait(60)
         else:
@@ -225,7 +231,8 @@ class Model(pl.LightningModule):
     def pause(self, moment: str) -> None:
         if moment == self.order.pause and not self.has_paused:
             self.has_paused = True
-            note(self.order.folder, self.global_rank, "ready")
+            ours = {name: text for name, text in os.environ.items() if name.startswith("LIGHTNING_DDP_")}
+            note(self.order.folder, self.global_rank, "ready", **ours)
             while not (self.order.folder / "go").exists():
                 threading.Event().wait(0.01)
 

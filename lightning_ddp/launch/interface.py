@@ -16,7 +16,14 @@ from contextlib import suppress
 
 from lightning_ddp.errors import RendezvousError
 
-__all__ = ["backend_names", "choose_interface", "describe_route", "is_own_address", "require_resolvable"]
+__all__ = [
+    "backend_names",
+    "choose_interface",
+    "describe_route",
+    "is_loopback",
+    "is_own_address",
+    "require_resolvable",
+]
 
 _RESOLVED_WITHIN_S = 30.0
 _ASK_AGAIN_S = 0.5
@@ -107,11 +114,11 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
         return {}
     if name is None:
         return {}
-    is_loopback = own.startswith("127.") or own == "::1"
+    is_local = _is_loopback(own)
     chosen = {}
-    if not is_loopback or ("gloo" in backends and address == own):
+    if not is_local or ("gloo" in backends and address == own):
         chosen["GLOO_SOCKET_IFNAME"] = name
-    if "nccl" in backends and not is_loopback:
+    if "nccl" in backends and not is_local:
         found = list(dict.fromkeys(interface for interface, _ in _interfaces()))
         names = _names_for_nccl(found, name)
         if names is not None:
@@ -145,6 +152,17 @@ def describe_route(address: str) -> str:
     except OSError as error:
         return f"no interface leads to {address} ({error.strerror or error})"
     return f"interface {name or 'unknown'} with address {own} leads to {address}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a name or address leads to this host only. False where the name cannot be resolved."""
+    with suppress(OSError):
+        return _is_loopback(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
+    return False
+
+
+def _is_loopback(address: object) -> bool:
+    return str(address).startswith("127.") or address == "::1"
 
 
 def is_own_address(address: str) -> bool:

@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -29,9 +28,11 @@ from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.comm.terminate import before_gloo_ends_the_process
-from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
+from lightning_ddp.errors import CollectiveError, ConfigurationError, LightningDDPError, PeerFailure
 from lightning_ddp.launch.inspection import Inspector
-from lightning_ddp.launch.orphans import is_child, outlive_parent
+from lightning_ddp.launch.interface import is_loopback
+from lightning_ddp.launch.orphans import outlive_parent
+from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.reconcile.agreement import StepBoundary
 from lightning_ddp.reconcile.alarm import Alarm
@@ -100,20 +101,20 @@ def open_server(
     Raises:
         RendezvousError: `address` is none of this host.
     """
-    # /etc/hosts often maps a node's own name to the loopback, where the other nodes could not reach it
-    is_hidden = num_nodes > 1 and socket.gethostbyname(address).startswith("127.")
+    shared = os.environ.get(TOKEN_VARIABLE)
     server = ControlServer(
         address,
-        token=secrets.token_hex(16),
+        token=shared or secrets.token_hex(16),
         world_size=world_size,
         settings=settings,
         on_failure=on_failure,
-        any_interface=is_hidden,
+        # /etc/hosts often maps a node's own name to the loopback, where the other nodes could not reach it
+        any_interface=num_nodes > 1 and is_loopback(address),
     )
     entry = [
         address,
         server.port,
-        server.token,
+        "" if shared else server.token,
         identity.rank,
         identity.node_rank,
         identity.host,
@@ -124,7 +125,14 @@ def open_server(
 
 
 def _find_server(store: Any) -> ServerAddress:
-    host, port, token, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
+    host, port, published, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
+    shared = os.environ.get(TOKEN_VARIABLE)
+    if bool(shared) == bool(published):
+        raise ConfigurationError(
+            f"{TOKEN_VARIABLE} is set {'here' if shared else 'for rank 0'} and not"
+            f" {'for rank 0' if shared else 'here'}: set it to the same text for all processes, or for none"
+        )
+    token = shared or published
     identity = Identity(rank=int(rank), node_rank=int(node_rank), host=name, pid=int(pid))
     return ServerAddress(host=host, port=int(port), token=token, identity=identity)
 
@@ -152,6 +160,7 @@ class Reconciliation:
         self.num_before = 0
         """Runs of this process that have failed with an exception, after each of which its script went on."""
         self._settings = ReconcileSettings()
+        self._parent_pid: int | None = None
         self._device_watch: DeviceWatch | None = None
         self._depth = 0
         self._ends_at: float | None = None
@@ -194,6 +203,7 @@ class Reconciliation:
                 self.interrupt.check()
                 time.sleep(_LOOK_EVERY_S)
             server = _find_server(store)
+            self._parent_pid = os.getppid() if is_child else None
             parent = Identity(rank=-1, node_rank=identity.node_rank, pid=os.getppid()) if is_child else None
             if parent is not None and (parent.pid, parent.host) == (
                 server.identity.pid,
@@ -247,6 +257,9 @@ class Reconciliation:
         except stop_exceptions():  # raised by all ranks, and no failure
             raise
         except BaseException as error:
+            if os.getpid() != self.pid:  # user code has forked it: it shares this rank's sockets, and is none
+                current().is_over = True
+                raise
             self.alarm.silence()
             self._has_raised.set()
             failure = self._end(error)
@@ -296,6 +309,8 @@ class Reconciliation:
         if self.watch is not None:
             self.is_over = True
             abort_groups()
+            if self._parent_pid == os.getppid():  # if it is stopped, it would never hear of this failure
+                os.kill(os.getppid(), signal.SIGCONT)
             if self._ends_at is None:
                 self._limit_ending()
             if self.watch.launcher is not None:
@@ -498,9 +513,8 @@ class Reconciliation:
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGCONT)
-        if is_child() and error.pid == os.getppid():  # the launching process, which is part of this run
-            with suppress(ProcessLookupError):
-                os.kill(os.getppid(), signal.SIGCONT)
+        if error.pid == self._parent_pid == os.getppid():  # the launching process, which is part of this run
+            os.kill(os.getppid(), signal.SIGCONT)
 
     def _write_error_file(self, record: FailureRecord) -> None:
         path = os.environ.get(_ERROR_FILE_VARIABLE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ from lightning_ddp.launch.interface import (
 
 __all__ = [
     "STORE_VARIABLE",
+    "TOKEN_VARIABLE",
     "HostedStore",
     "close_store",
     "existing_group",
@@ -43,6 +45,12 @@ STORE_VARIABLE = "LIGHTNING_DDP_STORE"
 """Environment variable by which a launcher tells its processes where its store listens: `host:port/run`.
 
 `run` counts the runs of the launching process: with a port that the user named they share one store."""
+
+TOKEN_VARIABLE = "LIGHTNING_DDP_TOKEN"
+"""Environment variable with the secret of the control channel.
+
+On one node the launcher draws it. Elsewhere the user may set it, the same for all processes; where nobody
+has, rank 0 draws one and leaves it in the store, where it is as readable as that is."""
 
 _hosted: HostedStore | None = None
 _num_runs = 0
@@ -111,11 +119,14 @@ def host_store(
             _hosted = HostedStore(address, port, named_by)
         assert _hosted is not None
         port = int(_hosted.store.port)
-    return {
+    variables = {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         STORE_VARIABLE: f"{address}:{port}/{_num_runs}",
     }
+    if num_nodes == 1 and not os.environ.get(TOKEN_VARIABLE):
+        variables[TOKEN_VARIABLE] = secrets.token_hex(16)
+    return variables
 
 
 def _is_ours(address: str, port: int | None) -> bool:

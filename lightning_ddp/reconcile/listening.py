@@ -71,12 +71,17 @@ class NumDescriptors:
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens on any free port of an address of this host; '' for all of them.
+    """A socket that listens on any free port of an address of this host; '' for all of them, of IPv6 too.
 
     Raises:
         RendezvousError: the address is none of this host.
     """
     try:
+        if not address and socket.has_dualstack_ipv6():
+            everywhere = ("", 0)
+            return socket.create_server(
+                everywhere, family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+            )
         family, _, _, _, where = socket.getaddrinfo(
             address or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]

@@ -13,6 +13,7 @@ NAMESPACES = tuple(f"lddp{os.getpid()}n{node}" for node in range(2))
 """Names of their own for each process: tests of several checkouts may run at the same time."""
 INTERFACES = tuple(f"ld{os.getpid()}v{node}" for node in range(2))
 ADDRESSES = ("10.197.31.1", "10.197.31.2")
+ADDRESSES_6 = ("fd97:31::1", "fd97:31::2")
 
 
 def ip(*words: str) -> None:
@@ -40,8 +41,10 @@ def _make() -> None:
         ip("-n", name, "link", "set", "lo", "up")
     first = ["link", "add", INTERFACES[0], "netns", NAMESPACES[0], "type", "veth"]
     ip(*first, "peer", INTERFACES[1], "netns", NAMESPACES[1])
-    for name, interface, address in zip(NAMESPACES, INTERFACES, ADDRESSES, strict=True):
-        ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
+    for name, interface, *addresses in zip(NAMESPACES, INTERFACES, ADDRESSES, ADDRESSES_6, strict=True):
+        ip("-n", name, "addr", "add", f"{addresses[0]}/24", "dev", interface)
+        with contextlib.suppress(subprocess.CalledProcessError):  # a kernel without IPv6
+            ip("-n", name, "addr", "add", f"{addresses[1]}/64", "dev", interface, "nodad")
         ip("-n", name, "link", "set", interface, "up")
 
 
