@@ -312,7 +312,7 @@ def explain_refusals(module: Any, explain: Callable[[Exception, Any, Any], str |
         module: `trainer.connectors.accelerator_connector` of a namespace.
         explain: called with the error, the strategy and `plugins=`; returns None to leave the error as it is.
     """
-    kind = module._AcceleratorConnector
+    kind = getattr(module, "_AcceleratorConnector", None)  # what only explains is missed by nobody
     for name in ("_check_config_and_set_final_flags", "_lazy_init_strategy"):
         if hasattr(kind, name):
             setattr(kind, name, _explained(getattr(kind, name), explain))
