@@ -203,9 +203,10 @@ def test_a_rank_that_is_stopped_holds_the_others_up_until_the_timeout(tmp_path, 
     notes = read_notes(tmp_path)
     assert result.returncode == 1, context
     seen = notes[f"on_exception-{1 - rank}"]
-    assert seen["kind"] == "CollectiveTimeoutError", context
+    # where processes are spawned the launching one notes the same failure as rank 0's
+    assert "CollectiveTimeoutError" in (seen["kind"], seen["exception_type"]), context
     assert seen["time"] - notes[f"fired-{rank}"]["time"] < 20.0 + SOON_S
-    assert f"finally-{rank}" in notes, "what was stopped has been continued, and has ended"
+    assert f"finalize-{rank}" in notes, "what was stopped has been continued, and has ended"
 
 
 def test_reconciliate_processes_ends_the_run_with_its_trace(tmp_path) -> None:
