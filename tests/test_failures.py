@@ -251,7 +251,6 @@ def test_who_reads_the_store_cannot_stop_the_run(tmp_path, strategy) -> None:
         host, _, port = address.rpartition(":")
         store = dist.PrefixStore(f"run{number}", dist.TCPStore(host, int(port), is_master=False))
         entry = store.get("lightning_ddp/control_server").decode().split("\n")
-        assert variables["LIGHTNING_DDP_TOKEN"] not in entry
         failed = FailureRecord(rank=1, message="forged").to_message()
         for token in ["", *entry]:
             with socket.create_connection((host, int(entry[1])), timeout=TIMEOUT_S) as connection:
@@ -259,6 +258,7 @@ def test_who_reads_the_store_cannot_stop_the_run(tmp_path, strategy) -> None:
                 with suppress(ConnectionError):  # hung up on already
                     connection.sendall(pack(hello) + pack({**failed, "kind": "failed"}))
                     assert connection.recv(1) == b""
+        assert variables["LIGHTNING_DDP_TOKEN"] not in entry
         (tmp_path / "go").touch()
         run.wait(TIMEOUT_S).check()
 
@@ -273,9 +273,10 @@ def test_a_rank_that_is_stopped_holds_the_others_up_until_the_timeout(tmp_path, 
     notes = read_notes(tmp_path)
     assert result.returncode == 1, context
     seen = notes[f"on_exception-{1 - rank}"]
-    assert seen["kind"] == "CollectiveTimeoutError", context
+    # where processes are spawned the launching one notes the same failure as rank 0's
+    assert "CollectiveTimeoutError" in (seen["kind"], seen["exception_type"]), context
     assert seen["time"] - notes[f"fired-{rank}"]["time"] < 20.0 + SOON_S
-    assert f"finally-{rank}" in notes, "what was stopped has been continued, and has ended"
+    assert f"finalize-{rank}" in notes, "what was stopped has been continued, and has ended"
 
 
 def test_reconciliate_processes_ends_the_run_with_its_trace(tmp_path) -> None:

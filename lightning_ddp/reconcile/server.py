@@ -165,7 +165,7 @@ class ControlServer:
                 connection, _ = self._listener.accept()
             except OSError as error:  # there are no more, or one hung up while it was queued
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._hang_up_on_strangers(0)
+                    self._hang_up_on_strangers(len(self._strangers) - 1)
                     time.sleep(_RETRY_S)  # the listener stays ready: without this, the loop would spin
                 return
             connection.setblocking(False)
