@@ -17,9 +17,11 @@ import torch
 from lightning_ddp.averaging import available_averagers
 from lightning_ddp.cli import main
 from lightning_ddp.doctor.references import AVERAGERS, HOOKS, Claim
-from lightning_ddp.doctor.trials import Ranks, Verdict, trials_of
+from lightning_ddp.doctor.trials import HOST_WAITS, Ranks, Verdict, trials_of
 from lightning_ddp.doctor.verify import KILLED
 from lightning_ddp.hooks import available_hooks
+from lightning_ddp.hooks.allreduce import AllReduce
+from lightning_ddp.hooks.base import Part
 
 DEADLINE_S = 120
 
@@ -77,9 +79,29 @@ def _try_on_device(rank: int, world_size: int) -> dict[str, str | None]:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("simcuda") is None, reason="needs the simulated CUDA device")
 def test_a_sound_engine_passes_on_simulated_devices(simulated_ranks):
-    for rank in simulated_ranks.run(_try_on_device, 2, timeout_s=DEADLINE_S):
+    for rank in simulated_ranks.run(_try_on_device, 2, timeout_s=3 * DEADLINE_S):
         assert set(rank.value.values()) == {None}, rank.value
         assert {"host waits", "hook topk", "averager diloco"} < rank.value.keys()
+
+
+def _wait_in_a_hook(rank: int, world_size: int) -> str | None:
+    sound = AllReduce.run
+
+    def run(self: AllReduce, part: Part) -> torch.Tensor:
+        part.buffer.sum().item()
+        return sound(self, part)
+
+    AllReduce.run = run
+    ranks, verdict = Ranks(rank=rank, size=world_size, device=torch.device("cuda", rank)), Verdict()
+    trials_of("cuda")[HOST_WAITS](ranks, verdict)
+    return verdict.problem
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("simcuda") is None, reason="needs the simulated CUDA device")
+def test_a_hook_that_makes_the_host_wait_is_found_on_simulated_devices(simulated_ranks):
+    for rank in simulated_ranks.run(_wait_in_a_hook, 2, timeout_s=DEADLINE_S):
+        assert "hook allreduce: 2 steady steps made the host wait for the device" in rank.value
 
 
 # ---------------------------------------------------------------------- planted defects

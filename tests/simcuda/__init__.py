@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +114,8 @@ def _append(kind: bytes, text: bytes) -> None:
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     stack.reverse()
     report.append(Report(kind.decode(), text.decode(), stack, _step))
+    if kind == b"sync" and sys.modules["torch"].cuda.get_sync_debug_mode():
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)  # the words of CUDA's
 
 
 def end_step() -> None:

@@ -110,6 +110,12 @@ def install(c: ModuleType) -> None:
             c.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
         )
 
+    sync_debug_mode = 0
+
+    def set_sync_debug_mode(mode: int) -> None:
+        nonlocal sync_debug_mode
+        sync_debug_mode = mode
+
     def init() -> None:
         global _started_in
         import torch
@@ -149,8 +155,8 @@ def install(c: ModuleType) -> None:
         "_cuda_resetPeakMemoryStats": lambda index: _library.simcuda_reset_peak_memory(index),
         "_cuda_setMemoryFraction": lambda fraction, index: None,
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_set_sync_debug_mode": lambda mode: None,
-        "_cuda_get_sync_debug_mode": lambda: 0,
+        "_cuda_set_sync_debug_mode": set_sync_debug_mode,
+        "_cuda_get_sync_debug_mode": lambda: sync_debug_mode,
         "_nccl_version": lambda: (2 << 32) | (27 << 16) | 5,
         "_nccl_version_suffix": lambda: b"",
     }
