@@ -50,6 +50,17 @@ def test_builtin_variants_are_registered_with_descriptions() -> None:
     assert list(variants) == sorted(variants)
 
 
+def test_each_of_lightnings_names_for_ddp_has_its_twin() -> None:
+    names = [
+        name for name in StrategyRegistry if re.fullmatch(r"ddp(_spawn|_fork|_notebook)?(_find_.*)?", name)
+    ]
+    assert len(names) == 12
+    for name in names:
+        theirs = StrategyRegistry[name]["init_params"].items()
+        expected = {key: value for key, value in theirs if value != "popen"}
+        assert StrategyRegistry[f"custom_{name}"]["init_params"] == expected
+
+
 def test_the_command_lists_names_arguments_and_descriptions(capsys) -> None:
     assert main(["variants"]) == 0
     header, _, *lines = capsys.readouterr().out.splitlines()

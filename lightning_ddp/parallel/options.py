@@ -87,7 +87,7 @@ def check_broadcast_buffers(value: object) -> None:
     Raises:
         ConfigurationError: it is something else.
     """
-    if not (value is None or isinstance(value, bool) or value == AUTO):
+    if value not in (None, AUTO, True, False):
         raise ConfigurationError(f"broadcast_buffers={value!r}: one of 'auto', True, False")
 
 
