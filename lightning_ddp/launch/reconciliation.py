@@ -26,6 +26,7 @@ from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailure
+from lightning_ddp.launch.hydra_parent import restore
 from lightning_ddp.launch.inspection import Inspector
 from lightning_ddp.launch.orphans import is_child, outlive_parent
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
@@ -145,6 +146,7 @@ class Reconciliation:
         self._ends_at: float | None = None
         self._timer: threading.Timer | None = None
         self._own: FailureRecord | None = None
+        self._variables: dict[str, str | None] = {}
         self._stop_signals: StopSignals | None = None
 
     @property
@@ -245,6 +247,12 @@ class Reconciliation:
             name = getattr(function, "__name__", "run")
             self.inspector.enter(name.removeprefix("_").removesuffix("_impl"))
 
+    def set_while_running(self, variables: dict[str, str]) -> None:
+        """Sets environment variables until the run (a fit, a test ...) ends; outside of one until the end."""
+        if self._depth > 0:
+            self._variables = {name: os.environ.get(name) for name in variables} | self._variables
+        os.environ.update(variables)
+
     def _leave_together(self) -> None:
         """Waits until the run has ended on all ranks: what this one does next may build on that.
 
@@ -258,6 +266,8 @@ class Reconciliation:
     def _leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
+            restore(self._variables)
+            self._variables = {}
             self.alarm.silence()
             if not self.is_over:
                 self.inspector.leave()

@@ -36,6 +36,8 @@ __all__ = [
     "hosted_store",
     "join_default_group",
     "run_store",
+    "set_store_address",
+    "store_address",
 ]
 
 STORE_VARIABLE = "LIGHTNING_DDP_STORE"
@@ -43,6 +45,8 @@ STORE_VARIABLE = "LIGHTNING_DDP_STORE"
 
 `run` counts the runs of the launching process: with a port that the user named they share one store."""
 
+_where: str | None = None
+"""What the variable holds in the children of this process."""
 _hosted: HostedStore | None = None
 _num_runs = 0
 
@@ -124,13 +128,30 @@ def _is_ours(address: str, port: int | None) -> bool:
     return port is not None and port == _hosted.store.port
 
 
+def set_store_address(where: str) -> None:
+    """The processes of this run, this one among them, meet in the store of a launcher in this process.
+
+    Args:
+        where: the value of STORE_VARIABLE. It is kept out of this process's environment, from which the
+            programs that the user's script starts would have it.
+    """
+    global _where
+    _where = where
+
+
+def store_address() -> str | None:
+    """Where the launcher's store of this process's run listens, as in STORE_VARIABLE; None without one."""
+    return os.environ.get(STORE_VARIABLE, _where)
+
+
 def close_store() -> None:
     """Closes this process's store, at the end of a run.
 
     One on a port that the user named stays open for the next run of this process: its other nodes may be
     there before this one.
     """
-    global _hosted
+    global _hosted, _where
+    _where = None
     if _hosted is not None and not _hosted.is_named:
         _hosted = None
 
@@ -165,7 +186,7 @@ def find_store(environment: ClusterEnvironment, timeout: timedelta | None) -> An
     Raises:
         RendezvousError: it cannot be reached.
     """
-    where = os.environ.get(STORE_VARIABLE)
+    where = store_address()
     with remember_connections():  # a store on a node that is unreachable blocks as collectives do
         return run_store(where, timeout) if where is not None else _rendezvous(environment, timeout)
 
