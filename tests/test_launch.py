@@ -50,6 +50,10 @@ def test_a_script_is_run_again_with_its_arguments_and_a_free_port_is_taken(tmp_p
     assert {end["port"] for end in ends} != {"29500"}
     assert ends[0]["port"] == ends[1]["port"]
     assert ends[0]["pid"] != ends[1]["pid"]
+    left = set(read_notes(tmp_path)["fitted-0"]["variables"])
+    assert left <= {"LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE"}, (
+        "more than what tells another Trainer that this is rank 0"
+    )
 
 
 def test_a_module_is_run_again_as_a_module(tmp_path) -> None:

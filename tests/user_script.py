@@ -373,9 +373,10 @@ def main(order: Order) -> None:
     if order.pause:  # a handler of the user's own is still called
         signal.signal(signal.SIGTERM, lambda number, frame: note(folder, rank, "sigterm"))
     model = Model(order)
+    before = set(os.environ)
     try:
         trainer.fit(model, ckpt_path=order.checkpoint)
-        note(folder, trainer.global_rank, "fitted")
+        note(folder, trainer.global_rank, "fitted", variables=sorted(set(os.environ) - before))
         if order.validates:
             trainer.validate(model, verbose=False)
     except CATCHABLE.get(order.catches, ()) as error:

@@ -28,7 +28,7 @@ from lightning_ddp.reconcile.report import render
 from lightning_ddp.reconcile.settings import ReconcileSettings
 from lightning_ddp.reconcile.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
-__all__ = ["Brood", "begin_anew", "end_job", "set_for_run", "the_brood"]
+__all__ = ["Brood", "begin_anew", "end_job", "the_brood"]
 
 _STOP_GRACE_S = 5.0
 _EXIT_GRACE_S = 60.0
@@ -177,14 +177,6 @@ _last_failure: FailureRecord | None = None
 def the_brood() -> Brood | None:
     """The children of this process's present run."""
     return _brood
-
-
-def set_for_run(variables: dict[str, str]) -> None:
-    """Sets environment variables of this process until its run ends."""
-    if _brood is not None and _brood._pid == os.getpid():
-        _brood.set_variables(variables)
-    else:
-        os.environ.update(variables)
 
 
 def begin_anew() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -11,12 +10,17 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
-from lightning_ddp.launch.brood import set_for_run
 from lightning_ddp.launch.init_method import meet, tcp_address
 from lightning_ddp.launch.interface import backend_names, choose_interface
 from lightning_ddp.launch.orphans import is_child
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
-from lightning_ddp.launch.rendezvous import STORE_VARIABLE, existing_group, find_store, join_default_group
+from lightning_ddp.launch.rendezvous import (
+    STORE_VARIABLE,
+    existing_group,
+    find_store,
+    handed_down,
+    join_default_group,
+)
 from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.reconcile.record import Identity
 from lightning_ddp.reconcile.settings import ReconcileSettings
@@ -64,11 +68,12 @@ def join_run(
     rank, world_size = environment.global_rank(), environment.world_size()
     group = existing_group(world_size)
     if group is not None:
+        _name_interface(environment, init_method, backend)
         if _external_store is not None:
             share_job(_external_store, rank=rank)
         return group
     ours = current()
-    has_launcher = STORE_VARIABLE in os.environ
+    has_launcher = handed_down(STORE_VARIABLE) is not None
     is_elsewhere = given_store is not None or _is_elsewhere(init_method, has_launcher)
 
     def meet_elsewhere() -> Any:
@@ -104,16 +109,21 @@ def join_run(
     if not has_launcher and world_size > 1:
         _external_store = store
         share_job(store, rank=rank)
-    if world_size > 1:
-        address = tcp_address(init_method)
-        main_address = environment.main_address if address is None else address[0]
-        set_for_run(choose_interface(main_address, backend))
+    _name_interface(environment, init_method, backend)
     if timeout is not None and "nccl" in backend_names(backend) and current().watch is not None:
         # this package says first what is late; NCCL's watchdog, which ends the process, is the last resort
         timeout += timedelta(seconds=settings.failure_grace_s)
     return join_default_group(
         backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
     )
+
+
+def _name_interface(environment: ClusterEnvironment, init_method: str | None, backend: str) -> None:
+    """Has the groups that are made in this run use the interface that leads to the first node."""
+    if environment.world_size() > 1:
+        address = tcp_address(init_method)
+        main_address = environment.main_address if address is None else address[0]
+        current().set_while_running(choose_interface(main_address, backend))
 
 
 def _is_elsewhere(init_method: str | None, has_launcher: bool) -> bool:

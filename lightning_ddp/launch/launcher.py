@@ -38,7 +38,9 @@ from lightning_ddp.launch.prelude import begin_run, child_environment
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
 from lightning_ddp.launch.rendezvous import (
     STORE_VARIABLE,
+    TOKEN_VARIABLE,
     close_store,
+    hand_down,
     host_store,
     hosted_store,
     named_port,
@@ -123,14 +125,17 @@ class ScriptLauncher(SubprocessScriptLauncher):
         environment = self.cluster_environment
         node_rank = _node_rank_of(environment, self.num_nodes)
         address, first_rank = environment.main_address, node_rank * self.num_processes
+        hosted = _host_store(environment, self._init_method, num_nodes=self.num_nodes, node_rank=node_rank)
+        handed = {name: hosted.pop(name) for name in (STORE_VARIABLE, TOKEN_VARIABLE) if name in hosted}
+        hand_down(handed)
         variables = {
-            **_host_store(environment, self._init_method, num_nodes=self.num_nodes, node_rank=node_rank),
+            **hosted,
             "NODE_RANK": str(node_rank),
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
         }
         try:
-            command = self._command_of(variables[STORE_VARIABLE], first_rank)
+            command = self._command_of(handed[STORE_VARIABLE], first_rank)
         except BaseException:
             close_store()
             raise
@@ -149,7 +154,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 num_nodes=self.num_nodes,
                 settings=self._settings,
             )
-        self._run_children(brood, command, first_rank)
+        self._run_children(brood, command, first_rank, handed)
         self.procs = brood.children.procs
 
     def _command_of(self, where: str, first_rank: int) -> ChildCommand:
@@ -158,10 +163,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
             share_job(run_store(where, self._timeout), rank=first_rank)
         return child_command()
 
-    def _run_children(self, brood: Brood, command: ChildCommand, first_rank: int) -> None:
+    def _run_children(
+        self, brood: Brood, command: ChildCommand, first_rank: int, handed: dict[str, str]
+    ) -> None:
+        common = {**os.environ, **handed, PARENT_VARIABLE: str(os.getpid())}
         for local_rank in range(1, self.num_processes):
-            variables = {"LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
-            env = child_environment({**os.environ, **variables})
+            env = child_environment({**common, "LOCAL_RANK": str(local_rank)})
             log = command.log_of(first_rank + local_rank)
             if log is not None:
                 brood.logs[local_rank] = log

@@ -29,10 +29,11 @@ from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.comm.terminate import before_gloo_ends_the_process
 from lightning_ddp.errors import CollectiveError, ConfigurationError, LightningDDPError, PeerFailure
+from lightning_ddp.launch.hydra_parent import restore
 from lightning_ddp.launch.inspection import Inspector
 from lightning_ddp.launch.interface import is_loopback
 from lightning_ddp.launch.orphans import outlive_parent
-from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE
+from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, handed_down
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.reconcile.agreement import StepBoundary
 from lightning_ddp.reconcile.alarm import Alarm
@@ -101,7 +102,7 @@ def open_server(
     Raises:
         RendezvousError: `address` is none of this host.
     """
-    shared = os.environ.get(TOKEN_VARIABLE)
+    shared = handed_down(TOKEN_VARIABLE)
     server = ControlServer(
         address,
         token=shared or secrets.token_hex(16),
@@ -126,7 +127,7 @@ def open_server(
 
 def _find_server(store: Any) -> ServerAddress:
     host, port, published, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
-    shared = os.environ.get(TOKEN_VARIABLE)
+    shared = handed_down(TOKEN_VARIABLE)
     if bool(shared) == bool(published):
         raise ConfigurationError(
             f"{TOKEN_VARIABLE} is set {'here' if shared else 'for rank 0'} and not"
@@ -167,6 +168,7 @@ class Reconciliation:
         self._timer: threading.Timer | None = None
         self._own: FailureRecord | None = None
         self._has_raised = threading.Event()
+        self._variables: dict[str, str | None] = {}
         self._stop_signals: StopSignals | None = None
 
     @property
@@ -276,6 +278,12 @@ class Reconciliation:
             name = getattr(function, "__name__", "run")
             self.inspector.enter(name.removeprefix("_").removesuffix("_impl"))
 
+    def set_while_running(self, variables: dict[str, str]) -> None:
+        """Sets environment variables until the run (a fit, a test ...) ends; outside of one until the end."""
+        if self._depth > 0:
+            self._variables = {name: os.environ.get(name) for name in variables} | self._variables
+        os.environ.update(variables)
+
     def _leave_together(self) -> None:
         """Waits until the run has ended on all ranks: what this one does next may build on that.
 
@@ -291,6 +299,8 @@ class Reconciliation:
     def _leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
+            restore(self._variables)
+            self._variables = {}
             self.alarm.silence()
             if not self.is_over:
                 self.inspector.leave()

@@ -34,6 +34,8 @@ __all__ = [
     "close_store",
     "existing_group",
     "find_store",
+    "hand_down",
+    "handed_down",
     "host_store",
     "hosted_store",
     "join_default_group",
@@ -52,6 +54,8 @@ TOKEN_VARIABLE = "LIGHTNING_DDP_TOKEN"
 On one node the launcher draws it. Elsewhere the user may set it, the same for all processes; where nobody
 has, rank 0 draws one and leaves it in the store, where it is as readable as that is."""
 
+_handed: dict[str, str] = {}
+"""Which of these variables the children of this process have, and their values."""
 _hosted: HostedStore | None = None
 _num_runs = 0
 
@@ -136,6 +140,22 @@ def _is_ours(address: str, port: int | None) -> bool:
     return port is not None and port == _hosted.store.port
 
 
+def hand_down(variables: dict[str, str]) -> None:
+    """The processes of this run, this one among them, meet in the store of a launcher in this process.
+
+    Args:
+        variables: STORE_VARIABLE and TOKEN_VARIABLE, of the children. They are kept out of this process's
+            environment, from which the programs that the user's script starts would have them.
+    """
+    _handed.clear()
+    _handed.update(variables)
+
+
+def handed_down(variable: str) -> str | None:
+    """STORE_VARIABLE or TOKEN_VARIABLE as this process's run has it; None if it has none."""
+    return os.environ.get(variable) or _handed.get(variable)
+
+
 def close_store() -> None:
     """Closes this process's store, at the end of a run.
 
@@ -143,6 +163,7 @@ def close_store() -> None:
     there before this one.
     """
     global _hosted
+    _handed.clear()
     if _hosted is not None and not _hosted.is_named:
         _hosted = None
 
@@ -177,7 +198,7 @@ def find_store(environment: ClusterEnvironment, timeout: timedelta | None) -> An
     Raises:
         RendezvousError: it cannot be reached.
     """
-    where = os.environ.get(STORE_VARIABLE)
+    where = handed_down(STORE_VARIABLE)
     with remember_connections():  # a store on a node that is unreachable blocks as collectives do
         return run_store(where, timeout) if where is not None else _rendezvous(environment, timeout)
 

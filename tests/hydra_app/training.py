@@ -30,7 +30,11 @@ class Model(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.lr = lr
+        self.interface: str | None = None
         self.layer = torch.nn.Linear(2, 1)
+
+    def on_train_start(self) -> None:
+        self.interface = os.environ.get("GLOO_SOCKET_IFNAME")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layer(batch).square().mean()
@@ -68,7 +72,7 @@ def fit(
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
         "port": os.environ.get("MASTER_PORT"),
-        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "interface": model.interface,
         "weights": weights,
     }
 
