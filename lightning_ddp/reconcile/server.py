@@ -294,6 +294,11 @@ class ControlServer:
         for stranger in [s for s in self._strangers if s.since + _HELLO_WAIT_S <= now]:
             self._hang_up(stranger)
         self._deliver(self._inspection.due(now))
+        stranded = self._inspection.stranded(self._leaving_ranks)
+        if stranded is not None and stranded[0] in self._ranks:
+            identity = self._ranks[stranded[0]].identity
+            assert identity is not None  # it is that of a rank
+            self._verdict.accuse(FailureRecord.of_identity(identity, stranded[1]))
         late = self._stop.overdue(now)
         if late is not None:
             self._verdict.accuse(late)
@@ -313,6 +318,9 @@ class ControlServer:
     def _active_ranks(self) -> set[int]:
         peers = self._peers.values()
         return {p.identity.rank for p in peers if p.identity is not None and p.is_active} - {-1}
+
+    def _leaving_ranks(self) -> set[int]:
+        return {rank for rank, peer in self._ranks.items() if peer.num_ended > self._num_left}
 
     def _send_all(self, messages: list[Message]) -> None:
         for message in messages:
