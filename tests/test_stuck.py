@@ -168,6 +168,27 @@ def test_a_rank_that_has_finished_fit_is_named() -> None:
     assert "; rank 1 has finished fit at step 120" in str(error)
 
 
+def test_a_rank_that_waits_for_one_that_has_come_to_the_end_is_told(monkeypatch) -> None:
+    monkeypatch.setattr("lightning_ddp.reconcile.watch._LOOK_AGAIN_S", 0.2)
+    failures = []
+
+    def part(member: Member, rank: int) -> None:
+        member.barrier("both")
+        if rank == 1:
+            member.watch.leave_run(member.inspector.leave, DEADLINE_S)
+            failures.append(member.watch.failure)
+        member.barrier("epoch_end")
+
+    assert play(part, 2) == [None, None]
+    (failure,) = failures
+    assert failure is not None
+    assert failure.rank == 0
+    assert failure.message.startswith(
+        "rank 0 waits in barrier 'epoch_end' at step 120 in training_step; rank 1"
+    )
+    assert "has finished fit" in failure.message
+
+
 def test_a_hooks_own_thread_that_waits_is_seen() -> None:
     seen = threading.Event()
 

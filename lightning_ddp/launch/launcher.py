@@ -271,7 +271,9 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         os.environ.update(variables)
         server = self._open_server(strategy, node_rank) if is_enabled() and node_rank == 0 else None
         self.procs = []
-        ending = _EarlyEnds(self, server, node_rank * strategy.num_processes) if server is not None else None
+        ending = None
+        if server is not None and hasattr(os, "waitid"):
+            ending = _EarlyEnds(self, server, node_rank * strategy.num_processes)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

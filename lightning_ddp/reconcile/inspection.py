@@ -8,6 +8,7 @@ a roll call shows whether they still may, or whether everybody waits for somebod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +66,7 @@ class Inspection:
         world_size: ranks of the run.
     """
 
-    KINDS = ("ask", "account", "call", "tell")
+    KINDS = ("ask", "account", "call", "look", "tell")
     """Kinds of message that `handle` takes."""
 
     def __init__(self, world_size: int) -> None:
@@ -75,6 +76,7 @@ class Inspection:
         self._num_rolls = 0
         self._roll: _RollCall | None = None
         self._last: tuple[float, dict[int, Account]] = (float("-inf"), {})
+        self._unchecked: dict[int, Account] = {}
         self._announced: dict[str, _Announced] = {}
         self._pause_s = FIRST_LOOK_S
         self._broken: dict[str, Findings | None] = {}
@@ -117,6 +119,8 @@ class Inspection:
             return self._answer(rank, message, now)
         if kind == "call":
             return self._announce(rank, message, now)
+        if kind == "look":
+            return self._call(now) if self._roll is None and now - self._last[0] >= _FRESH_S else []
         to, topic = _int(message, "to"), _text(message, "topic")
         if to not in self._present:
             return []
@@ -176,6 +180,7 @@ class Inspection:
             return []
         accounts = {r: roll.accounts.get(r) or self._mute(r, roll) for r in range(self._world_size)}
         self._last = (now, accounts)
+        self._unchecked = accounts
         if self._is_deadlock(accounts):
             for announced in self._announced.values():
                 self._broken[announced.lane] = None
@@ -190,6 +195,21 @@ class Inspection:
         if lane is not None and lane in self._broken:
             self._broken[lane] = findings
         return (rank, _findings_message(findings, lane, number))
+
+    def stranded(self, leaving: Callable[[], set[int]]) -> tuple[int, str] | None:
+        """A rank that waits in vain, and the sentence that says for what, of the last roll call; once.
+
+        Args:
+            leaving: tells the ranks that have ended a run, and call nothing before the others have as well.
+        """
+        accounts, self._unchecked = self._unchecked, {}
+        ended = leaving() if accounts else set()
+        for rank in sorted(accounts.keys() - ended):
+            for lane, number, is_start in accounts[rank].blocked_on:
+                never = [accounts[r].on(lane) for r in ended & members(accounts, lane)]
+                if not is_start and any(known is None or known.number < number for known in never):
+                    return rank, explain(accounts, rank, lane, number).sentence
+        return None
 
     def _mute(self, rank: int, roll: _RollCall) -> Account:
         """The account of a rank that has given none."""

@@ -318,6 +318,11 @@ class ControlServer:
         for stranger in list(takewhile(lambda s: s.since + _HELLO_WAIT_S <= now, self._strangers)):
             self._hang_up(stranger)
         self._deliver(self._inspection.due(now))
+        stranded = self._inspection.stranded(self._leaving_ranks)
+        if stranded is not None and stranded[0] in self._ranks:
+            identity = self._ranks[stranded[0]].identity
+            assert identity is not None  # it is that of a rank
+            self._verdict.accuse(FailureRecord.of_identity(identity, stranded[1]))
         late = self._stop.overdue(now)
         if late is not None:
             self._verdict.accuse(late)
@@ -333,6 +338,9 @@ class ControlServer:
 
     def _active_ranks(self) -> set[int]:
         return {rank for rank, peer in self._ranks.items() if peer.is_active}
+
+    def _leaving_ranks(self) -> set[int]:
+        return {rank for rank, peer in self._ranks.items() if peer.num_ended > self._num_left}
 
     def _send_all(self, messages: list[Message]) -> None:
         for data in map(pack, messages):

@@ -25,6 +25,7 @@ __all__ = ["Message", "ServerAddress", "Watch"]
 
 _RECEIVE_BYTES = 64 * 1024
 _FLUSH_WAIT_S = 1.0
+_LOOK_AGAIN_S = 5.0
 
 Message = dict[str, Any]
 
@@ -180,10 +181,14 @@ class Watch:
             end: tells the server that this rank has ended it.
             timeout_s: how long; then this rank leaves alone, and its end is no failure any more.
         """
+        deadline = time.monotonic() + timeout_s
         self._all_left.clear()
         end()
-        if self.failure is None and not self._all_left.wait(timeout_s):
-            self.post("bye")
+        while self.failure is None and not self._all_left.wait(min(timeout_s, _LOOK_AGAIN_S)):
+            if time.monotonic() >= deadline:
+                self.post("bye")
+                return
+            self.post("look")  # whether one of them waits for what this rank will never call
 
     def close(self) -> None:
         """Says goodbye: the end of this process is no failure any more."""
