@@ -1033,8 +1033,8 @@ def test_resolvers_are_asked_in_one_place_and_their_answers_kept_in_the_root(mon
 
 NOT_PRIVATE = {"_target_", "_convert_", "_partial_", "_recursive_"}
 """Keys that Hydra documents."""
-OF_PYTHON = {"_fields", "_make", "_fields_", "_callback", "_initializing"}
-"""Of namedtuples, ctypes structures, weakref and importlib."""
+OF_PYTHON = {"_fields", "_make", "_fields_", "_callback", "_initializing", "_ZSt13set_terminatePFvvE"}
+"""Of namedtuples, ctypes structures, weakref and importlib; and `std::set_terminate`, as C++ spells it."""
 
 
 def owner(node: ast.Attribute) -> str:
