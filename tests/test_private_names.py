@@ -1079,10 +1079,10 @@ def test_resolvers_are_asked_in_one_place_and_their_answers_kept_in_the_root(mon
 
 # ---------------------------------------------------------------------- the list is true
 
-NOT_PRIVATE = {"_target_", "_convert_", "_partial_", "_recursive_", "_ZSt13set_terminatePFvvE"}
-"""Keys that Hydra documents, and C++'s `std::set_terminate` as compilers name it."""
-OF_PYTHON = {"_fields", "_make", "_fields_", "_callback", "_initializing"}
-"""Of namedtuples, ctypes structures, weakref and importlib."""
+NOT_PRIVATE = {"_target_", "_convert_", "_partial_", "_recursive_"}
+"""Keys that Hydra documents."""
+OF_PYTHON = {"_fields", "_make", "_fields_", "_callback", "_initializing", "_ZSt13set_terminatePFvvE"}
+"""Of namedtuples, ctypes structures, weakref and importlib; and `std::set_terminate`, as C++ spells it."""
 
 
 def owner(node: ast.Attribute) -> str:

@@ -59,7 +59,7 @@ class Order:
     catches: str = ""
     """Name of the exception class that it expects around `fit`, and notes."""
     fits_again: bool = False
-    """Whether it fits once more then, without the fault."""
+    """Whether it fits once more then, without the fault, in the folder `again`."""
     leaves: int | None = None
     """The rank that raises what it has caught instead."""
     pause: str = ""
@@ -384,7 +384,9 @@ def main(order: Order) -> None:
         if rank == order.leaves:
             raise
         if order.fits_again:
-            main(replace(order, fault="", fits_again=False))
+            again = folder / "again"  # where Lightning finds no checkpoint of the first time
+            again.mkdir(exist_ok=True)
+            main(replace(order, folder=again, fault="", fits_again=False))
     finally:
         note(
             folder,

@@ -239,7 +239,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         init_method: str | None = None,
     ) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._method = start_method
+        self._made_by = start_method
         self._owner = strategy
         self._init_method = init_method
         self._settings = settings or ReconcileSettings()
@@ -257,7 +257,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             RendezvousError: the port that the user named is taken.
             RuntimeError: the script has no main guard, so that each new process would run it anew.
         """
-        if self._method != "fork":
+        if self._made_by != "fork":
             check_missing_main_guard()
         strategy = self._owner
         environment = strategy.cluster_environment
@@ -310,13 +310,13 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         kwargs: Any,
     ) -> None:
         """Raises an error that says what cannot be sent to new processes, if that is what has failed."""
-        if self.procs or self._method == "fork" or not isinstance(error, Exception):
+        if self.procs or self._made_by == "fork" or not isinstance(error, Exception):
             return
         named = inspect.signature(function).bind_partial(*args, **kwargs).arguments
         found = find_unpicklable({**named, "trainer": trainer})
         if found is not None:
             raise ConfigurationError(
-                f"start_method={self._method!r} sends the model, the Trainer and all that they hold to"
+                f"start_method={self._made_by!r} sends the model, the Trainer and all that they hold to"
                 f" new processes, and this does not pickle: {found}. Make it in setup(), which runs in those"
                 ' processes, or use a function or class of a module; or let strategy="custom_ddp" run the'
                 ' script again, or "custom_ddp_fork" copy the process, which send nothing.'
