@@ -331,6 +331,20 @@ def test_all_ranks_learn_the_same_first_failure() -> None:
         assert run.server.first_failure == records[0]
 
 
+def test_a_rank_stalls_only_when_all_have_come() -> None:
+    timeout_s = 0.4
+    with running(2, stall_timeout_s=timeout_s) as run:
+        first = run.connect(0)
+        deadline = time.monotonic() + DEADLINE_S
+        while first._last_beat < deadline - DEADLINE_S + 3 * timeout_s:
+            assert time.monotonic() < deadline
+        assert run.server.first_failure is None
+        run.connect(1)
+        record = first.wait_for_verdict(DEADLINE_S)
+        assert record is not None
+        assert "no progress within stall_timeout=0.4 s" in record.message
+
+
 def test_a_process_whose_connection_closes_is_named() -> None:
     with running(2) as run:
         run.connect_all()

@@ -221,7 +221,8 @@ class ControlServer:
         elif kind == "stopped":
             self._send_all(self._stop.left(peer.identity.rank))
         elif kind == "progress":
-            if self._stall is not None and peer.is_active:
+            # until all have come a rank waits for those that still start; `wait_for_all` has its own limit
+            if self._stall is not None and peer.is_active and self.has_met:
                 self._stall.report(peer.identity, message, time.monotonic())
             self._send(peer, {"kind": "beat"})
         elif kind == "who":
