@@ -30,8 +30,7 @@ __all__ = ["join_run"]
 _LONGEST_WAIT_S = 1800.0
 
 _external_store: Any = None
-_met_at: Any = None
-"""The store at which the ranks met the first time."""
+"""The store at which the ranks met, where no launcher of this package has started them."""
 
 
 def join_run(
@@ -64,7 +63,7 @@ def join_run(
         RendezvousError: the others cannot be reached.
         PeerFailure: one of them failed meanwhile.
     """
-    global _external_store, _met_at
+    global _external_store
     rank, world_size = environment.global_rank(), environment.world_size()
     group = existing_group(world_size)
     if group is not None:
@@ -86,10 +85,10 @@ def join_run(
     # the control channel is found through the launcher's store, so that a failure to meet ends all ranks
     if ours.num_before:
         # by a connection of its own: the other one was shut down with those of the process group
-        store = dist.PrefixStore(f"after{ours.num_before}", _met_at.clone())
+        store = dist.PrefixStore(f"after{ours.num_before}", ours.met_at.clone())
     else:
         store = find_store(environment, timeout) if has_launcher or not is_elsewhere else meet_elsewhere()
-        _met_at = store
+        ours.met_at = store
     if is_enabled() and world_size > 1:
         identity = Identity(rank=rank, node_rank=environment.node_rank())
         if rank == 0 and (ours.num_before or not has_launcher):
@@ -105,7 +104,7 @@ def join_run(
         timeout_s = _LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
         ours.connect(store, identity, settings, is_child=is_child(), timeout_s=timeout_s)
     if has_launcher and is_elsewhere and not ours.num_before:
-        store = _met_at = meet_elsewhere()
+        store = ours.met_at = meet_elsewhere()
     if not has_launcher and world_size > 1:
         _external_store = store
         share_job(store, rank=rank)

@@ -160,6 +160,8 @@ class Reconciliation:
         """Set by a launching process: ends its children, and then it. Called in a thread."""
         self.num_before = 0
         """Runs of this process that have failed with an exception, after each of which its script went on."""
+        self.met_at: Any = None
+        """The store from which the first process group of this process was made."""
         self._settings = ReconcileSettings()
         self._parent_pid: int | None = None
         self._device_watch: DeviceWatch | None = None
@@ -363,6 +365,7 @@ class Reconciliation:
         first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0) if is_echo else None
         if first is None or first.rank == record.rank:
             return None
+        self._write_error_file(first)  # over this rank's own
         return first.to_error(record.rank).like()
 
     def _interruption_behind(self, error: BaseException) -> PeerFailure | None:
@@ -436,7 +439,7 @@ class Reconciliation:
 
     def follow(self, before: Reconciliation) -> None:
         """Takes the place of one whose run has failed."""
-        self.num_before = before.num_before + 1
+        self.num_before, self.met_at = before.num_before + 1, before.met_at
         self.on_failure, self.kill_children = before.on_failure, before.kill_children
         self.end_late = before.end_late
 
