@@ -345,6 +345,18 @@ def test_a_rank_stalls_only_when_all_have_come() -> None:
         assert "no progress within stall_timeout=0.4 s" in record.message
 
 
+def test_a_rank_that_has_never_said_what_it_does_is_found() -> None:
+    with running(2, stall_timeout_s=0.4) as run:
+        talks = run.connect(0)
+        silent = ReconcileSettings(failure_grace_s=5.0)  # reports nothing
+        run.settings, settings = silent, run.settings
+        run.connect(1)
+        run.settings = settings
+        record = talks.wait_for_verdict(DEADLINE_S)
+        assert record is not None
+        assert (record.rank, record.message[:37]) == (1, "the process has said nothing for 0.4 ")
+
+
 def test_a_process_whose_connection_closes_is_named() -> None:
     with running(2) as run:
         run.connect_all()

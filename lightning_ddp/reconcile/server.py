@@ -221,8 +221,7 @@ class ControlServer:
         elif kind == "stopped":
             self._send_all(self._stop.left(peer.identity.rank))
         elif kind == "progress":
-            # until all have come a rank waits for those that still start; `wait_for_all` has its own limit
-            if self._stall is not None and peer.is_active and self.has_met:
+            if self._stall is not None and peer.is_active:
                 self._stall.report(peer.identity, message, time.monotonic())
             self._send(peer, {"kind": "beat"})
         elif kind == "who":
@@ -265,6 +264,9 @@ class ControlServer:
             self._send(peer, {**self._verdict.first.to_message(), "kind": "failure"})
         if len(self._ranks) == self._world_size:
             self.has_met = True
+            if self._stall is not None:
+                identities = [p.identity for p in self._ranks.values() if p.identity is not None]
+                self._stall.begin(identities, time.monotonic())
             self._send_all([{"kind": "all_here"}])
 
     def _note_end(self, peer: Peer) -> None:

@@ -6,7 +6,7 @@ nothing any more, else one that does not wait for others; if all wait, they wait
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,17 @@ class StallWatch:
         self._ranks: dict[int, _Progress] = {}
         self._looked_at: float | None = None
 
+    def begin(self, identities: Iterable[Identity], now: float) -> None:
+        """All ranks have come. Before, those that were there waited for others that still started."""
+        for identity in identities:
+            self._ranks.setdefault(identity.rank, _Progress(identity, Where(), now, now))
+        self._restart(now)
+
+    def _restart(self, now: float) -> None:
+        self._looked_at = now
+        for progress in self._ranks.values():
+            progress.changed_at = progress.reported_at = now
+
     def report(self, identity: Identity, message: Mapping[str, Any], now: float) -> None:
         """What a rank says that it is doing."""
         where = Where(
@@ -70,14 +81,12 @@ class StallWatch:
     def find(self, now: float) -> FailureRecord | None:
         """The rank that has stalled, if one has."""
         interval = self._timeout_s / REPORTS_A_TIMEOUT
-        if self._looked_at is not None and now < self._looked_at + interval:
+        if self._looked_at is None or now < self._looked_at + interval:
             return None
-        was_stopped = self._looked_at is not None and now > self._looked_at + 2 * interval
+        if now > self._looked_at + 2 * interval:  # this very process slept; the others could not be heard
+            self._restart(now)
+            return None
         self._looked_at = now
-        if was_stopped:  # this very process slept; the others could not be heard
-            for progress in self._ranks.values():
-                progress.changed_at = progress.reported_at = now
-            return None
         stuck = [p for p in self._ranks.values() if now - p.changed_at > self._timeout_s]
         mute = [p for p in self._ranks.values() if now - p.reported_at > self._timeout_s]
         if mute:
