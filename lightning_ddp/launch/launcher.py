@@ -270,7 +270,6 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         server = self._open_server(strategy, node_rank) if is_enabled() and node_rank == 0 else None
-        self.procs = []
         ending = None
         if server is not None and hasattr(os, "waitid"):
             ending = _EarlyEnds(self, server, node_rank * strategy.num_processes)
