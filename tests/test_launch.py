@@ -83,6 +83,47 @@ def test_processes_are_made_in_other_ways_as_well(tmp_path, strategy, fresh) -> 
     assert notes["trained-0"]["pid"] != notes["trained-1"]["pid"]
 
 
+LOOKS_BEFORE_IT_FORKS = """
+import os, runpy, sys, time
+import psutil
+
+def num_connections():
+    established = psutil.Process().net_connections("tcp")
+    return sum(connection.status == psutil.CONN_ESTABLISHED for connection in established)
+
+def look_and_fork():
+    global at_first
+    at_first = at_first or num_connections()
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline and children:
+        assert num_connections() <= at_first, "a process communicates before all have been forked"
+        time.sleep(0.01)
+    pid = fork()
+    children.append(pid)
+    return pid
+
+at_first, children, fork, os.fork = 0, [], os.fork, look_and_fork
+"""
+
+
+@pytest.mark.parametrize("what", ["custom_ddp_fork", "doctor --verify"])
+def test_no_forked_process_communicates_before_all_have_been_forked(what, tmp_path) -> None:
+    """The store in their parent may hold a lock of the C library then, which they would inherit for ever."""
+    script = tmp_path / "script.py"
+    if what == "custom_ddp_fork":
+        rest = order(tmp_path, strategy=what, trainer={"devices": 3})
+        script.write_text(LOOKS_BEFORE_IT_FORKS + f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n")
+    else:
+        rest = [*what.split(), "--device=cpu", "--processes=3", "--only=gradients, defaults"]
+        script.write_text(
+            LOOKS_BEFORE_IT_FORKS + "from lightning_ddp.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+        )
+    run_script(script, rest, timeout_s=DEADLINE_S).check()
+    if what == "custom_ddp_fork":
+        notes = read_notes(tmp_path)
+        assert [notes[f"trained-{rank}"]["step"] for rank in range(3)] == [STEPS] * 3
+
+
 def test_processes_that_slurm_started_are_joined_and_none_is_added(tmp_path) -> None:
     variables = {
         "SLURM_NTASKS": "2",

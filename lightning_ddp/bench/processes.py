@@ -7,6 +7,7 @@ their results there, so there is one channel and nothing to drain while they run
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 from typing import Any, Final, TypeVar
 
 import torch
@@ -189,9 +191,12 @@ def run_meeting(
         BenchmarkError: If a process fails (the message holds its traceback) or the deadline passes. Either
             way no process that was started here is left.
     """
-    arguments = (worker, settings, meeting)
-    context: ProcessContext | None = None
     num_processes = meeting.num_local_ranks * meeting.num_crews
+    # A store in this process looks up the address of each that connects, and holds a lock of the C library
+    # while it does: a rank forked then could never take that lock.
+    all_made = multiprocessing.get_context(meeting.start_method).Barrier(num_processes)
+    arguments = (worker, settings, meeting, all_made)
+    context: ProcessContext | None = None
     try:
         with held_back():
             context = start_processes(
@@ -243,8 +248,11 @@ def _watch(
         raise BenchmarkError(f"rank {rank} (pid {error.error_pid}) died: {error}") from error
 
 
-def _run_rank(index: int, worker: Worker[SettingsT], settings: SettingsT, meeting: Meeting) -> None:
+def _run_rank(
+    index: int, worker: Worker[SettingsT], settings: SettingsT, meeting: Meeting, all_made: Barrier
+) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the parent's handler
+    all_made.wait()
     torch.set_num_threads(1)  # ranks share the cores; more threads each would measure the scheduler
     if meeting.preload is not None:
         runpy.run_path(meeting.preload)

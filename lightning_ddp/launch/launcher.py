@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -243,6 +244,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         self._owner = strategy
         self._init_method = init_method
         self._settings = settings or ReconcileSettings()
+        self._all_forked: Barrier | None = None
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
@@ -263,6 +265,10 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         environment = strategy.cluster_environment
         assert environment is not None  # the Trainer has set it before it launches
         self.procs = []
+        if self._made_by == "fork":
+            # The store looks up the address of each rank that connects, and holds a lock of the C library
+            # while it does: a process forked then could never take that lock.
+            self._all_forked = mp.get_context("fork").Barrier(strategy.num_processes)
         node_rank = _node_rank_of(environment, strategy.num_nodes)
         variables = _host_store(
             environment, self._init_method, num_nodes=strategy.num_nodes, node_rank=node_rank
@@ -351,6 +357,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         self, process_idx: int, trainer: Trainer | None, function: Any, *rest: Any
     ) -> None:
         die_with_parent(os.getppid())
+        if self._all_forked is not None:
+            self._all_forked.wait()
         wrapped = _Unwinding(function, trainer)
         super()._wrapping_function(process_idx, trainer, wrapped, *rest)
         current().close()
