@@ -83,8 +83,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         start_method: 'popen' re-runs the script in child processes; 'spawn', 'fork' and 'forkserver' run the
             Trainer's function in new processes.
         bucket_cap_mb: cap of a bucket in MiB; None for 25. The first bucket has 1 MiB, and by default less
-            between CPU ranks on several hosts. 'auto' times the first steps on the CPU and keeps the plan
-            that hides most of the communication, if it proves faster.
+            between CPU ranks on several hosts.
         gradient_as_bucket_view: whether `.grad` is a view of the bucket after backward.
         find_unused_parameters: whether parameters may take no part in the loss; searched for in every step.
         static_graph: whether every step has the graph of the first one, unused parameters included.
@@ -148,7 +147,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
-        bucket_cap_mb: float | Literal["auto"] | None = None,
+        bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,

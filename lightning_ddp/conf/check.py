@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import typing
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
@@ -124,8 +123,7 @@ def _problems(node: DictConfig, schema: Schema) -> Iterator[str]:
         if option.choices and isinstance(child, Node) and not child._is_interpolation():
             value = node.get(option.name)
             if type(value) in option.choice_types and value not in option.choices:
-                number = " A number may be given, too." if float in typing.get_args(option.type) else ""
-                hint = _closest(value, option.choices) + number
+                hint = _closest(value, option.choices)
                 yield f"{_path(node, option.name)}: {value!r} is no choice{hint}"
     if schema is STRATEGY:
         for name, parse in _CHECKED.items():

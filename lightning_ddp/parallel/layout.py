@@ -57,16 +57,6 @@ class BucketLayout:
         """The plan for gradients that become ready in `order`, a permutation of all parameters."""
         return plan_buckets(self._specs, order, caps_bytes=self._options.caps_bytes)
 
-    @property
-    def specs(self) -> tuple[ParameterSpec, ...]:
-        """What plans need to know of the parameters, in their order."""
-        return self._specs
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The memory of all buckets of the first dense kind; empty where there is none."""
-        return next(iter(self._storage.values()), torch.empty(0))
-
     def holds(self, plan: Sequence[BucketSpec]) -> bool:
         """Whether the buckets are those of `plan`."""
         return tuple(plan) == tuple(bucket.spec for bucket in self.buckets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.utils import _to_kwargs
@@ -29,16 +29,13 @@ from lightning_ddp.parallel.in_backward import OptimizersInBackward
 from lightning_ddp.parallel.joining import UnevenInputs
 from lightning_ddp.parallel.logging_data import LoggingData
 from lightning_ddp.parallel.mixed_precision import MixedPrecision, MixedPrecisionConfig
-from lightning_ddp.parallel.options import AUTO, BucketCap, ReducerOptions, bucket_caps_bytes
+from lightning_ddp.parallel.options import ReducerOptions, bucket_caps_bytes
 from lightning_ddp.parallel.places import ParameterPlaces
 from lightning_ddp.parallel.reducer import Reducer
 from lightning_ddp.parallel.reduction import CommHook
 from lightning_ddp.parallel.sparse import sparse_parameters
 from lightning_ddp.parallel.states import broadcast_coalesced, verify_across_ranks
 from lightning_ddp.parallel.torch_compat import TorchNames, run_eagerly, tell_dynamo
-
-if TYPE_CHECKING:
-    from lightning_ddp.parallel.plan_report import BucketPlanReport
 
 __all__ = ["BucketedDDP"]
 
@@ -85,9 +82,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             parameters and buffers. If False, the caller vouches that all ranks hold the same values.
         process_group: the ranks; None for the default group.
         bucket_cap_mb: cap of a bucket in MiB (the first one has 1 MiB); None for 25, and for smaller first
-            ones where CPU ranks are on several hosts, so that the network has work early. "auto" times the
-            first steps on the CPU, computes the plan that hides most of the communication, tries it in turns
-            with that of None, and keeps the faster one: `bucket_plan_report` and the log say which, and why.
+            ones where CPU ranks are on several hosts, so that the network has work early.
         find_unused_parameters: whether parameters may take no part in the loss, on some ranks or on all. The
             graph of the outputs is searched after each forward. A parameter that no rank used keeps its
             `.grad`; one that some used gets the mean, with zeros from the others.
@@ -137,7 +132,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         broadcast_buffers: bool | Literal["auto"] | None = None,
         init_sync: bool = True,
         process_group: Any | None = None,
-        bucket_cap_mb: BucketCap = None,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool | None = None,
@@ -217,8 +212,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         low_dtype = self._mixed.config.param_dtype if self._mixed is not None else None
         self._options = ReducerOptions(
             caps_bytes=caps_bytes,
-            are_caps_default=bucket_cap_mb in (None, AUTO) and not bucket_cap_mb_list,
-            is_auto=bucket_cap_mb == AUTO,
+            are_caps_default=bucket_cap_mb is None and not bucket_cap_mb_list,
             # a parameter of low precision cannot hold the gradient in full precision meanwhile
             gradient_as_bucket_view=self.gradient_as_bucket_view and not low_dtype,
             find_unused_parameters=find_unused_parameters,
@@ -493,12 +487,6 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         recorder = StepRecorder(self.device, max(num_steps, 1))
         self.reducer.recorder = recorder if num_steps else None
         return recorder
-
-    @property
-    def bucket_plan_report(self) -> BucketPlanReport | None:
-        """What `bucket_cap_mb="auto"` has chosen and why, the same on all ranks; None as long as it looks."""
-        report: BucketPlanReport | None = self.reducer.plan_report
-        return report
 
     def logging_data(self) -> dict[str, Any]:
         """What this wrapper is made of and how long its steps take. Does not communicate.

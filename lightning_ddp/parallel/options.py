@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal
 
 import torch
 
@@ -11,19 +10,11 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.parallel.buckets import MIB
 
 __all__ = [
-    "AUTO",
     "DEFAULT_CAP_MB",
-    "BucketCap",
     "ReducerOptions",
     "bucket_caps_bytes",
     "check_broadcast_buffers",
 ]
-
-AUTO: Final = "auto"
-"""Instead of the cap of a bucket: the plan is computed from what the first steps take."""
-
-BucketCap = float | Literal["auto"] | None
-"""The argument `bucket_cap_mb`."""
 
 DEFAULT_CAP_MB = 25
 """Cap of a bucket in MiB, where the user names none."""
@@ -42,8 +33,6 @@ class ReducerOptions:
     """Caps of the first bucket of a dtype and device, the second ...; the last holds for all that follow."""
     are_caps_default: bool = False
     """Whether nobody asked for these caps."""
-    is_auto: bool = False
-    """Whether another plan than that of the caps is looked for, by what the first steps take."""
     gradient_as_bucket_view: bool = True
     """Whether `.grad` becomes a view of the bucket."""
     find_unused_parameters: bool = False
@@ -87,18 +76,17 @@ def check_broadcast_buffers(value: object) -> None:
     Raises:
         ConfigurationError: it is something else.
     """
-    if value not in (None, AUTO, True, False):
+    if value not in (None, "auto", True, False):
         raise ConfigurationError(f"broadcast_buffers={value!r}: one of 'auto', True, False")
 
 
-def bucket_caps_bytes(cap_mb: BucketCap, caps_mb: list[float] | None = None) -> tuple[int, ...]:
+def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) -> tuple[int, ...]:
     """The caps for torch's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in bytes.
 
     The first bucket has at most 1 MiB, so that communication starts early, unless `caps_mb` names its size.
-    "auto" begins with the caps for None.
 
     Raises:
-        ConfigurationError: a size is not above 0, the text is another one, or "auto" comes with `caps_mb`.
+        ConfigurationError: a size is not above 0, or no number.
 
     >>> bucket_caps_bytes(None)
     (1048576, 26214400)
@@ -108,16 +96,9 @@ def bucket_caps_bytes(cap_mb: BucketCap, caps_mb: list[float] | None = None) -> 
     (1048576, 2097152)
     """
     if isinstance(cap_mb, str):
-        if cap_mb != AUTO:
-            raise ConfigurationError(
-                f"bucket_cap_mb={cap_mb!r}: expected a size in MiB, {AUTO!r} for a plan by what the first"
-                f" steps take, or None for {DEFAULT_CAP_MB} MiB"
-            )
-        if caps_mb:
-            raise ConfigurationError(
-                f"bucket_cap_mb={AUTO!r} with bucket_cap_mb_list={caps_mb}: pass one of them"
-            )
-        cap_mb = None
+        raise ConfigurationError(
+            f"bucket_cap_mb={cap_mb!r}: expected a size in MiB, or None for {DEFAULT_CAP_MB} MiB"
+        )
     sizes_mb = list(caps_mb or []) or [DEFAULT_CAP_MB if cap_mb is None else cap_mb]
     if min(sizes_mb) <= 0:
         name = f"bucket_cap_mb_list={caps_mb}" if caps_mb else f"bucket_cap_mb={cap_mb}"

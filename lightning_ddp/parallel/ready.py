@@ -14,7 +14,6 @@ from lightning_ddp.parallel.storage import Bucket
 __all__ = ["GradientHooks"]
 
 _Hook = Callable[[torch.Tensor], None]
-_Mark = Callable[[int], None]
 
 
 class _Listener(Protocol):
@@ -40,8 +39,7 @@ class GradientHooks:
 
     def __init__(self, listener: _Listener, ready: list[int]) -> None:
         self._listener = weakref.ref(listener)
-        self.mark: _Mark = ready.append
-        """What the hooks that are added from now on call with a parameter's index."""
+        self._mark = ready.append
         self._handles: list[Any] = []
 
     def add(
@@ -71,7 +69,7 @@ class GradientHooks:
         self._handles = []
 
     def _make_learning_hook(self, bucket: Bucket, index: int) -> _Hook:
-        owner, mark = self._listener, self.mark
+        owner, mark = self._listener, self._mark
 
         def ready(_parameter: torch.Tensor) -> None:
             if not bucket.armed:
@@ -86,7 +84,7 @@ class GradientHooks:
     def _make_hook(
         self, bucket: Bucket, position: int, index: int, note: Callable[[int], None] | None
     ) -> _Hook:
-        owner, mark = self._listener, self.mark
+        owner, mark = self._listener, self._mark
         is_early = position in bucket.early
 
         def ready(_parameter: torch.Tensor) -> None:

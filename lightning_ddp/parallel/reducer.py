@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.observe.record import StepRecorder
 from lightning_ddp.parallel.arrivals import Arrivals
+from lightning_ddp.parallel.buckets import BucketSpec
 from lightning_ddp.parallel.expected import ExpectedGradients
 from lightning_ddp.parallel.failures import BackwardFailures
 from lightning_ddp.parallel.layout import BucketLayout
@@ -31,17 +32,12 @@ from lightning_ddp.parallel.missing import MissingGradients
 from lightning_ddp.parallel.options import ReducerOptions
 from lightning_ddp.parallel.ready import GradientHooks
 from lightning_ddp.parallel.reduction import CommHook, Reduction
-from lightning_ddp.parallel.replanning import Replanning
 from lightning_ddp.parallel.run_times import RunTimes
 from lightning_ddp.parallel.second_order import refuse_double_backward
 from lightning_ddp.parallel.step_facts import StepFacts
 from lightning_ddp.parallel.storage import Bucket
 from lightning_ddp.parallel.torch_compat import ReducerTorchNames
 from lightning_ddp.parallel.unused import UsageExchange, find_tensors
-
-if TYPE_CHECKING:
-    from lightning_ddp.parallel.auto_plan import AutoPlan
-    from lightning_ddp.parallel.plan_report import BucketPlanReport
 
 __all__ = ["Reducer"]
 
@@ -121,24 +117,8 @@ class Reducer(ReducerTorchNames):
         self.facts = StepFacts()
         self._begun_at = 0.0
         self.step = -1  # number of the synchronised backward that runs or ran last
-        self._replanning = Replanning(
-            self.layout,
-            group,
-            device,
-            expected=self._expected,
-            hooks=self._hooks,
-            ready=self._ready,
-            usage=self.usage,
-            facts=self.facts,
-            auto_plan=self._make_auto_plan() if options.is_auto else None,
-        )
-
-    def _make_auto_plan(self) -> AutoPlan:
-        from lightning_ddp.parallel.auto_plan import AutoPlan, obstacle_to_planning
-
-        lacks = self._expected.may_lack
-        obstacle = obstacle_to_planning(self.layout, self._group, self._reduction, finds_unused=lacks)
-        return AutoPlan(self.layout, self._group, self._reduction, self._ready, obstacle)
+        self._first_order: list[int] | None = None
+        self._add_hooks()
 
     # ------------------------------------------------------------------ plan
 
@@ -147,16 +127,6 @@ class Reducer(ReducerTorchNames):
         """The present buckets, in launch order."""
         return self.layout.buckets
 
-    @property
-    def auto_plan(self) -> AutoPlan | None:
-        """What chooses the plan, as long as it does."""
-        return self._replanning.auto_plan
-
-    @property
-    def plan_report(self) -> BucketPlanReport | None:
-        """What an automatic plan was chosen by, once it is."""
-        return self._replanning.report
-
     def close(self) -> None:
         """Takes its hooks off the parameters, and ends the thread that reduces, if there is one."""
         self._hooks.remove()
@@ -164,19 +134,63 @@ class Reducer(ReducerTorchNames):
 
     def make_static(self) -> None:
         """Takes every step to have the graph of the first one, which is still to come."""
-        with self._replanning.hooks_renewed():
+        with self._hooks_renewed():
             self._expected.is_static = self._expected.is_learning = True
 
     def rebuild(self) -> bool:
         """Plans the buckets anew, once, in the order in which gradients became ready on rank 0.
 
-        Called before each forward on all ranks. Communicates before the second synchronised step, and with
-        an automatic plan in some of the first ones. That may change the buckets several times.
+        Called before each forward on all ranks. Communicates before the second synchronised step.
 
         Returns:
             Whether the buckets have changed.
         """
-        return self._replanning.rebuild(self.step)
+        if self._first_order is None:
+            if not self._are_hooks_learning or self._expected.is_learning:
+                return False
+            # this rank had no input yet in the step after which all of them planned anew
+            self._apply([bucket.spec for bucket in self.buckets])
+            return True
+        arrived = list(dict.fromkeys(self._first_order))
+        present = set(arrived)
+        rest = [i for i in range(len(self._params) - 1, -1, -1) if i not in present]
+        order = torch.tensor(arrived + rest, dtype=torch.int64, device=self._device)
+        self._first_order = None
+        self.facts.has_rebuilt = True
+        self._group.wait(self._group.broadcast(order, 0), self._device)
+        self.facts.order = [int(i) for i in order.tolist()]
+        plan = self.layout.plan(self.facts.order)
+        if self.layout.holds(plan) and not self._expected.is_static:
+            return False  # a static graph's hooks must stop learning, even where the plan stays
+        self._apply(plan)
+        return True
+
+    def _note_order(self, order: Sequence[int]) -> None:
+        """A synchronised backward ends; the first one tells the order of the gradients.
+
+        Args:
+            order: indices of the parameters whose gradients have come; may hold some twice, and lack some.
+        """
+        if not self.facts.has_rebuilt and not self._expected.may_lack:
+            self._first_order = list(order)
+
+    def _apply(self, plan: Sequence[BucketSpec]) -> None:
+        several = frozenset(i for i, count in enumerate(self._expected.counts) if count > 1)
+        with self._hooks_renewed():
+            self.layout.apply(plan, several)
+
+    @contextmanager
+    def _hooks_renewed(self) -> Generator[None, None, None]:
+        """For changes of the buckets or of what is expected: hooks are off meanwhile, new ones on after."""
+        self._hooks.remove()
+        yield
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
+        expected = self._expected
+        note = self.usage.unsynced.add if expected.finds_unused else None
+        self._are_hooks_learning = expected.is_learning
+        self._hooks.add(self.layout, is_learning=expected.is_learning, note_unsynced=note)
 
     # ------------------------------------------------------------------ start of a backward
 
@@ -189,7 +203,7 @@ class Reducer(ReducerTorchNames):
         """Lets `hook` reduce the buckets from the next backward on."""
         self._reduction.set_hook(state, hook)
         if self.layout.is_shared:  # a hook may do anything with its tensor, such as to resize it
-            with self._replanning.hooks_renewed():
+            with self._hooks_renewed():
                 self.layout.leave_shared_memory()
             if self._is_armed:
                 self._arm_buckets()
@@ -283,8 +297,6 @@ class Reducer(ReducerTorchNames):
         self._count_step()
         if self.recorder is not None:
             self.recorder.start_backward(self.step)
-        if self.auto_plan is not None:
-            self.auto_plan.times.start_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         expected = self._expected
         if expected.is_learning:
@@ -331,8 +343,6 @@ class Reducer(ReducerTorchNames):
                 if recorder is not None:
                     recorder.launched(self._next, following.work)
                 self._next += 1
-        if self.auto_plan is not None:
-            self.auto_plan.times.launched(bucket.index())
 
     def copy_early(self, bucket: Bucket, position: int) -> None:
         """A large gradient is there: into the bucket while it is in the cache."""
@@ -350,8 +360,6 @@ class Reducer(ReducerTorchNames):
         recorder = self.recorder
         if recorder is not None:
             recorder.end_backward()
-        if self.auto_plan is not None:
-            self.auto_plan.times.end_backward()
         self.disarm()
         if self._expected.is_learning:
             self._learn()
@@ -361,7 +369,7 @@ class Reducer(ReducerTorchNames):
         exchange = self._arrivals.start_exchange(absent)
         self.facts.note(absent, self._reduction.num_launched)
         if not self._arrivals.is_skipped:
-            self._replanning.note_order(self._ready)
+            self._note_order(self._ready)
         if self.before_finish is not None:
             self.before_finish()
         for bucket in self.buckets:
@@ -384,8 +392,6 @@ class Reducer(ReducerTorchNames):
         self.times.end_comm()
         if recorder is not None:
             recorder.finish()
-        if self.auto_plan is not None and not self._arrivals.is_skipped:
-            self.auto_plan.times.finish(self.step)
         self._is_running = False
 
     def _complete(self) -> None:
@@ -437,7 +443,7 @@ class Reducer(ReducerTorchNames):
                 self._wait(bucket)
         if used is not None:
             self.usage.finish(used, is_needed=False, is_static=self._expected.is_static)
-        self._replanning.note_order(())
+        self._note_order(())
 
     def reduce_sum(self, bucket: Bucket) -> Any:
         """Starts the sum of a bucket over the ranks, for hooks that go on from there; returns its work."""

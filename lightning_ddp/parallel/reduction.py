@@ -60,12 +60,6 @@ class Reduction:
         """Whether a communication hook reduces the buckets."""
         return self._hook is not None
 
-    @property
-    def is_beside_backward(self) -> bool:
-        """Whether a bucket can be on its way while the backward goes on."""
-        memory = self._memory
-        return memory is None or not memory.is_one_host or memory.has_spare_processor
-
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook` reduce the buckets from the next backward on; it scales by itself."""
         self._hook = hook
@@ -142,28 +136,15 @@ class Reduction:
         job: Callable[..., None] = partial(memory.all_reduce, flat)
         if not bucket.contributes:
             job = partial(memory.all_reduce_nothing, flat.numel(), flat.dtype)
-        return self._start_job(job, flat, label, is_short=bucket.is_last() and flat.nbytes <= _INLINE_BYTES)
+        begin: Callable[[], Any] = partial(self._worker.submit, job)
+        is_short = bucket.is_last() and flat.nbytes <= _INLINE_BYTES
+        if memory.is_one_host and (is_short or not memory.has_spare_processor):
+            begin = partial(Deferred, partial(job, on_slice=self._note_slice))
+        return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def _note_slice(self, waited_s: float) -> None:
         if self._on_slice is not None:
             self._on_slice(waited_s)
-
-    def start_sum(self, flat: torch.Tensor, label: str) -> Any:
-        """Starts the sum over the ranks of a part of the buckets' dense memory, as that of a bucket.
-
-        Returns:
-            Its work, for `Group.wait`.
-        """
-        if self._memory is None:
-            return self._group.all_reduce(flat, label=label)
-        return self._start_job(partial(self._memory.all_reduce, flat), flat, label, is_short=False)
-
-    def _start_job(self, job: Callable[..., None], flat: torch.Tensor, label: str, *, is_short: bool) -> Any:
-        assert self._memory is not None
-        begin: Callable[[], Any] = partial(self._worker.submit, job)
-        if not self.is_beside_backward or (is_short and self._memory.is_one_host):
-            begin = partial(Deferred, partial(job, on_slice=self._note_slice))
-        return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
         """Waits until the flat buffer holds the result.
