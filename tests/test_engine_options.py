@@ -24,7 +24,7 @@ from lightning_ddp.errors import (
     MissingGradientError,
     UnsuitableModuleError,
 )
-from lightning_ddp.parallel.unused import find_tensors
+from lightning_ddp.parallel.gradients import find_tensors
 
 KIB = 1024
 

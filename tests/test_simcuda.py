@@ -380,7 +380,7 @@ ALLOWED: dict[tuple[str, str], dict[str, int]] = {
     # a parameter that no rank has used keeps its `.grad`, as a rule None, which only the host can leave so:
     # both classes read back once which those are, if this rank has not used all
     ("find_unused_parameters", "sync"): {
-        "lightning_ddp/parallel/unused.py": NUM_STEADY,
+        "lightning_ddp/parallel/gradients.py": NUM_STEADY,
         "torch/autograd/graph.py": NUM_STEADY,
     },
     # these hooks of torch wait for the device, and drop tensors that their callbacks read on other streams

@@ -102,14 +102,14 @@ class LoggingData:
             "has_sync_bn": any(isinstance(m, torch.nn.SyncBatchNorm) for m in wrapper.module.modules()),
             "comm_hook": getattr(hook, "__qualname__", type(hook).__name__) if hook is not None else None,
             "join_uneven_inputs": self.join_uneven_inputs,
-            "has_rebuilt_buckets": reducer.facts.has_rebuilt,
+            "has_rebuilt_buckets": reducer.has_rebuilt,
             "num_steps": reducer.step + 1,
-            "num_buckets_reduced": reducer.facts.num_reduced,
+            "num_buckets_reduced": reducer.num_reduced,
             "unused_parameter_size": sum(
-                params[i].numel() * params[i].element_size() for i in reducer.facts.absent or ()
+                params[i].numel() * params[i].element_size() for i in reducer.absent or ()
             ),
             "error": self.error or reducer.failures.last_error,
         }
-        if reducer.facts.has_rebuilt:
+        if reducer.has_rebuilt:
             data["rebuilt_bucket_sizes"] = self._bucket_sizes()
         return {**data, **self._times()}

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.parallel.unused import find_tensors
+from lightning_ddp.parallel.gradients import find_tensors
 
 __all__ = ["MixedPrecision", "MixedPrecisionConfig"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_ddp.errors import UnsuitableModuleError
-from lightning_ddp.parallel.unused import find_tensors
+from lightning_ddp.parallel.gradients import find_tensors
 
 __all__ = ["ParameterPlaces"]
 

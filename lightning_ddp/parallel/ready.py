@@ -19,7 +19,7 @@ _Hook = Callable[[torch.Tensor], None]
 class _Listener(Protocol):
     """The reducer, as the hooks see it."""
 
-    def begin(self) -> None:
+    def begin(self) -> object:
         """A synchronised backward runs."""
 
     def copy_early(self, bucket: Bucket, position: int) -> None:
@@ -34,12 +34,10 @@ class GradientHooks:
 
     Args:
         listener: the reducer; parameters do not keep it alive.
-        ready: gets the index of each parameter whose gradient has come in a synchronised backward.
     """
 
-    def __init__(self, listener: _Listener, ready: list[int]) -> None:
+    def __init__(self, listener: _Listener) -> None:
         self._listener = weakref.ref(listener)
-        self._mark = ready.append
         self._handles: list[Any] = []
 
     def add(
@@ -69,12 +67,12 @@ class GradientHooks:
         self._handles = []
 
     def _make_learning_hook(self, bucket: Bucket, index: int) -> _Hook:
-        owner, mark = self._listener, self._mark
+        owner = self._listener
 
         def ready(_parameter: torch.Tensor) -> None:
             if not bucket.armed:
                 return
-            mark(index)
+            bucket.ready.append(index)
             listener = owner()
             if listener is not None:
                 listener.begin()
@@ -84,7 +82,7 @@ class GradientHooks:
     def _make_hook(
         self, bucket: Bucket, position: int, index: int, note: Callable[[int], None] | None
     ) -> _Hook:
-        owner, mark = self._listener, self._mark
+        owner = self._listener
         is_early = position in bucket.early
 
         def ready(_parameter: torch.Tensor) -> None:
@@ -92,7 +90,7 @@ class GradientHooks:
                 if note is not None:
                     note(index)
                 return
-            mark(index)
+            bucket.ready.append(index)
             if is_early:
                 listener = owner()
                 if listener is not None:

@@ -23,10 +23,10 @@ from lightning_ddp.comm.hosts import Hosts
 from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.observe.record import StepRecorder
-from lightning_ddp.parallel.arrivals import Arrivals
+from lightning_ddp.parallel.backward_state import BackwardState
 from lightning_ddp.parallel.buckets import BucketSpec
-from lightning_ddp.parallel.expected import ExpectedGradients
 from lightning_ddp.parallel.failures import BackwardFailures
+from lightning_ddp.parallel.gradients import Arrivals, ExpectedGradients, UsageExchange, find_tensors
 from lightning_ddp.parallel.layout import BucketLayout
 from lightning_ddp.parallel.missing import MissingGradients
 from lightning_ddp.parallel.options import ReducerOptions
@@ -34,10 +34,8 @@ from lightning_ddp.parallel.ready import GradientHooks
 from lightning_ddp.parallel.reduction import CommHook, Reduction
 from lightning_ddp.parallel.run_times import RunTimes
 from lightning_ddp.parallel.second_order import refuse_double_backward
-from lightning_ddp.parallel.step_facts import StepFacts
 from lightning_ddp.parallel.storage import Bucket
 from lightning_ddp.parallel.torch_compat import ReducerTorchNames
-from lightning_ddp.parallel.unused import UsageExchange, find_tensors
 
 __all__ = ["Reducer"]
 
@@ -99,13 +97,9 @@ class Reducer(ReducerTorchNames):
             self.failures,
             skips_unused=options.skip_all_reduce_unused_params,
         )
-        self._ready = self._arrivals.ready
-        self._hooks = GradientHooks(self, self._ready)
+        self._hooks = GradientHooks(self)
         weakref.finalize(self, self._hooks.remove).atexit = False  # else its hooks keep the buckets
-        self._next = 0
-        self._is_armed = False
-        self._is_running = False
-        self._creates_graph = False
+        self._backward: BackwardState | None = None
         self.before_finish: Callable[[], None] | None = None
         """Called at the end of a synchronised backward, before gradients are written."""
         self.after_bucket: Callable[[Bucket], None] | None = None
@@ -114,9 +108,17 @@ class Reducer(ReducerTorchNames):
         """What else the end of the next synchronised backward waits for."""
         self.recorder: StepRecorder | None = None
         """What is told of each moment of a step, if somebody wants to know."""
-        self.facts = StepFacts()
-        self._begun_at = 0.0
         self.step = -1  # number of the synchronised backward that runs or ran last
+        self.has_rebuilt = False
+        """Whether the buckets were planned anew after the first synchronised backward."""
+        self.order: list[int] = []
+        """Parameters in the order in which their gradients became ready on rank 0, as of that."""
+        self.absent: frozenset[int] | None = None
+        """Parameters without a gradient in the last synchronised backward."""
+        self.is_absent_static = True
+        """Whether these were always the same."""
+        self.num_reduced = 0
+        """Buckets reduced in the last synchronised backward."""
         self._first_order: list[int] | None = None
         self._add_hooks()
 
@@ -156,10 +158,10 @@ class Reducer(ReducerTorchNames):
         rest = [i for i in range(len(self._params) - 1, -1, -1) if i not in present]
         order = torch.tensor(arrived + rest, dtype=torch.int64, device=self._device)
         self._first_order = None
-        self.facts.has_rebuilt = True
+        self.has_rebuilt = True
         self._group.wait(self._group.broadcast(order, 0), self._device)
-        self.facts.order = [int(i) for i in order.tolist()]
-        plan = self.layout.plan(self.facts.order)
+        self.order = [int(i) for i in order.tolist()]
+        plan = self.layout.plan(self.order)
         if self.layout.holds(plan) and not self._expected.is_static:
             return False  # a static graph's hooks must stop learning, even where the plan stays
         self._apply(plan)
@@ -171,7 +173,7 @@ class Reducer(ReducerTorchNames):
         Args:
             order: indices of the parameters whose gradients have come; may hold some twice, and lack some.
         """
-        if not self.facts.has_rebuilt and not self._expected.may_lack:
+        if not self.has_rebuilt and not self._expected.may_lack:
             self._first_order = list(order)
 
     def _apply(self, plan: Sequence[BucketSpec]) -> None:
@@ -205,8 +207,8 @@ class Reducer(ReducerTorchNames):
         if self.layout.is_shared:  # a hook may do anything with its tensor, such as to resize it
             with self._hooks_renewed():
                 self.layout.leave_shared_memory()
-            if self._is_armed:
-                self._arm_buckets()
+            if self._backward is not None and self._backward.is_armed:
+                self._arm_buckets(self._backward)
 
     @property
     def state_and_hook(self) -> tuple[Any, CommHook | None]:
@@ -232,22 +234,21 @@ class Reducer(ReducerTorchNames):
             BackwardOrderError, MissingGradientError: the ranks cannot go on after an earlier step.
         """
         self.failures.check_usable()
-        if self._is_running:
-            self._is_running = False  # the last backward was interrupted
-            self._drain()
-            self._withdraw()
-        self._ready.clear()
-        self._next = 0
-        self._is_armed = True
+        interrupted, self._backward = self._backward, None
+        if interrupted is not None and interrupted.is_running:
+            self._drain(interrupted)
+            self._withdraw(interrupted)
+        state = BackwardState()
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
         self._expected.prepare(tensors, absent)
-        self._arm_buckets()
+        self._arm_buckets(state)
+        self._backward = state
         for tensor in tensors:
             tensor.register_hook(self._make_start_hook())
 
-    def _arm_buckets(self) -> None:
+    def _arm_buckets(self, state: BackwardState) -> None:
         for bucket in self.buckets:
-            bucket.arm(self._expected.num_in(bucket))
+            bucket.arm(self._expected.num_in(bucket), state.ready)
 
     def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
         """A hook for an output: it runs first, and in the outermost of nested backwards."""
@@ -255,46 +256,48 @@ class Reducer(ReducerTorchNames):
 
         def start(_grad: torch.Tensor) -> None:
             reducer = owner()
-            if reducer is not None and reducer._is_armed:
+            if reducer is not None and reducer._backward is not None and reducer._backward.is_armed:
                 reducer.begin()
 
         return start
 
     def disarm(self) -> None:
         """Lets gradients accumulate without synchronisation until `arm`."""
-        self._is_armed = False
+        if self._backward is not None:
+            self._backward.is_armed = False
         for bucket in self.buckets:
             bucket.armed = False
 
-    def _drain(self) -> None:
+    def _drain(self, state: BackwardState) -> None:
         """Waits for what a backward that has failed has launched; its results are not used."""
-        for bucket in self.buckets[: self._next]:
+        for bucket in self.buckets[: state.num_taken]:
             if bucket.work is not None:
                 with suppress(CommHookError):
-                    self._wait(bucket)
+                    self._wait(bucket, state)
 
-    def _withdraw(self) -> None:
-        ready = set(self._ready)
+    def _withdraw(self, state: BackwardState) -> None:
+        ready = set(state.ready)
         for bucket in self.buckets:
             bucket.withdraw(ready)
 
-    def _count_step(self) -> None:
+    def _count_step(self, state: BackwardState) -> None:
         self.step += 1
-        self._begun_at = time.monotonic()
-        self._reduction.step = self.step
-        self._reduction.num_launched = 0
+        state.step = self.step
+        state.begun_at = time.monotonic()
 
-    def begin(self) -> None:
+    def begin(self) -> BackwardState:
         """The first event of a synchronised backward. In every thread it returns once that is dealt with."""
         with self._beginning:
-            if not self._is_running:
-                self._is_running = True
-                self._begin()
+            state = self._backward
+            assert state is not None  # buckets are armed, so a forward has made it
+            if not state.is_running:
+                self._begin(state)
+            return state
 
-    def _begin(self) -> None:
-        self._creates_graph = torch.is_grad_enabled()
+    def _begin(self, state: BackwardState) -> None:
         self.times.start_backward()
-        self._count_step()
+        self._count_step(state)
+        state.creates_graph = torch.is_grad_enabled()
         if self.recorder is not None:
             self.recorder.start_backward(self.step)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -302,7 +305,7 @@ class Reducer(ReducerTorchNames):
         if expected.is_learning:
             return
         for bucket in self._arrivals.start():
-            self._fill(bucket)
+            self._fill(bucket, state)
         if not expected.are_counted:  # who counts wants to know what none has used
             for bucket in self.buckets:
                 bucket.open()
@@ -311,13 +314,13 @@ class Reducer(ReducerTorchNames):
 
     def progress(self, bucket: Bucket) -> None:
         """A bucket got its first or its last gradient."""
-        self.begin()
+        state = self.begin()
         if bucket.num_pending < 0:
-            raise self._arrivals.ready_twice(self.step)
+            raise self._arrivals.ready_twice(state)
         if bucket.num_pending == 0:
-            self._fill(bucket)
+            self._fill(bucket, state)
 
-    def _fill(self, bucket: Bucket) -> None:
+    def _fill(self, bucket: Bucket, state: BackwardState) -> None:
         """All that this bucket can get is there: it and those that waited for it are launched, in order."""
         recorder = self.recorder
         if recorder is not None:
@@ -329,20 +332,20 @@ class Reducer(ReducerTorchNames):
                 try:
                     bucket.copy_late(self._reduction.scale)
                 except TypeError as error:
-                    self._arrivals.take_undefined(bucket, range(bucket.size), error, step=self.step)
+                    self._arrivals.take_undefined(bucket, range(bucket.size), error, state)
                     bucket.copy_late(self._reduction.scale)
         bucket.is_full = True
         with self._lock:
-            while self._next < len(self.buckets) and self.buckets[self._next].is_full:
-                following = self.buckets[self._next]
+            while state.num_taken < len(self.buckets) and self.buckets[state.num_taken].is_full:
+                following = self.buckets[state.num_taken]
                 if following.streams is not None:  # it may have become full on another stream
                     following.streams.join()
                 self.times.start_comm()
                 with self.failures.noted():
-                    self._reduction.launch(following, self._watch())
+                    self._reduction.launch(following, state, self._watch(state))
                 if recorder is not None:
-                    recorder.launched(self._next, following.work)
-                self._next += 1
+                    recorder.launched(state.num_taken, following.work)
+                state.num_taken += 1
 
     def copy_early(self, bucket: Bucket, position: int) -> None:
         """A large gradient is there: into the bucket while it is in the cache."""
@@ -350,31 +353,33 @@ class Reducer(ReducerTorchNames):
             try:
                 bucket.copy_early(position, self._reduction.scale)
             except TypeError as error:
-                self._arrivals.take_undefined(bucket, [position], error, step=self.step)
+                self._arrivals.take_undefined(bucket, [position], error, self.begin())
 
     # ------------------------------------------------------------------ end of a backward
 
     def _finish(self) -> None:
         """Called by the autograd engine when all gradients of this backward are there."""
+        state = self._backward
+        assert state is not None
         self.times.end_backward()
         recorder = self.recorder
         if recorder is not None:
             recorder.end_backward()
         self.disarm()
         if self._expected.is_learning:
-            self._learn()
-        elif self._next < len(self.buckets):
-            self._complete()
+            self._learn(state)
+        elif state.num_taken < len(self.buckets):
+            self._complete(state)
         absent = self._arrivals.absent()
         exchange = self._arrivals.start_exchange(absent)
-        self.facts.note(absent, self._reduction.num_launched)
-        if not self._arrivals.is_skipped:
-            self._note_order(self._ready)
+        self._note_absent(absent, state.num_launched)
+        if not state.is_skipped:
+            self._note_order(state.ready)
         if self.before_finish is not None:
             self.before_finish()
         for bucket in self.buckets:
             if bucket.work is not None:
-                self._wait(bucket)
+                self._wait(bucket, state)
                 if recorder is not None:
                     recorder.done(bucket.index())
             with torch.no_grad():
@@ -382,41 +387,47 @@ class Reducer(ReducerTorchNames):
             if self.after_bucket is not None:
                 self.after_bucket(bucket)
         if self._device.type == "cuda":
-            label = f"averaging of gradients, backward {self.step}"
-            self._group.watch_device(self._device, label, self._begun_at, self._watch())
+            label = f"averaging of gradients, backward {state.step}"
+            self._group.watch_device(self._device, label, state.begun_at, self._watch(state))
         self._arrivals.settle(absent, exchange)
         while self.futures:
             self._group.wait_future(self.futures.pop())
-        if self._creates_graph:
+        if state.creates_graph:
             refuse_double_backward(self._params)
         self.times.end_comm()
         if recorder is not None:
             recorder.finish()
-        self._is_running = False
+        self._backward = None
 
-    def _complete(self) -> None:
+    def _note_absent(self, absent: Sequence[int], num_reduced: int) -> None:
+        missing = frozenset(absent)
+        self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
+        self.absent = missing
+        self.num_reduced = num_reduced
+
+    def _complete(self, state: BackwardState) -> None:
         """Backward is over and buckets are not full: parameters were not used, or it is an error."""
-        full, error = self._arrivals.complete(self.step, self._next)
+        full, error = self._arrivals.complete(state)
         if error is not None:
-            self._raise(error)
+            self._raise(error, state)
         for bucket in full:
-            self._fill(bucket)
+            self._fill(bucket, state)
 
-    def _raise(self, error: MissingGradientError) -> None:
-        self._is_running = False
+    def _raise(self, error: MissingGradientError, state: BackwardState) -> None:
+        self._backward = None
         if error.num_launched is not None:  # the same on all ranks
-            self._drain()
-        self._withdraw()
+            self._drain(state)
+        self._withdraw(state)
         try:
             raise error
         finally:
             del error  # else it and this frame keep each other, and the process group, alive
 
-    def _learn(self) -> None:
+    def _learn(self, state: BackwardState) -> None:
         """First step of a static graph: nothing was launched yet."""
-        self._arrivals.learn()
+        self._arrivals.learn(state.ready)
         for bucket in self.buckets:
-            self._fill(bucket)
+            self._fill(bucket, state)
 
     def check_finished(self) -> None:
         """Raises if the last synchronised backward was interrupted.
@@ -424,23 +435,24 @@ class Reducer(ReducerTorchNames):
         Raises:
             BackwardOrderError: it was.
         """
-        if self._is_running:
-            raise self.failures.interrupted(self.step)
+        if self._backward is not None and self._backward.is_running:
+            raise self.failures.interrupted(self._backward.step)
 
     def shadow_backward(self) -> None:
         """Takes part in the communication of one synchronised backward of the others, with zeros.
 
         For a rank that has no input left. Its gradients stay as they are. Communicates as their backward.
         """
-        self._count_step()
+        state = BackwardState()
+        self._count_step(state)
         zeros = [bucket.zeros() for bucket in self.buckets]
         for bucket in zeros:
-            self._reduction.launch(bucket, self._watch())
+            self._reduction.launch(bucket, state, self._watch(state))
         is_counted = self._expected.are_counted and self.usage.settled is None
         used = self.usage.start_idle() if is_counted else None
         for bucket in zeros:
             if bucket.work is not None:
-                self._wait(bucket)
+                self._wait(bucket, state)
         if used is not None:
             self.usage.finish(used, is_needed=False, is_static=self._expected.is_static)
         self._note_order(())
@@ -449,10 +461,10 @@ class Reducer(ReducerTorchNames):
         """Starts the sum of a bucket over the ranks, for hooks that go on from there; returns its work."""
         return self._group.all_reduce(bucket.buffer())
 
-    def _wait(self, bucket: Bucket) -> None:
+    def _wait(self, bucket: Bucket, state: BackwardState) -> None:
         with self.failures.noted():
-            self._reduction.wait(bucket, self._watch())
+            self._reduction.wait(bucket, state, self._watch(state))
 
-    def _watch(self) -> Callable[[float], None]:
-        """Looks, in the waits of this step, at what other ranks miss."""
-        return self.failures.board.watch(self.step, self._next)
+    def _watch(self, state: BackwardState) -> Callable[[float], None]:
+        """Looks, in the waits of this backward, at what other ranks miss."""
+        return self.failures.board.watch(state.step, state.num_taken)

@@ -14,6 +14,7 @@ from lightning_ddp.comm.shared_memory import SharedMemory
 from lightning_ddp.comm.works import Deferred, Worker
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.parallel import torch_words
+from lightning_ddp.parallel.backward_state import BackwardState
 from lightning_ddp.parallel.hook_agreement import Disagreement, HookAgreement
 from lightning_ddp.parallel.storage import Bucket
 
@@ -50,10 +51,7 @@ class Reduction:
         self._agreement: HookAgreement | None = None
         self._hook: CommHook | None = None
         self._state: Any = None
-        self._on_slice: Callable[[float], None] | None = None
         self.scale: float | None = 1.0 / group.size  # gradients are scaled so on their way into the bucket
-        self.step = -1
-        self.num_launched = 0  # in this step, without those that nobody needs
 
     @property
     def has_hook(self) -> bool:
@@ -84,11 +82,12 @@ class Reduction:
         """Ends the thread of the transport. A later launch would start another one."""
         self._worker.end()
 
-    def launch(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
+    def launch(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
         """Starts the reduction of a full bucket.
 
         Args:
             bucket: the next one, in the order that all ranks have.
+            state: the backward that it belongs to.
             on_slice: called with the seconds for which a new hook has waited for the other ranks, now and
                 then; may raise.
 
@@ -97,38 +96,39 @@ class Reduction:
         """
         if bucket.is_skipped or not bucket.flat.numel():
             return
-        self.num_launched += 1
+        state.num_launched += 1
         if self._hook is None:
-            bucket.work = self._start_mean(bucket)
+            bucket.work = self._start_mean(bucket, state)
             return
         try:
             with without_engine_context():
-                bucket.work = self._start(bucket, on_slice)
+                bucket.work = self._start(bucket, state, on_slice)
         except (CommHookError, MissingGradientError):
             raise
         except Disagreement as error:
-            raise self._error(bucket, str(error)) from error
+            raise self._error(bucket, state, str(error)) from error
         except Exception as error:
-            raise self._error(bucket, f"raised {type(error).__name__}: {error}") from error
+            raise self._error(bucket, state, f"raised {type(error).__name__}: {error}") from error
 
-    def _start(self, bucket: Bucket, on_slice: Callable[[float], None]) -> Any:
+    def _start(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> Any:
         assert self._hook is not None
         assert self._agreement is not None
-        if self._agreement.is_over(self.step):
-            return self._checked(bucket, self._hook(self._state, bucket))
+        if self._agreement.is_over(state.step):
+            return self._checked(bucket, state, self._hook(self._state, bucket))
         with self._agreement.launching(on_slice):
-            return self._checked(bucket, self._hook(self._state, bucket))
+            return self._checked(bucket, state, self._hook(self._state, bucket))
 
-    def _checked(self, bucket: Bucket, future: Any) -> Any:
+    def _checked(self, bucket: Bucket, state: BackwardState, future: Any) -> Any:
         if not isinstance(future, torch._C.Future):  # what get_future() of a work returns, too
             raise self._error(
                 bucket,
+                state,
                 f"returned {type(future).__name__}: {torch_words.NO_FUTURE} {type(future).__name__};"
                 " make one of the flat gradient",
             )
         return future
 
-    def _start_mean(self, bucket: Bucket) -> Any:
+    def _start_mean(self, bucket: Bucket, state: BackwardState) -> Any:
         memory, flat = self._memory, bucket.flat
         label = f"reduce of bucket {bucket.index()}"
         if memory is None or bucket.spec.is_sparse:
@@ -139,18 +139,15 @@ class Reduction:
         begin: Callable[[], Any] = partial(self._worker.submit, job)
         is_short = bucket.is_last() and flat.nbytes <= _INLINE_BYTES
         if memory.is_one_host and (is_short or not memory.has_spare_processor):
-            begin = partial(Deferred, partial(job, on_slice=self._note_slice))
+            begin = partial(Deferred, partial(job, on_slice=state.note_slice))
         return self._group.start("all_reduce", (flat,), begin, label=label)
 
-    def _note_slice(self, waited_s: float) -> None:
-        if self._on_slice is not None:
-            self._on_slice(waited_s)
-
-    def wait(self, bucket: Bucket, on_slice: Callable[[float], None]) -> None:
+    def wait(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
         """Waits until the flat buffer holds the result.
 
         Args:
             bucket: launched before.
+            state: the backward that it belongs to.
             on_slice: called with the seconds waited, now and then; may raise.
 
         Raises:
@@ -159,7 +156,7 @@ class Reduction:
         """
         work = bucket.work
         if self._hook is None:
-            self._on_slice = on_slice  # for a job that this thread does now
+            state.on_slice = on_slice  # for a job that this thread does now
             self._group.wait(work, bucket.spec.device, on_slice)
             return
         bucket.work = None  # its result may hold another copy of the gradients
@@ -167,28 +164,29 @@ class Reduction:
         try:
             value = work.wait()
         except Exception as error:  # whatever the hook put there
-            raise self._error(bucket, f"failed: {error}") from error
-        self._take(bucket, value)
+            raise self._error(bucket, state, f"failed: {error}") from error
+        self._take(bucket, state, value)
 
-    def _take(self, bucket: Bucket, value: Any) -> None:
+    def _take(self, bucket: Bucket, state: BackwardState, value: Any) -> None:
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         if not isinstance(value, torch.Tensor):
-            raise self._error(bucket, f"gave {type(value).__name__}; expected the flat gradient")
+            raise self._error(bucket, state, f"gave {type(value).__name__}; expected the flat gradient")
         flat = bucket.flat
         # a hook that put a compressed tensor in the bucket's place may return that type; copy_ converts it
         is_known_type = value.dtype in (flat.dtype, bucket.buffer().dtype)
         if value.numel() != flat.numel() or not is_known_type:
             raise self._error(
                 bucket,
+                state,
                 f"gave shape {list(value.shape)} of {value.dtype};"
                 f" expected {list(flat.shape)} of {flat.dtype}",
             )
         bucket.take(value)
 
-    def _error(self, bucket: Bucket, what: str) -> CommHookError:
+    def _error(self, bucket: Bucket, state: BackwardState, what: str) -> CommHookError:
         return CommHookError(
-            f"rank {self._group.rank}, step {self.step}: communication hook {hook_name(self._hook)!r} {what}"
+            f"rank {self._group.rank}, step {state.step}: communication hook {hook_name(self._hook)!r} {what}"
             f" (bucket {bucket.index()}, {bucket.flat.numel()} elements,"
             f" parameters {bucket.names[0]!r} to {bucket.names[-1]!r})"
         )

@@ -75,6 +75,8 @@ class Bucket:
         self.streams = GradientStreams(spec.device) if spec.device.type == "cuda" else None
         """On which streams gradients have come in this backward; None for a device without streams."""
         self.armed = False
+        self.ready: list[int] = []
+        """Indices of the parameters whose gradients have come in this backward, of all buckets."""
         self.num_pending = 0
         self.all_but_one = -1
         self.is_full = False
@@ -137,9 +139,10 @@ class Bucket:
 
     # ------------------------------------------------------------------ one backward
 
-    def arm(self, num_expected: int) -> None:
-        """Forgets the last reduction and expects `num_expected` gradients."""
+    def arm(self, num_expected: int, ready: list[int] | None = None) -> None:
+        """Forgets the last reduction and expects `num_expected` gradients; their indices go to `ready`."""
         self.armed = True
+        self.ready = [] if ready is None else ready
         self.num_pending = num_expected
         self.all_but_one = num_expected - 1
         self.is_full = False

@@ -198,7 +198,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return bool(self.reducer.facts.has_rebuilt)
+        return bool(self.reducer.has_rebuilt)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -292,16 +292,16 @@ class TorchNames:
             torch_data["comm_hook"] = hook
         if error:
             torch_data.update(has_error=1, error=error)
-        if reducer.facts.has_rebuilt:
+        if reducer.has_rebuilt:
             torch_data.update(
                 rebuilt_bucket_sizes=", ".join(map(str, data["rebuilt_bucket_sizes"])),
                 rebuilt_per_bucket_param_indices=", ".join(
                     " ".join(map(str, bucket.spec.indices)) for bucket in reducer.buckets
                 ),
-                prev_iteration_grad_ready_order_indices=", ".join(map(str, reducer.facts.order)),
+                prev_iteration_grad_ready_order_indices=", ".join(map(str, reducer.order)),
             )
         if reducer.times.num_published:
-            torch_data["can_set_static_graph"] = int(reducer.facts.is_absent_static)
+            torch_data["can_set_static_graph"] = int(reducer.is_absent_static)
             for phase in PHASES:
                 torch_data[f"{phase}_time"] = reducer.times.last_ns[phase]
                 torch_data[f"avg_{phase}_time"] = int(reducer.times.mean_ns[phase])
@@ -332,13 +332,13 @@ class ReducerTorchNames:
     """Base of `Reducer` that carries torch's private names."""
 
     if TYPE_CHECKING:
-        facts: Any
+        is_absent_static: bool
         usage: Any
 
         def reduce_sum(self, bucket: Any) -> Any: ...
 
     def _ddp_graph_static(self) -> bool:
-        return bool(self.facts.is_absent_static)
+        return bool(self.is_absent_static)
 
     def _get_local_used_map(self) -> torch.Tensor:
         counts: torch.Tensor = self.usage.counts
