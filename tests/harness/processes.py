@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -282,6 +283,7 @@ def _init_default_group(rank: int, world_size: int, scratch: Path, timeout_s: fl
 @contextlib.contextmanager
 def store_elsewhere() -> Iterator[tuple[dist.TCPStore, Callable[[], None]]]:
     """A store that lies in a process of its own, and what stops that process (SIGSTOP)."""
+    before = threading.enumerate()
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
     process = fork.Process(target=_host_store, args=(theirs,))
@@ -293,6 +295,8 @@ def store_elsewhere() -> Iterator[tuple[dist.TCPStore, Callable[[], None]]]:
     finally:
         process.kill()
         process.join()
+        for thread in [thread for thread in threading.enumerate() if thread not in before]:
+            thread.join(10)  # it waits for an answer of the store
 
 
 def _host_store(connection: Connection) -> None:
