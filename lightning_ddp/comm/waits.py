@@ -265,17 +265,6 @@ class Waits:
         future.add_done_callback(lambda _: done.set())
         self._wait_event(done, on_slice)
 
-    def wait_until(
-        self,
-        done: Callable[[], bool],
-        label: str,
-        on_slice: Callable[[float], None] | None = None,
-        every_s: float = _POLL_S,
-    ) -> None:
-        """Waits until `done`, asked every `every_s` seconds, says so. For what cannot be waited for."""
-        with self._waiting(label):
-            self._poll(done, on_slice, every_s)
-
     def wait_call(
         self, call: InThread[Any], label: str, on_slice: Callable[[float], None] | None = None
     ) -> None:
@@ -338,12 +327,10 @@ class Waits:
             on_slice=on_slice,
         )
 
-    def _poll(
-        self, done: Callable[[], bool], on_slice: Callable[[float], None] | None, every_s: float = _POLL_S
-    ) -> None:
+    def _poll(self, done: Callable[[], bool], on_slice: Callable[[float], None] | None) -> None:
         start = last = time.monotonic()
         while not done():
-            time.sleep(every_s)
+            time.sleep(_POLL_S)
             now = time.monotonic()
             if now - last >= SLICE_S:
                 last = now
