@@ -93,11 +93,12 @@ def test_deadlines_hold_where_the_backend_is_somebody_elses() -> None:
     run_threads(rank_main, 2)
 
 
-def test_the_wait_of_a_handle_may_be_given_up_and_tried_again() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wait_of_a_handle_may_be_given_up_and_tried_again(kind) -> None:
     gave_up = threading.Event()
 
     def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
+        group = group_of(kind, process_group)
         if rank == 1:
             assert gave_up.wait(20)
             comm.send(group, torch.full((2,), 5.0), 0)
