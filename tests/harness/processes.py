@@ -291,12 +291,18 @@ def store_elsewhere() -> Iterator[tuple[dist.TCPStore, Callable[[], None]]]:
     try:
         assert ours.poll(20)
         store = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False)
-        yield store, lambda: os.kill(process.pid or 0, signal.SIGSTOP)
+        yield store, lambda: _stop(process.pid or 0)
     finally:
         process.kill()
         process.join()
         for thread in [thread for thread in threading.enumerate() if thread not in before]:
             thread.join(10)  # it waits for an answer of the store
+
+
+def _stop(child: int) -> None:
+    """Returns once it is stopped, which is some time after the signal was sent."""
+    os.kill(child, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
 
 
 def _host_store(connection: Connection) -> None:
