@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import operator
+import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -20,7 +22,7 @@ import torch
 __all__ = ["are_let_go", "note_sent", "wait_until_let_go"]
 
 _MOST_NOTED = 32
-_LONGEST_WAIT_S = 0.5
+_LONGEST_WAIT_S = 1.0
 _PAUSE_S = 0.001
 
 _use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
@@ -57,6 +59,27 @@ def wait_until_let_go(longest_s: float = _LONGEST_WAIT_S) -> bool:
 
 @atexit.register
 def _part() -> None:
-    if _sent:
-        wait_until_let_go()
-        time.sleep(_PAUSE_S)  # who has just let go wants the GIL once more
+    """Waits until no thread is about to let go; one that has just done it wants the GIL once more."""
+    deadline = time.monotonic() + _LONGEST_WAIT_S
+    num_idle = 0
+    while _sent and num_idle < 2 and time.monotonic() < deadline:
+        num_idle = num_idle + 1 if are_let_go() and not _is_another_runnable() else 0
+        time.sleep(_PAUSE_S)  # without the GIL: who waits for it is runnable then, or done
+
+
+def _is_another_runnable() -> bool:
+    """Whether a thread beside this one runs, or waits for a processor; False where that cannot be known."""
+    try:
+        threads = os.listdir("/proc/self/task")
+    except OSError:
+        return False
+    states = (_state_of(thread) for thread in threads if int(thread) != threading.get_native_id())
+    return "R" in states
+
+
+def _state_of(thread: str) -> str | None:
+    try:
+        with open(f"/proc/self/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended
+        return None
