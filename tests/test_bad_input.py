@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks_outcomes, run_threads, run_threads_outcomes
+from harness import run_ranks_outcomes, run_threads, run_threads_outcomes, store_elsewhere
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import CommHookError, RankMismatchError
 from lightning_ddp.hooks import build_hook, parse_hook
+from lightning_ddp.parallel.hook_agreement import Disagreement, HookAgreement
 
 ONE_BUCKET_EACH_MB = 1e-6
 TIMEOUT = timedelta(seconds=1)
@@ -351,6 +354,31 @@ def test_a_rank_that_does_not_come_to_a_bucket_is_waited_for_no_longer_than_the_
     assert (first.status, first.exception_type) == ("raised", "CommHookError"), first.describe()
     assert "Timed out after 1 s: not all ranks came to this bucket" in first.message
     assert second.status == "raised", second.describe()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_store_whose_process_is_stopped_holds_no_new_hook_up(raises) -> None:
+    both = threading.Barrier(2)
+
+    def rank_main(rank, world_size, group, store, stop):
+        agreement = HookAgreement(Group(group, store=store), "x", torch.device("cpu"), None, len)
+
+        def hook() -> None:
+            stop()
+            if raises:
+                raise KeyError("mine")
+
+        with agreement.launching(lambda _: None):
+            pass
+        both.wait()
+        start = time.monotonic()
+        kind, text = (KeyError, "mine") if raises else (Disagreement, "the group's store does not answer")
+        with pytest.raises(kind, match=text), agreement.launching(lambda _: None):
+            hook()
+        return time.monotonic() - start
+
+    with store_elsewhere() as (store, stop):
+        assert max(run_threads(rank_main, 2, store, stop, collective_s=1.0)) < 10
 
 
 # ---------------------------------------------------------------- arguments that differ

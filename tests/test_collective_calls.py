@@ -7,11 +7,12 @@ import pickle
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, run_threads, toy_backend
+from harness import run_ranks, run_threads, store_elsewhere, toy_backend
 from test_collective_kinds import CPU, KINDS, group_of, on_threads
 
 from lightning_ddp import comm
@@ -20,6 +21,7 @@ from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
 
 SOON = timedelta(seconds=0.15)
+SHORT = timedelta(seconds=1)
 LATE_S = 10.0
 """No error may take so long; the deadline is 0.15 s."""
 
@@ -92,11 +94,12 @@ def test_deadlines_hold_where_the_backend_is_somebody_elses() -> None:
     run_threads(rank_main, 2)
 
 
-def test_the_wait_of_a_handle_may_be_given_up_and_tried_again() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wait_of_a_handle_may_be_given_up_and_tried_again(kind) -> None:
     gave_up = threading.Event()
 
     def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
+        group = group_of(kind, process_group)
         if rank == 1:
             assert gave_up.wait(20)
             comm.send(group, torch.full((2,), 5.0), 0)
@@ -217,6 +220,53 @@ def test_monitored_barrier_waits_for_the_last_rank() -> None:
 
     on_threads(check, 2, "gloo")
     assert order == ["last rank arrives", "passed"]
+
+
+def test_monitored_barriers_may_be_waited_for_in_another_order() -> None:
+    def check(rank, size, group):
+        handles = [comm.monitored_barrier(group, timeout=SHORT, async_op=True) for _ in range(3)]
+        for handle in reversed(handles):
+            handle.wait()
+
+    on_threads(check, 2, "gloo")
+
+
+ASKING = {
+    "monitored_barrier": lambda group: comm.monitored_barrier(group, timeout=SHORT),
+    "send": lambda group: comm.send(group, torch.ones(8 << 20), 1),
+    "recv": lambda group: comm.recv(group, torch.ones(1), 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_under_way"),
+    [(name, False) for name in ASKING] + [("monitored_barrier", True), ("recv", True)],
+)
+def test_a_store_whose_process_is_stopped_holds_nobody_up(name, is_under_way) -> None:
+    def rank_main(rank, world_size, process_group, store, stop):
+        toy = toy_backend.ToyGroup(dist.HashStore(), 0, 2)
+        toy.options = SimpleNamespace(_timeout=SHORT)
+        interrupt = Interrupt()
+        group = Group(toy, interrupt, store)
+        if is_under_way:
+            threading.Thread(target=stop_when_waiting, args=(interrupt, stop)).start()
+        else:
+            stop()
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match="the group's store does not answer") as info:
+            ASKING[name](group)
+        assert (info.value.label, info.value.missing) == (name, ())
+        assert time.monotonic() - start < LATE_S
+
+    with store_elsewhere() as (store, stop):
+        run_threads(rank_main, 1, store, stop)
+
+
+def stop_when_waiting(interrupt, stop) -> None:
+    deadline = time.monotonic() + 20
+    while interrupt.activity.label is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    stop()
 
 
 # ---------------------------------------------------------------------- sub-groups

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
-from harness import run_threads, run_threads_outcomes
+from harness import run_ranks, run_threads, run_threads_outcomes
 
 from lightning_ddp.bench.models import build_workload
 from lightning_ddp.comm.group import Group
@@ -374,6 +378,30 @@ def test_the_engine_may_communicate_while_a_hook_does():
     answers = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB, find_unused_parameters=True)
     expected = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB)
     for (outputs, _), (references, _) in zip(answers, expected, strict=True):
+        for output, reference in zip(outputs, references, strict=True):
+            assert_same(output, reference)
+
+
+def reduce_on_a_bare_group(rank, world_size, folder, inputs):
+    """As `reduce_steps`, on a group that torch does not know; the ranks are not at the same place."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=20)
+    group = dist.ProcessGroupGloo(dist.FileStore(f"{folder}/store", world_size), rank, world_size, options)
+    run = Run(group, "sign", cap_mb=ONE_EACH_MB, find_unused_parameters=True)
+    delays = random.Random(rank)
+    outputs = []
+    for grads in inputs[rank]:
+        time.sleep(delays.uniform(0, 0.003))
+        outputs.append(run.step(grads))
+    return outputs
+
+
+def test_on_a_group_without_a_store_the_engine_and_a_hook_keep_one_order(tmp_path):
+    inputs = inputs_of(20, 3)
+    answers = run_ranks(reduce_on_a_bare_group, 3, str(tmp_path), inputs, process_group=False)
+    expected = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB)
+    for outputs, (references, _) in zip(answers, expected, strict=True):
         for output, reference in zip(outputs, references, strict=True):
             assert_same(output, reference)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
-import signal
 import threading
 import time
 import warnings
@@ -14,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from comparison import assert_as_torch
-from harness import run_threads
+from harness import run_threads, store_elsewhere
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -339,39 +335,23 @@ def test_the_warning_pickles_as_itself() -> None:
     assert str(again) == str(MissingGradientWarning.of(error))
 
 
-def host_store(port: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port.send(store.port)
-    signal.pause()
-
-
 def test_a_store_whose_process_is_stopped_holds_nobody_up(monkeypatch) -> None:
     monkeypatch.setattr(missing, "_REPORT_DEADLINE_S", 0.5)
     monkeypatch.setattr(missing.MissingGradients, "_longest_wait_s", lambda self: 0.5)
-    fork = multiprocessing.get_context("fork")
-    port, end = fork.Pipe()
-    process = fork.Process(target=host_store, args=(end,))
-    process.start()
-    try:
-        assert port.poll(DEADLINE_S)
-        store = dist.TCPStore("127.0.0.1", port.recv(), is_master=False)
 
-        def rank_main(rank, world_size, group):
-            here = Group(group, store=dist.PrefixStore(str(rank), store))
-            board = missing.MissingGradients(here, "token", torch.device("cpu"))
-            look = board.watch(0, 1)
-            look(1.0)
-            os.kill(process.pid, signal.SIGSTOP)
-            start = time.monotonic()
-            for waited_s in (3.0, 6.0, 9.0):
-                look(waited_s)
-            error = board.report(0, ["a.weight"], 1)
-            assert not board.is_skipped(1)
-            return time.monotonic() - start, error.missing
+    def rank_main(rank, world_size, group, store, stop):
+        board = missing.MissingGradients(Group(group, store=store), "token", torch.device("cpu"))
+        look = board.watch(0, 1)
+        look(1.0)
+        stop()
+        start = time.monotonic()
+        for waited_s in (3.0, 6.0, 9.0):
+            look(waited_s)
+        error = board.report(0, ["a.weight"], 1)
+        assert not board.is_skipped(1)
+        return time.monotonic() - start, error.missing
 
-        ((elapsed_s, found),) = run_threads(rank_main, 1)
-        assert elapsed_s < DEADLINE_S / 2
-        assert found == {0: ("a.weight",)}
-    finally:
-        process.kill()
-        process.join()
+    with store_elsewhere() as (store, stop):
+        ((elapsed_s, found),) = run_threads(rank_main, 1, store, stop)
+    assert elapsed_s < DEADLINE_S / 2
+    assert found == {0: ("a.weight",)}

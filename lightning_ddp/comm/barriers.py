@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from lightning_ddp.comm.calls import Call, CallOptions, Handle, OnSlice, check_timeout
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.waits import InThread
 from lightning_ddp.errors import CollectiveTimeoutError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -104,7 +106,8 @@ def monitored_barrier(
 
     It goes through the group's key-value store and not through the backend, so that it is the same with
     every backend and does not harm the group when it fails. The first rank whose deadline passes decides who
-    is missing, for all: also a rank that comes later gets that error. It does not wait for CUDA devices.
+    is missing, for all: also a rank that comes later gets that error; where the store does not answer, each
+    rank gets its own. It does not wait for CUDA devices.
     Costs a few round trips to the store, so it is for set-up and tests, not for every step.
 
     Args:
@@ -142,32 +145,38 @@ class _RollCall:
         group = call.group
         self._number = _num_monitored.get(group.process_group, 0)
         _num_monitored[group.process_group] = self._number + 1
-        store.set(self._key(group.rank), "came")
-        if store.add(self._key("count"), 1) == group.size:
+        thread = InThread(self._come, limit_s)
+        self._wait = call.wait_for_thread(lambda: thread)
+
+    def _key(self, what: str | int) -> str:
+        return f"lightning_ddp/monitored_barrier/{self._number}/{what}"
+
+    def _come(self, thread: InThread[str]) -> str:
+        """The verdict, the first that a rank has given."""
+        call, store, size = self._call, self._store, self._call.group.size
+        store.set(self._key(call.group.rank), "came")
+        if store.add(self._key("count"), 1) == size:
             self._decide(_ALL_CAME)
+        is_over = partial(store.check, [self._key("verdict")])
+        thread.until(lambda: call.waited_s >= self._limit_s or is_over(), _POLL_S, "nobody says why")
+        if not is_over():
+            missing = [rank for rank in range(size) if not store.check([self._key(rank)])]
+            numbers = " ".join(map(str, missing))
+            self._decide(f"{call.group.rank} {self._limit_s:g} {numbers}" if missing else _ALL_CAME)
+        verdict: str = store.get(self._key("verdict")).decode()
+        if verdict == _ALL_CAME and store.add(self._key("left"), 1) == size:
+            for what in ("verdict", "count", "left", *range(size)):
+                store.delete_key(self._key(what))
+        return verdict
 
-    def _key(self, what: str | int, number: int | None = None) -> str:
-        return f"lightning_ddp/monitored_barrier/{self._number if number is None else number}/{what}"
-
-    def _decide(self, verdict: str) -> str:
-        """The first verdict of all ranks."""
-        decided: bytes = self._store.compare_set(self._key("verdict"), "", verdict)
-        return decided.decode()
+    def _decide(self, verdict: str) -> None:
+        self._store.compare_set(self._key("verdict"), "", verdict)
 
     def wait(self, on_slice: OnSlice) -> None:
         """Waits for the verdict; raises CollectiveTimeoutError where it is that somebody is missing."""
-        call = self._call
-
-        def is_over() -> bool:
-            return call.waited_s >= self._limit_s or bool(self._store.check([self._key("verdict")]))
-
-        call.group.wait_until(is_over, call.label, on_slice, _POLL_S)
-        missing = [rank for rank in range(call.group.size) if not self._store.check([self._key(rank)])]
-        numbers = " ".join(map(str, missing))
-        verdict = self._decide(f"{call.group.rank} {self._limit_s:g} {numbers}" if missing else _ALL_CAME)
+        verdict = self._wait(on_slice)
         if verdict != _ALL_CAME:
             raise self._error(verdict)
-        self._forget_previous()
 
     def _error(self, verdict: str) -> CollectiveTimeoutError:
         call = self._call
@@ -184,12 +193,6 @@ class _RollCall:
             waited_s=call.waited_s,
             missing=ranks,
         )
-
-    def _forget_previous(self) -> None:
-        """Deletes what the barrier before left: all ranks have left that one."""
-        if self._call.group.rank == 0 and self._number > 0:
-            for what in ("verdict", "count", *range(self._call.group.size)):
-                self._store.delete_key(self._key(what, self._number - 1))
 
 
 def _names(ranks: list[int]) -> str:

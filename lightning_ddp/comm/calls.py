@@ -20,6 +20,7 @@ import torch
 
 from lightning_ddp.comm.group import Group, options_of, without_engine_context
 from lightning_ddp.comm.spans import span
+from lightning_ddp.comm.waits import InThread
 from lightning_ddp.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -203,6 +204,22 @@ class Call:
 
         return wait
 
+    def wait_for_thread(self, start: Callable[[], InThread[T]]) -> Callable[[OnSlice], T]:
+        """The wait for what a thread does.
+
+        Args:
+            start: called when somebody waits; returns the same every time.
+        """
+
+        def wait(on_slice: OnSlice) -> T:
+            thread = start()
+            self.group.wait_call(thread, self.label, on_slice)
+            if isinstance(thread.error, (RuntimeError, TimeoutError)):
+                raise self.explain(thread.error) from thread.error
+            return thread.result
+
+        return wait
+
     def await_(self, wait: Wait, timeout: timedelta | None = None) -> None:
         """Waits within the deadline of the call, and within `timeout` from now on.
 
@@ -246,7 +263,7 @@ class Call:
             waited_s=waited_s,
         )
 
-    def explain(self, error: RuntimeError) -> CollectiveError:
+    def explain(self, error: Exception) -> CollectiveError:
         """The same error of the backend with the name of the collective."""
         waited_s = self.waited_s
         text = str(error)

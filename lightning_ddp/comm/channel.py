@@ -4,7 +4,8 @@ A compressing hook needs several collectives a bucket, each on what the last one
 a callback of the first lets the callbacks of two buckets run in different orders on different ranks, and
 waiting inside a callback takes the backend's own threads away. A `Channel` does neither: jobs are queued in
 launch order, which is the same on all ranks, and one thread runs them one after the other. Its group is its
-own, so that what the engine or the user issues meanwhile cannot get between them.
+own, so that what the engine or the user issues meanwhile cannot get between them. Where no second group can
+be made, `submit` runs the job at once: in the one order that all ranks have.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ _Job = Callable[[], torch.Tensor | None]
 class Channel:
     """Runs jobs that communicate, one after the other, in a thread that lives while there are any.
 
+    Beside a group that torch does not know and that has no store, it has neither a group of its own nor a
+    thread.
+
     The collectives here are for jobs: they wait for their result, and count the bytes that this rank sends
     when the backend uses a ring (as gloo and NCCL do for large tensors).
 
@@ -44,6 +48,7 @@ class Channel:
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = sibling_group(group, device)
         """The channel's own group: for jobs."""
+        self._has_own_group = self.group is not group
         self.device = device
         self.rank = group.rank
         self.size = group.size
@@ -81,6 +86,9 @@ class Channel:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         setattr(future, JOB_MARK, True)
         event = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        if not self._has_own_group:
+            self._run(job, future, event)
+            return future
         with self._lock:
             self._jobs.append((job, future, event))
             if not self._is_running:

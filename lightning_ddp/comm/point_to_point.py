@@ -7,10 +7,9 @@ message between two ranks sets up a connection of their own, and tags are ignore
 from __future__ import annotations
 
 import pickle
-import threading
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -19,6 +18,7 @@ from lightning_ddp.comm.calls import Call, CallOptions, Handle, OnSlice, Wait, c
 from lightning_ddp.comm.exchanges import numbers
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.objects import to_bytes, to_tensor
+from lightning_ddp.comm.waits import InThread
 from lightning_ddp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -85,8 +85,10 @@ def send(
     if work is not None:
         handle = call.handle(_wait_for(call, work), lambda: None)
     else:
-        _store(call).set(_next_key(call, group.rank, dst, tag), to_bytes(group, flat.view(torch.uint8)))
-        handle = call.handle(_no_wait, lambda: None)
+        data = to_bytes(group, flat.view(torch.uint8))
+        post = partial(_store(call).set, _next_key(call, group.rank, dst, tag), data)
+        thread = InThread(lambda _: post(), _limit_s(call))
+        handle = call.handle(call.wait_for_thread(lambda: thread), lambda: None)
     return handle if async_op else handle.wait()
 
 
@@ -228,45 +230,13 @@ def recv_object(
 # ---------------------------------------------------------------------- waits
 
 
-def _no_wait(on_slice: OnSlice) -> None:
-    """It is sent when it is in the store."""
-
-
 def _wait_for(call: Call, work: Any) -> Wait:
-    return _InThread(call, work) if call.group.backend(call.device) == "gloo" else call.wait_for(work)
-
-
-class _InThread:
-    """Waits for a message of gloo, which cannot be asked whether it is there, in a thread of its own.
-
-    A wait of gloo's that ends with a slice would break the connection, so there must be one only.
-    """
-
-    def __init__(self, call: Call, work: Any) -> None:
-        self._call = call
-        self._work = work
-        self._done: threading.Event | None = None
-        self._error: RuntimeError | None = None
-
-    def __call__(self, on_slice: OnSlice) -> None:
-        if self._done is None:
-            self._done = threading.Event()
-            threading.Thread(target=self._block, daemon=True, name="lightning_ddp message").start()
-        self._call.group.wait_event(self._done, self._call.label, on_slice)
-        if self._error is not None:
-            raise self._call.explain(self._error) from self._error
-
-    def _block(self) -> None:
-        limit = self._call.backend_timeout
-        try:
-            if limit is None:
-                self._work.wait()
-            else:
-                self._work.wait(limit)
-        except RuntimeError as error:
-            self._error = error
-        assert self._done is not None  # made before this thread
-        self._done.set()
+    """gloo cannot be asked whether a message is there, and a wait of its that ends breaks the connection."""
+    if call.group.backend(call.device) != "gloo":
+        return call.wait_for(work)
+    limit = call.backend_timeout
+    block = work.wait if limit is None else partial(work.wait, limit)
+    return call.wait_for_thread(cache(lambda: InThread(lambda _: block())))
 
 
 # ---------------------------------------------------------------------- messages through the store
@@ -288,17 +258,25 @@ def _next_key(call: Call, src: int, dst: int, tag: int) -> str:
     return f"lightning_ddp/message/{src}/{dst}/{tag}/{number}"
 
 
+def _limit_s(call: Call) -> float:
+    limit = call.backend_timeout
+    return call.group.timeout_s(call.device) if limit is None else limit.total_seconds()
+
+
 def _wait_for_key(call: Call, flat: torch.Tensor, src: int, tag: int) -> Wait:
     store, key = _store(call), _next_key(call, src, call.group.rank, tag)
-    is_there: Callable[[], bool] = lambda: bool(store.check([key]))  # noqa: E731
 
-    def wait(on_slice: OnSlice) -> None:
-        call.group.wait_until(is_there, call.label, on_slice, _POLL_S)
-        data = store.get(key)
+    def take(thread: InThread[bytes]) -> bytes:
+        thread.until(lambda: store.check([key]), _POLL_S, f"rank {src} has sent nothing")
+        data: bytes = store.get(key)
         store.delete_key(key)
         if len(data) != flat.nbytes:
-            error = RuntimeError(f"rank {src} has sent {len(data)} bytes, and {flat.nbytes} were expected")
-            raise call.explain(error) from error
-        flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            raise RuntimeError(f"rank {src} has sent {len(data)} bytes, and {flat.nbytes} were expected")
+        return data
+
+    taken = call.wait_for_thread(cache(lambda: InThread(take, _limit_s(call))))
+
+    def wait(on_slice: OnSlice) -> None:
+        flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(taken(on_slice)), dtype=torch.uint8))
 
     return wait

@@ -25,7 +25,7 @@ def sibling_group(group: Group, device: torch.device) -> Group:
     """A second group of the same ranks, whose collectives cannot mix with those of the first.
 
     All ranks call it, in one order among calls on the same group. Communicates. Where torch offers no way
-    to make one, the group itself is returned.
+    to make one, the group itself is returned, in whose order its collectives then have to be.
 
     Args:
         group: the ranks.

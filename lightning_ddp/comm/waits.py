@@ -1,8 +1,8 @@
-"""Waits of a process group that can be interrupted.
+"""Waits of a process group, and of its store, that can be interrupted.
 
 Blocking in C++ until a peer answers hides signals and the failure of other ranks. Everything in this
 package therefore waits in slices: between two slices Python runs signal handlers, and the group's
-`Interrupt` is looked at.
+`Interrupt` is looked at. What cannot be cut into slices blocks a thread of its own, and that is waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,11 @@ import torch.distributed as dist
 from lightning_ddp.comm.activity import Entry, Lane
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.comm.spans import span
+from lightning_ddp.errors import CollectiveTimeoutError
 
-__all__ = ["JOB_MARK", "SLICE_S", "Waits"]
+__all__ = ["JOB_MARK", "SLICE_S", "InThread", "Waits"]
+
+T = TypeVar("T")
 
 SLICE_S = 0.05
 """Longest time in seconds between two looks at signals and at the interrupt."""
@@ -29,8 +32,92 @@ SLICE_S = 0.05
 _SLICE = timedelta(seconds=SLICE_S)
 _POLL_S = 0.0005
 _NO_TIMEOUT = timedelta(0)
+_ANSWER_WAIT_S = 1.0
+"""How long after its time limit the thread of a call may take to say so."""
 JOB_MARK = "is_lightning_ddp_job"
 """Attribute of the futures that a thread of this package makes."""
+
+
+class InThread(Generic[T]):
+    """A call that may block in C++ until another process answers, made in a thread of its own.
+
+    A store answers nobody while its process is stopped (SIGSTOP), and no time limit of torch ends that.
+
+    Args:
+        call: what to call; gets this object, for `until`.
+        limit_s: how many seconds there are for it.
+    """
+
+    def __init__(self, call: Callable[[InThread[T]], T], limit_s: float = float("inf")) -> None:
+        self.is_over = threading.Event()
+        """Set once it has returned or raised."""
+        self._call = call
+        self._limit_s = limit_s
+        self._ends_at = time.monotonic() + limit_s
+        self._is_wanted = True
+        self._result: T
+        self._raised: Exception | None = None
+        self._unanswered: Exception | None = None
+        threading.Thread(target=self._run, daemon=True, name="lightning_ddp call").start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call(self)
+        except Exception as error:  # noqa: BLE001 (whatever it is, who waits gets it)
+            self._raised = error
+        finally:
+            self.is_over.set()
+
+    @property
+    def error(self) -> Exception | None:
+        """What it raised, or a TimeoutError where there was no answer in time."""
+        return self._unanswered or self._raised
+
+    @property
+    def result(self) -> T:
+        """What it returned; raises the error where there is one. To be asked for after a wait."""
+        if self.error is not None:
+            raise self.error
+        return self._result
+
+    def until(self, done: Callable[[], bool], every_s: float, otherwise: str) -> None:
+        """For the call: polls, often at first and then every `every_s` seconds, until `done` says so.
+
+        Raises:
+            TimeoutError: the time is over, or nobody waits any more. Its text ends with `otherwise`.
+        """
+        pause_s = _POLL_S
+        while not done():
+            if not self._is_wanted or time.monotonic() > self._ends_at:
+                raise self._timeout(otherwise)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, every_s)
+
+    def _timeout(self, why: str) -> TimeoutError:
+        return TimeoutError(f"Timed out after {self._limit_s:g} s: {why}")
+
+    def wait(self, on_slice: Callable[[float], None]) -> None:
+        """Returns once it is over, or its time is.
+
+        Args:
+            on_slice: called after each slice with the seconds waited so far; may raise. Unless that is a
+                `CollectiveTimeoutError`, after which a handle may be waited for again, it ends `until`.
+        """
+        start = time.monotonic()
+        try:
+            while not self.is_over.wait(SLICE_S):
+                on_slice(time.monotonic() - start)
+                if time.monotonic() > self._ends_at + _ANSWER_WAIT_S:
+                    self._unanswered = self._timeout(
+                        "the group's store does not answer; the process that has it, as a rule that of rank"
+                        " 0, is stopped or cannot be reached"
+                    )
+                    return
+        except CollectiveTimeoutError:
+            raise
+        except BaseException:
+            self._is_wanted = False
+            raise
 
 
 class Waits:
@@ -178,23 +265,19 @@ class Waits:
         future.add_done_callback(lambda _: done.set())
         self._wait_event(done, on_slice)
 
-    def wait_event(
-        self, done: threading.Event, label: str, on_slice: Callable[[float], None] | None = None
+    def wait_call(
+        self, call: InThread[Any], label: str, on_slice: Callable[[float], None] | None = None
     ) -> None:
-        """Waits for an event as `wait` does for a work."""
-        with self._waiting(label):
-            self._wait_event(done, on_slice)
+        """Waits for a call in a thread as `wait` does for a work; raises nothing that the call does."""
 
-    def wait_until(
-        self,
-        done: Callable[[], bool],
-        label: str,
-        on_slice: Callable[[float], None] | None = None,
-        every_s: float = _POLL_S,
-    ) -> None:
-        """Waits until `done`, asked every `every_s` seconds, says so. For what cannot be waited for."""
+        def look(waited_s: float) -> None:
+            self.check()
+            self._check_deadline()
+            if on_slice is not None:
+                on_slice(waited_s)
+
         with self._waiting(label):
-            self._poll(done, on_slice, every_s)
+            call.wait(look)
 
     def _wait_event(self, done: threading.Event, on_slice: Callable[[float], None] | None) -> None:
         start = time.monotonic()
@@ -244,12 +327,10 @@ class Waits:
             on_slice=on_slice,
         )
 
-    def _poll(
-        self, done: Callable[[], bool], on_slice: Callable[[float], None] | None, every_s: float = _POLL_S
-    ) -> None:
+    def _poll(self, done: Callable[[], bool], on_slice: Callable[[float], None] | None) -> None:
         start = last = time.monotonic()
         while not done():
-            time.sleep(every_s)
+            time.sleep(_POLL_S)
             now = time.monotonic()
             if now - last >= SLICE_S:
                 last = now

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hook_identity import describe_hook, describe_state
+from lightning_ddp.comm.waits import InThread
 
 __all__ = ["Disagreement", "HookAgreement"]
 
@@ -37,8 +38,8 @@ _CHECKED = frozenset(
 )
 """Collectives in which all ranks hand over the same sizes and types."""
 _MOST_TENSORS = 8
-_FIRST_POLL_S = 0.0005
-_LONGEST_POLL_S = 0.01
+_POLL_S = 0.01
+_LONGEST_POST_S = 2.0
 _AGREED = "agreed"
 
 OnSlice = Callable[[float], None]
@@ -96,23 +97,38 @@ class HookAgreement:
         except Disagreement:
             raise
         except Exception as error:
-            self._post({"rank": self._group.rank, "what": f"raised {type(error).__name__}: {error}"})
+            raised = {"rank": self._group.rank, "what": f"raised {type(error).__name__}: {error}"}
+            InThread(lambda _: self._post(raised), _LONGEST_POST_S).wait(lambda _: None)
             raise
         self.meet("ends its part of the bucket", on_slice)
 
     def meet(self, what: str, on_slice: OnSlice) -> None:
         """Returns once all ranks have come to this point with the same `what`."""
-        store, rank = self._store, self._group.rank
-        key = self._key()
-        mine = json.dumps({"rank": rank, "what": what})
-        first = json.loads(store.compare_set(f"{key}/first", "", mine))  # type: ignore[union-attr]
-        if first["what"] != what:
-            self._post({**first, "other_rank": rank, "other": what})
-        elif store.add(f"{key}/count", 1) == self._group.size:  # type: ignore[union-attr]
-            self._post(_AGREED)
-        verdict = self._await(f"{key}/verdict", on_slice)
-        if verdict != _AGREED:
-            raise Disagreement(_explain(verdict, rank))
+        rank = self._group.rank
+
+        def come(thread: InThread[Any]) -> Any:
+            store: Any = self._store
+            key = self._key()
+            mine = json.dumps({"rank": rank, "what": what})
+            first = json.loads(store.compare_set(f"{key}/first", "", mine))
+            if first["what"] != what:
+                self._post({**first, "other_rank": rank, "other": what})
+            elif store.add(f"{key}/count", 1) == self._group.size:
+                self._post(_AGREED)
+            is_over = partial(store.check, [f"{key}/verdict"])
+            thread.until(is_over, _POLL_S, "not all ranks came to this bucket")
+            return json.loads(store.get(f"{key}/verdict"))
+
+        def look(waited_s: float) -> None:
+            self._group.check()
+            on_slice(waited_s)
+
+        thread = InThread(come, self._group.timeout_s(self._device))
+        thread.wait(look)
+        if isinstance(thread.error, TimeoutError):
+            raise Disagreement(str(thread.error)) from thread.error
+        if thread.result != _AGREED:
+            raise Disagreement(_explain(thread.result, rank))
         self._num_meetings += 1
 
     def _key(self) -> str:
@@ -121,19 +137,6 @@ class HookAgreement:
     def _post(self, verdict: Any) -> None:
         """Ends the present meeting, unless another rank has ended it."""
         self._store.compare_set(f"{self._key()}/verdict", "", json.dumps(verdict))  # type: ignore[union-attr]
-
-    def _await(self, key: str, on_slice: OnSlice) -> Any:
-        start = time.monotonic()
-        limit, pause = self._group.timeout_s(self._device), _FIRST_POLL_S
-        while not self._store.check([key]):  # type: ignore[union-attr]
-            self._group.check()
-            waited = time.monotonic() - start
-            on_slice(waited)
-            if waited > limit:
-                raise Disagreement(f"Timed out after {limit:g} s: not all ranks came to this bucket")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_S)
-        return json.loads(self._store.get(key))  # type: ignore[union-attr]
 
 
 class Disagreement(Exception):

@@ -12,16 +12,13 @@ deadline of the collective holds.
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypedDict
 
 import torch
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.waits import SLICE_S
+from lightning_ddp.comm.waits import InThread
 from lightning_ddp.errors import MissingGradientError
 
 __all__ = ["MissingGradients"]
@@ -33,7 +30,6 @@ _POLL_S = 0.01
 _POLLS_PER_S_OF_ALL = 10_000
 """How often all ranks together look whether all have come: one store answers them."""
 _ANSWER_WAIT_S = 0.2
-"""How often all ranks together look whether all have come: one store answers them."""
 
 
 class _Post(TypedDict):
@@ -67,30 +63,20 @@ class MissingGradients:
         group, store = self._group, self._group.store
         if store is None:
             return group.size == 1
-        deadline = time.monotonic() + self._longest_wait_s()
+        skipped, busy = [self._key(step, "skipped")], [self._key(step, "busy")]
         pause_s = max(_POLL_S, group.size / _POLLS_PER_S_OF_ALL)
-        is_skipped = False
 
-        def ask() -> None:
-            nonlocal is_skipped
+        def ask(thread: InThread[bool]) -> bool:
             if store.add(self._key(step, "idle"), 1) == group.size:
-                store.set(self._key(step, "skipped"), "1")
-                is_skipped = True
-                return
+                store.set(skipped[0], "1")
+                return True
             store.set(self._key(step, "any"), "1")
-            while time.monotonic() < deadline:
-                is_skipped = store.check([self._key(step, "skipped")])
-                if is_skipped or store.check([self._key(step, "busy")]):
-                    return
-                time.sleep(pause_s)
+            thread.until(lambda: store.check(skipped) or store.check(busy), pause_s, "not all have come")
+            return bool(store.check(skipped))
 
-        is_over = _in_thread(ask)
-        group.wait_until(
-            lambda: is_over.is_set() or time.monotonic() > deadline,
-            "backward without any gradient",
-            every_s=_POLL_S,
-        )
-        return is_skipped
+        thread = InThread(ask, self._longest_wait_s())
+        group.wait_call(thread, "backward without any gradient")
+        return thread.error is None and thread.result  # else the store is gone, or not all have come
 
     def _longest_wait_s(self) -> float:
         """A rank may be late, as in a collective. One that compares it before does not look at the board."""
@@ -124,64 +110,43 @@ class MissingGradients:
 
     def _exchange(self, store: Any, step: int, own: _Post) -> dict[int, _Post]:
         """Posts what this rank misses; returns that of all ranks that post theirs in time."""
-        rank, deadline = self._group.rank, time.monotonic() + _REPORT_DEADLINE_S
+        rank = self._group.rank
         posts = {rank: own}
 
-        def exchange() -> None:
+        def have_all_come() -> bool:
+            for other in [r for r in range(self._group.size) if r not in posts]:
+                if store.check([self._key(step, other)]):
+                    posts[other] = json.loads(store.get(self._key(step, other)))
+            return len(posts) == self._group.size
+
+        def exchange(thread: InThread[None]) -> None:
             store.set(self._key(step, rank), json.dumps(own))
             store.set(self._key(step, "busy"), "1")
             store.set(self._key(step, "any"), "1")
-            waiting = [r for r in range(self._group.size) if r != rank]
-            while waiting and time.monotonic() < deadline:
-                for other in [r for r in waiting if store.check([self._key(step, r)])]:
-                    posts[other] = json.loads(store.get(self._key(step, other)))
-                    waiting.remove(other)
-                if waiting:
-                    time.sleep(_POLL_S)
+            thread.until(have_all_come, _POLL_S, "not all have reported")
 
-        is_over = _in_thread(exchange)
-        while not is_over.wait(SLICE_S) and time.monotonic() < deadline:
-            self._group.check()
+        InThread(exchange, _REPORT_DEADLINE_S).wait(lambda _: self._group.check())
         return dict(posts)
 
     def watch(self, step: int, num_launched: int) -> Callable[[float], None]:
         """A callback for waits of this step: looks at the board now and then, and raises what is there."""
         next_look = _FIRST_LOOK_S
-        is_posted = False
-        has_looked: threading.Event | None = None
+        asked: InThread[bool] | None = None
 
         def look(waited_s: float) -> None:
-            nonlocal next_look, has_looked
+            nonlocal next_look, asked
             store = self._group.store
             if waited_s < next_look or store is None:
                 return
 
-            def ask() -> None:
-                nonlocal is_posted
-                is_posted = store.check([self._key(step, "any")])
-
-            has_looked = has_looked or _in_thread(ask)
-            if has_looked.wait(_ANSWER_WAIT_S):  # else it is asked for the answer again soon
-                next_look, has_looked = waited_s + min(waited_s, _LONGEST_PAUSE_S), None
-            if is_posted:
+            found = asked = asked or InThread(lambda _: store.check([self._key(step, "any")]))
+            if not found.is_over.wait(_ANSWER_WAIT_S):
+                return  # it is asked for the answer again soon
+            next_look, asked = waited_s + min(waited_s, _LONGEST_PAUSE_S), None
+            if found.error is None and found.result:
                 raise self.report(step, [], num_launched)
 
         return look
 
     def _key(self, step: int, who: int | str) -> str:
         return f"{self._prefix}/{step}/{who}"
-
-
-def _in_thread(ask: Callable[[], None]) -> threading.Event:
-    """Calls a function that asks a store; the event is set when it has returned, or the store is gone."""
-    is_over = threading.Event()
-
-    def call() -> None:
-        try:
-            with suppress(RuntimeError):
-                ask()
-        finally:
-            is_over.set()
-
-    threading.Thread(target=call, daemon=True, name="missing-gradients").start()
-    return is_over

@@ -8,7 +8,7 @@ of them leaves a process behind, and each has a deadline.
 from harness.leftovers import ProcessLeftBehind
 from harness.machine import free_port, host_with
 from harness.outcomes import RankFailed, RankOutcome
-from harness.processes import run_ranks, run_ranks_outcomes
+from harness.processes import run_ranks, run_ranks_outcomes, store_elsewhere
 from harness.scripts import RunningScript, ScriptFailed, ScriptResult, run_script, start_script
 from harness.threads import run_threads, run_threads_outcomes
 
@@ -27,4 +27,5 @@ __all__ = [
     "run_threads",
     "run_threads_outcomes",
     "start_script",
+    "store_elsewhere",
 ]

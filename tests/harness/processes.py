@@ -13,9 +13,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -277,6 +278,37 @@ def _init_default_group(rank: int, world_size: int, scratch: Path, timeout_s: fl
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
+
+
+@contextlib.contextmanager
+def store_elsewhere() -> Iterator[tuple[dist.TCPStore, Callable[[], None]]]:
+    """A store that lies in a process of its own, and what stops that process (SIGSTOP)."""
+    before = threading.enumerate()
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=_host_store, args=(theirs,))
+    process.start()
+    try:
+        assert ours.poll(20)
+        store = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False)
+        yield store, lambda: _stop(process.pid or 0)
+    finally:
+        process.kill()
+        process.join()
+        for thread in [thread for thread in threading.enumerate() if thread not in before]:
+            thread.join(10)  # it waits for an answer of the store
+
+
+def _stop(child: int) -> None:
+    """Returns once it is stopped, which is some time after the signal was sent."""
+    os.kill(child, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
+
+
+def _host_store(connection: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    signal.pause()
 
 
 def die_with_parent() -> None:
