@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import threading
 import time
@@ -325,6 +326,10 @@ def groups_that_torch_makes(rank, world_size, store):
     return nested
 
 
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this torch makes groups in rising order only",
+)
 def test_groups_that_torch_makes_keep_the_order_of_the_list_and_need_nobody_else(tmp_path) -> None:
     results = run_ranks(groups_that_torch_makes, 4, str(tmp_path / "store"), process_group=False)
     assert results == [None, [3, 1], None, [3, 1]]

@@ -64,6 +64,9 @@ WAYS = {"outside": outside, "inside": inside, "above": above}
 def single_threaded() -> None:
     """Compiling in this process alone: a rank must not leave workers behind."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1  # it may have been imported already
 
 
 def losses_of(rank: int, model: nn.Module, call: Any, num_steps: int) -> list[float]:

@@ -695,7 +695,8 @@ def test_an_answer_that_nobody_has_asked_for_stops_nobody() -> None:
 def test_a_message_of_the_server_that_cannot_be_read_is_a_failure_and_no_silence() -> None:
     with running(1) as run:
         run.connect_all()
-        run.server._send_all([{"kind": "stop_after"}])
+        (peer,) = run.server._peers.values()
+        peer.connection.sendall(pack({"kind": "stop_after"}))
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert record.message == "control channel: KeyError: 'position'"

@@ -11,6 +11,7 @@ left of them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -164,9 +165,9 @@ def is_same(found: Tensor, expected: Tensor, world_size: int, largest: float) ->
     return torch.allclose(found, expected, rtol=rtol, atol=rtol * largest)
 
 
-def differences_from_torch(rank: int, world_size: int, name: str) -> dict[str, list[str]]:
-    """By recipe, and by wrong wrapper, where its runs differ from torch's."""
-    found = {}
+def differences_from_torch(rank: int, world_size: int, name: str) -> dict[str, list[str] | None]:
+    """By recipe, and by wrong wrapper, where its runs differ from torch's; None where torch's has none."""
+    found: dict[str, list[str] | None] = {}
     for label, recipe in recipes_of(name, world_size).items():
         try:
             found[label] = compare_transports(name, recipe, rank, world_size)
@@ -178,8 +179,13 @@ def differences_from_torch(rank: int, world_size: int, name: str) -> dict[str, l
     return found
 
 
-def compare_transports(name: str, recipe: Recipe, rank: int, world_size: int) -> list[str]:
-    theirs = train(DistributedDataParallel, name, recipe, rank)
+def compare_transports(name: str, recipe: Recipe, rank: int, world_size: int) -> list[str] | None:
+    try:
+        theirs = train(DistributedDataParallel, name, recipe, rank)
+    except RuntimeError as error:
+        if recipe.num_forwards > 1 and "modified by an inplace operation" in str(error):
+            return None  # older torch: the second forward broadcasts buffers that the first has saved
+        raise
     assert len(theirs.grads) == NUM_STEPS
     assert theirs.grads[0], "the reference has no gradients"
     differences = []
@@ -297,7 +303,10 @@ def differences():
     ("name", "world_size", "recipe"), [case(*run, recipe) for run in RUNS for recipe in recipes_of(*run)]
 )
 def test_20_steps_equal_torch(differences, name, world_size, recipe):
-    assert differences(name, world_size)[recipe] == [[]] * world_size
+    found = differences(name, world_size)[recipe]
+    if found == [None] * world_size and os.environ.get("CI") != "true":
+        pytest.skip("this torch's class refuses two forwards with buffers")
+    assert found == [[]] * world_size
 
 
 @pytest.mark.parametrize(("name", "world_size"), [case(*run) for run in RUNS])

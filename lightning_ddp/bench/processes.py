@@ -245,7 +245,7 @@ def _watch(
         raise BenchmarkError(first) from error
     except ProcessExitedException as error:
         rank = meeting.first_rank + error.error_index % meeting.num_local_ranks
-        raise BenchmarkError(f"rank {rank} (pid {error.error_pid}) died: {error}") from error
+        raise BenchmarkError(f"rank {rank} died: {error}") from error
 
 
 def _run_rank(

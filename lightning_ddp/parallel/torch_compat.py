@@ -69,11 +69,8 @@ def run_eagerly(function: _F) -> _F:
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(function.__code__, strategy)
-    else:  # torch < 2.8
-        frames.skip_code(function.__code__)
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 

@@ -98,6 +98,11 @@ class Watch:
         self._wake_sender.setblocking(False)
         self._parent = parent
         self._parent_fd = _open_pid(parent)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._send_posted)
+        self._selector.register(self._connection, selectors.EVENT_READ, self._receive)
+        if self._parent_fd is not None:
+            self._selector.register(self._parent_fd, selectors.EVENT_READ, self._lost_parent)
         close_in_forked_child(self._close_descriptors)
         self._thread = threading.Thread(target=self._run, daemon=True, name="control-watch")
         self._thread.start()
@@ -201,17 +206,10 @@ class Watch:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            self._selector = selector
-            selector.register(self._wake_receiver, selectors.EVENT_READ, self._send_posted)
-            selector.register(self._connection, selectors.EVENT_READ, self._receive)
-            if self._parent_fd is not None:
-                selector.register(self._parent_fd, selectors.EVENT_READ, self._lost_parent)
-            while not self._is_closed:
-                events = selector.select(self._report_progress())
-                for key, _ in events:
-                    if not self._is_deaf or key.fileobj is self._wake_receiver:
-                        key.data()
+        while not self._is_closed:
+            for key, _ in self._selector.select(self._report_progress()):
+                if not self._is_deaf or key.fileobj is self._wake_receiver:
+                    key.data()
         self._close_descriptors()
 
     def _report_progress(self) -> float | None:
@@ -319,6 +317,7 @@ class Watch:
         self._connection.close()
         self._wake_receiver.close()
         self._wake_sender.close()
+        self._selector.close()
         if self._parent_fd is not None:
             with suppress(OSError):
                 os.close(self._parent_fd)

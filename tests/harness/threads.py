@@ -26,7 +26,7 @@ FAILURE_GRACE_S = 5.0
 
 _world = dist.distributed_c10d._world
 _stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
-if not hasattr(dist.ProcessGroup, "get_group_store"):  # torch 2.7 and 2.8: only of groups that torch made
+if not hasattr(dist.ProcessGroup, "get_group_store"):  # torch 2.8: only of groups that torch made
     dist.ProcessGroup.get_group_store = lambda group: _stores.get(group) or _world.pg_map[group][1]
 
 
