@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.bench import (
+from lightning_ddp.tools.bench import (
     BenchmarkError,
     allreduce,
     channel,
@@ -26,9 +26,9 @@ from lightning_ddp.bench import (
     step,
     timeline,
 )
-from lightning_ddp.bench.ending import unwinds_at_sigterm
-from lightning_ddp.bench.report import format_table
-from lightning_ddp.doctor import command as doctor
+from lightning_ddp.tools.bench.ending import unwinds_at_sigterm
+from lightning_ddp.tools.bench.report import format_table
+from lightning_ddp.tools.doctor import command as doctor
 
 
 class Command(Protocol):

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 import lightning_ddp
-from lightning_ddp.bench import BenchmarkError, contenders, step
-from lightning_ddp.bench.arguments import GLOO, MODEL_NAMES, OURS, SHARED, TORCH_DEFAULT, TORCH_FLAGS
-from lightning_ddp.bench.contenders import TrainingRun
-from lightning_ddp.bench.launch import time_first_batch
-from lightning_ddp.bench.models import WORKLOADS, build_workload, compute_loss
-from lightning_ddp.bench.processes import RankContext, run_ranks
-from lightning_ddp.bench.report import (
+from lightning_ddp.cli import main
+from lightning_ddp.tools.bench import BenchmarkError, contenders, step
+from lightning_ddp.tools.bench.arguments import GLOO, MODEL_NAMES, OURS, SHARED, TORCH_DEFAULT, TORCH_FLAGS
+from lightning_ddp.tools.bench.contenders import TrainingRun
+from lightning_ddp.tools.bench.launch import time_first_batch
+from lightning_ddp.tools.bench.models import WORKLOADS, build_workload, compute_loss
+from lightning_ddp.tools.bench.processes import RankContext, run_ranks
+from lightning_ddp.tools.bench.report import (
     Comparison,
     compare,
     format_table,
@@ -34,10 +35,9 @@ from lightning_ddp.bench.report import (
     paired_ratio,
     write_report,
 )
-from lightning_ddp.bench.step_times import StepSettings, check_agreement, time_steps
-from lightning_ddp.bench.turns import Turns
-from lightning_ddp.bench.workers import shuffled
-from lightning_ddp.cli import main
+from lightning_ddp.tools.bench.step_times import StepSettings, check_agreement, time_steps
+from lightning_ddp.tools.bench.turns import Turns
+from lightning_ddp.tools.bench.workers import shuffled
 
 PACKAGE_ROOT = Path(lightning_ddp.__file__).parents[1]
 RUN_TIMEOUT_S = 240
@@ -170,7 +170,7 @@ def test_every_benchmark_has_the_common_options(name: str, capsys: pytest.Captur
 def test_failed_benchmark_exits_with_1_and_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lightning_ddp.bench.launch.SCRIPT", "raise SystemExit('no such cluster')")
+    monkeypatch.setattr("lightning_ddp.tools.bench.launch.SCRIPT", "raise SystemExit('no such cluster')")
     assert main(["bench", "launch", "--rounds", "1"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -11,12 +11,19 @@ import pytest
 import torch
 
 from lightning_ddp.averaging import parse_averager
-from lightning_ddp.bench.hooks import LEARNERS, LINK_HOOKS, draw, format_learned, format_link, merge_ranks
-from lightning_ddp.bench.links import can_shape_links, run_linked
-from lightning_ddp.bench.tasks import make_task
-from lightning_ddp.bench.traffic import LinkSettings, time_on_link
 from lightning_ddp.cli import main
 from lightning_ddp.hooks import parse_hook
+from lightning_ddp.tools.bench.hooks import (
+    LEARNERS,
+    LINK_HOOKS,
+    draw,
+    format_learned,
+    format_link,
+    merge_ranks,
+)
+from lightning_ddp.tools.bench.links import can_shape_links, run_linked
+from lightning_ddp.tools.bench.tasks import make_task
+from lightning_ddp.tools.bench.traffic import LinkSettings, time_on_link
 
 
 def test_every_contender_is_one_that_the_package_has():
@@ -69,7 +76,7 @@ def test_a_task_begins_at_chance_and_ranks_have_other_batches(name, chance):
 
 @pytest.mark.slow
 def test_learning_is_compared_and_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_ddp.bench.hooks._TASKS", {"digits": 60})
+    monkeypatch.setattr("lightning_ddp.tools.bench.hooks._TASKS", {"digits": 60})
     path = tmp_path / "a.json"
     command = ["bench", "hooks", "--links", "--tasks", "digits", "--hooks", "allreduce", "bf16", "diloco_h20"]
     assert main([*command, "--seeds", "1", "--json", str(path)]) == 0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp.bench import BenchmarkError, imports
-from lightning_ddp.bench.imports import ALONE, WITH_OURS, added_ms, time_imports
-from lightning_ddp.bench.scripts import PACKAGE_ROOT, compiled_package
 from lightning_ddp.cli import main
+from lightning_ddp.tools.bench import BenchmarkError, imports
+from lightning_ddp.tools.bench.imports import ALONE, WITH_OURS, added_ms, time_imports
+from lightning_ddp.tools.bench.scripts import PACKAGE_ROOT, compiled_package
 
 FIRST_BATCH = """
 import sys, time
@@ -22,7 +22,7 @@ print(f"FIRST_BATCH {time.time() + 10 * int(devices) * (1 + (strategy == 'ddp'))
 def test_each_number_of_devices_is_compared_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lightning_ddp.bench.launch.SCRIPT", FIRST_BATCH)
+    monkeypatch.setattr("lightning_ddp.tools.bench.launch.SCRIPT", FIRST_BATCH)
     path = tmp_path / "a.json"
     options = ["--world-size", "2", "4", "--parts", "first_batch", "--rounds", "1", "--json", str(path)]
     assert main(["bench", "launch", *options]) == 0

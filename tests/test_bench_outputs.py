@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp.bench.arguments import picture_path
-from lightning_ddp.bench.outputs import write_outputs
-from lightning_ddp.bench.pictures import draw_bars, draw_lines
-from lightning_ddp.bench.report import compare
 from lightning_ddp.cli import build_parser, main
+from lightning_ddp.tools.bench.arguments import picture_path
+from lightning_ddp.tools.bench.outputs import write_outputs
+from lightning_ddp.tools.bench.pictures import draw_bars, draw_lines
+from lightning_ddp.tools.bench.report import compare
 
 SAMPLES = {
     size: {"shared_memory": [1.0, 1.1, 1.3], "gloo": [float(size), 2.0, 2.2]} for size in ("4", "64", "256")

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp.bench.calibration import LinkRunSettings, Measured, load_figures, run_on_link
-from lightning_ddp.bench.links import can_shape_links, run_linked
-from lightning_ddp.bench.predicting import parse_contender
-from lightning_ddp.bench.validation import CASES, Outcome, format_outcomes
 from lightning_ddp.cli import main
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import parse_hook
 from lightning_ddp.observe.record import BucketRecord, StepRecord
 from lightning_ddp.observe.recording import Recording, save
-from lightning_ddp.scaling import predict_hook
-from lightning_ddp.scaling.network import Network
+from lightning_ddp.tools.bench.calibration import LinkRunSettings, Measured, load_figures, run_on_link
+from lightning_ddp.tools.bench.links import can_shape_links, run_linked
+from lightning_ddp.tools.bench.predicting import parse_contender
+from lightning_ddp.tools.bench.validation import CASES, Outcome, format_outcomes
+from lightning_ddp.tools.perf_model import predict_hook
+from lightning_ddp.tools.perf_model.network import Network
 
 MS = 1_000_000
 SMALL = ["--hooks", "none", "bf16", "--averagers", "post_local_sgd:period=4"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from harness import run_script
 
-from lightning_ddp.bench import BenchmarkError
-from lightning_ddp.bench.session import open_session
 from lightning_ddp.cli import main
+from lightning_ddp.tools.bench import BenchmarkError
+from lightning_ddp.tools.bench.session import open_session
 
 
 @pytest.mark.slow

@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from lightning_ddp.bench import step, trainer_steps
-from lightning_ddp.bench.arguments import BARE, CONTENDERS, OURS, TORCH_DEFAULT, TORCH_FLAGS, TORCH_VIEW
-from lightning_ddp.bench.contenders import constructor_flags
-from lightning_ddp.bench.links import can_shape_links
-from lightning_ddp.bench.report import Comparison, compare
 from lightning_ddp.cli import main
+from lightning_ddp.tools.bench import step, trainer_steps
+from lightning_ddp.tools.bench.arguments import BARE, CONTENDERS, OURS, TORCH_DEFAULT, TORCH_FLAGS, TORCH_VIEW
+from lightning_ddp.tools.bench.contenders import constructor_flags
+from lightning_ddp.tools.bench.links import can_shape_links
+from lightning_ddp.tools.bench.report import Comparison, compare
 
 
 def figures(median: float, ratio: float) -> Comparison:

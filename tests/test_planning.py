@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.parallel.buckets import ParameterSpec, cut_buckets, plan_buckets
-from lightning_ddp.parallel.planning import BackwardTimes, best_ends, safe_ends
+from lightning_ddp.tools.perf_model.planning import BackwardTimes, best_ends, safe_ends
 
 
 @st.composite

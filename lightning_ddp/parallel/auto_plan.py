@@ -8,10 +8,12 @@ share, and decide by what they have exchanged; a rank without input takes part. 
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -19,7 +21,6 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.parallel.buckets import BucketSpec, cut_buckets
 from lightning_ddp.parallel.layout import BucketLayout
 from lightning_ddp.parallel.plan_report import BucketPlanReport, sizes_of
-from lightning_ddp.parallel.planning import BackwardTimes, safe_ends
 from lightning_ddp.parallel.probing import TransportCost, agree_on_max, measure_transport
 from lightning_ddp.parallel.ready_times import ReadyTimes, TimedBackward
 from lightning_ddp.parallel.reduction import Reduction
@@ -35,6 +36,11 @@ _LEAST_SAMPLES = 2
 _CPU = torch.device("cpu")
 
 _Plan = tuple[BucketSpec, ...]
+
+
+def _planning() -> Any:
+    # the performance model has it; here it goes together with this option
+    return importlib.import_module("lightning_ddp.tools.perf_model.planning")
 
 
 def obstacle_to_planning(
@@ -186,7 +192,7 @@ class AutoPlan:
                 self._group, self._reduction.start_sum, self._layout.flat, self.times.clock
             )
         specs = self._layout.specs
-        times = BackwardTimes(
+        times = _planning().BackwardTimes(
             ready_s=tuple(ready_s),
             num_bytes=tuple(specs[i].nbytes for i in self._order),
             backward_s=backward_s,
@@ -209,12 +215,12 @@ class AutoPlan:
                 launchable_s.append(ready_s + fill_s * position / len(spec.indices))
         return launchable_s
 
-    def _compare(self, step: int, times: BackwardTimes) -> _Plan:
+    def _compare(self, step: int, times: Any) -> _Plan:
         """Begins the contest of the two plans, if the computed one promises enough."""
         sizes = [len(spec.indices) for spec in self._default]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         default_s = times.finish_s(ends)
-        computed = self._broadcast(safe_ends(times) if self._group.rank == 0 else ())
+        computed = self._broadcast(_planning().safe_ends(times) if self._group.rank == 0 else ())
         computed_s = times.finish_s(computed)
         report = BucketPlanReport(
             choice="default",

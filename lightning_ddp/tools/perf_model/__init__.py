@@ -1,0 +1,32 @@
+"""How long a step would take elsewhere: with more ranks, another link, hook, averager or bucket plan.
+
+Nothing here communicates. `profile` is what the ranks compute, from recorded steps; `network` what a
+collective costs; `tracing` what a hook does with a bucket; `simulation` plays one step; `prediction` puts
+them together.
+"""
+
+from lightning_ddp.tools.perf_model.network import Network, Transfer
+from lightning_ddp.tools.perf_model.prediction import Prediction, predict_averager, predict_hook
+from lightning_ddp.tools.perf_model.profile import StepProfile, cut_into_buckets, square_shapes
+from lightning_ddp.tools.perf_model.program import HookModel, plain_model
+from lightning_ddp.tools.perf_model.simulation import SimulatedBucket, SimulatedStep, simulate
+from lightning_ddp.tools.perf_model.tracing import HookTracer, merge_traces, trace_hook
+
+__all__ = [
+    "HookModel",
+    "HookTracer",
+    "Network",
+    "Prediction",
+    "SimulatedBucket",
+    "SimulatedStep",
+    "StepProfile",
+    "Transfer",
+    "cut_into_buckets",
+    "merge_traces",
+    "plain_model",
+    "predict_averager",
+    "predict_hook",
+    "simulate",
+    "square_shapes",
+    "trace_hook",
+]
