@@ -15,9 +15,9 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from lightning_ddp.tools.bench.ending import held_back, unwinds_at_sigterm
-from lightning_ddp.tools.bench.links import can_shape_links
-from lightning_ddp.tools.bench.scripts import PACKAGE_ROOT
+from lightning_ddp.tools.links import can_shape_links
+from lightning_ddp.tools.scripts import PACKAGE_ROOT
+from lightning_ddp.tools.sigterm import held_back, unwinds_at_sigterm
 
 T = TypeVar("T")
 

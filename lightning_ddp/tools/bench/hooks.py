@@ -1,32 +1,37 @@
 """Hooks and averagers: bytes, time of a step on slow links, and what is learned.
 
-Three parts. On links of given speeds between two network namespaces, every contender takes its turn with a
-step of the model with 67 MB of gradients; bytes are counted by the hook and by the kernel. Digits and
-characters are then learned with every hook and averager, several seeds each. A picture shows what was learned
-against the bytes that it took.
+On links of given speeds between two network namespaces, every contender takes its turn with a step of the
+model with 67 MB of gradients; bytes are counted by the hook and by the kernel. Digits and characters are then
+learned with every hook and averager, several seeds each. A picture shows what was learned against the bytes
+that it took.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from lightning_ddp.tools.bench import BenchmarkError
-from lightning_ddp.tools.bench.arguments import (
-    OURS,
-    TORCH_DEFAULT,
-    add_plot_argument,
-    output_path,
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.arguments import (
+    add_rounds_argument,
+    add_timeout_argument,
     positive_float,
     positive_int,
 )
-from lightning_ddp.tools.bench.learners import Learner
-from lightning_ddp.tools.bench.outputs import write_outputs
-from lightning_ddp.tools.bench.pictures import draw_bars
-from lightning_ddp.tools.bench.report import compare, format_table, paired_ratio, progress_bar
+from lightning_ddp.tools.bench.benchmark import Benchmark, Result
+from lightning_ddp.tools.contenders import OURS, TORCH_DEFAULT, TrainingRun
+from lightning_ddp.tools.report import draw_bars, format_table, paired_ratio, progress_bar
+
+if TYPE_CHECKING:
+    from lightning_ddp.tools.ranks import RankContext
+
+Rows = Mapping[str, Sequence[Mapping[str, float]]]
+"""Contender -> one entry a round or a seed -> figures."""
 
 LINK_HOOKS: Final[Mapping[str, Any]] = {
     OURS: None,
@@ -37,27 +42,67 @@ LINK_HOOKS: Final[Mapping[str, Any]] = {
     "topk_1pc": {"name": "topk", "ratio": 0.01},
     "sign": "sign",
 }
-"""What is timed on links."""
+"""What is timed on links: contender -> specification of a hook; None for a wrapper without one."""
 
-LEARNERS: Final[Mapping[str, Learner]] = {
-    "allreduce": Learner(hook={"name": "allreduce"}),
-    "fp16": Learner(hook={"name": "fp16"}),
-    "bf16": Learner(hook={"name": "bf16"}),
-    "int8": Learner(hook={"name": "int8"}),
-    "fp8": Learner(hook={"name": "fp8"}),
-    "powersgd_r2": Learner(hook={"name": "powersgd", "rank": 2}, start=0.1, text_start=0.5),
-    "powersgd_r4": Learner(hook={"name": "powersgd", "rank": 4}, start=0.1, text_start=0.5),
-    "topk_1pc": Learner(
-        hook={"name": "topk", "ratio": 0.01}, warmup=0.1, text_start=0.5, takes_momentum=True
+_NUM_WARMUP_STEPS: Final = 3  # buckets are rebuilt after the first, and low-rank factors settle
+_TASKS: Final = {"digits": 800, "text": 2000}
+"""Task -> optimizer steps."""
+_SGD: Final = {"momentum": 0.9, "nesterov": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvergenceRun:
+    """A hook or an averager as it is trained with, of whose settings some follow from the task."""
+
+    hook: Mapping[str, Any] | None = None
+    """Specification of a hook."""
+    averaging: Mapping[str, Any] | None = None
+    """Specification of an averager."""
+    start: float = 0.0
+    """Part of the steps with averaged gradients, before compression or local training."""
+    text_start: float | None = None
+    """The same for the characters; None for `start`."""
+    warmup: float = 0.0
+    """Part of the steps in which the ratio of `topk` falls."""
+    takes_momentum: bool = False
+    """Whether the hook applies the momentum where the task trains with SGD, and the optimizer none."""
+
+    def arguments(self, task: str, num_steps: int) -> dict[str, Any]:
+        """The arguments of `Communication` for a task.
+
+        >>> ConvergenceRun(hook={"name": "sign"}, start=0.1, takes_momentum=True).arguments("text", 300)
+        {'hook': {'name': 'sign', 'start_step': 30}}
+        """
+        key, spec = ("hook", self.hook) if self.hook is not None else ("averaging", self.averaging)
+        chosen = dict(spec or {})
+        start = self.text_start if task == "text" and self.text_start is not None else self.start
+        for option, part in (("start_step", start), ("warmup_steps", self.warmup)):
+            if part:
+                chosen[option] = round(part * num_steps)
+        if self.takes_momentum and task == "digits":
+            chosen |= _SGD
+        return {key: chosen}
+
+
+def _hook(name: str, **options: Any) -> Mapping[str, Any]:
+    return {"name": name, **options}
+
+
+CONVERGENCE_RUNS: Final[Mapping[str, ConvergenceRun]] = {
+    **{name: ConvergenceRun(hook=_hook(name)) for name in ("allreduce", "fp16", "bf16", "int8", "fp8")},
+    "powersgd_r2": ConvergenceRun(hook=_hook("powersgd", rank=2), start=0.1, text_start=0.5),
+    "powersgd_r4": ConvergenceRun(hook=_hook("powersgd", rank=4), start=0.1, text_start=0.5),
+    "topk_1pc": ConvergenceRun(
+        hook=_hook("topk", ratio=0.01), warmup=0.1, text_start=0.5, takes_momentum=True
     ),
-    "randomk_25pc": Learner(hook={"name": "randomk", "ratio": 0.25}, text_start=0.5, takes_momentum=True),
-    "sign": Learner(hook={"name": "sign"}, start=0.1, text_start=0.5, takes_momentum=True),
-    "post_local_sgd": Learner(averaging={"name": "post_local_sgd", "period": 8}, start=0.5),
-    "hierarchical_sgd": Learner(averaging={"name": "hierarchical_sgd", "periods": {8: 0}}, start=0.5),
-    "slowmo": Learner(averaging={"name": "slowmo", "period": 8, "slow_momentum": 0.2}, start=0.25),
-    "diloco_h20": Learner(averaging={"name": "diloco", "period": 20, "outer_momentum": 0.5}, start=0.25),
-    "streaming_h20": Learner(
-        averaging={"name": "streaming_diloco", "period": 20, "outer_momentum": 0.5}, start=0.25
+    "randomk_25pc": ConvergenceRun(hook=_hook("randomk", ratio=0.25), text_start=0.5, takes_momentum=True),
+    "sign": ConvergenceRun(hook=_hook("sign"), start=0.1, text_start=0.5, takes_momentum=True),
+    "post_local_sgd": ConvergenceRun(averaging=_hook("post_local_sgd", period=8), start=0.5),
+    "hierarchical_sgd": ConvergenceRun(averaging=_hook("hierarchical_sgd", periods={8: 0}), start=0.5),
+    "slowmo": ConvergenceRun(averaging=_hook("slowmo", period=8, slow_momentum=0.2), start=0.25),
+    "diloco_h20": ConvergenceRun(averaging=_hook("diloco", period=20, outer_momentum=0.5), start=0.25),
+    "streaming_h20": ConvergenceRun(
+        averaging=_hook("streaming_diloco", period=20, outer_momentum=0.5), start=0.25
     ),
 }
 """What is compared by what it learns, with settings for a short run of two ranks: compression begins after
@@ -66,12 +111,8 @@ let a part of the gradient wait begin in the middle where the characters are lea
 not bear gradients that are many steps old, so that in a run as short as this they would cost more steps than
 it has."""
 
-_TASKS: Final = {"digits": 800, "text": 2000}
-"""Task -> optimizer steps."""
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``bench hooks``."""
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--links",
         nargs="*",
@@ -80,11 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MBIT",
         help="link speeds in Mbit/s, none to leave out that part (default: 100 1000; needs root)",
     )
+    add_rounds_argument(parser, 5)
+    names = sorted(CONVERGENCE_RUNS)
     parser.add_argument(
-        "--rounds", type=positive_int, default=5, metavar="N", help="timed steps (default: 5)"
-    )
-    parser.add_argument(
-        "--hooks", nargs="+", choices=sorted(LEARNERS), metavar="NAME", help="learners (default: all)"
+        "--hooks", nargs="+", choices=names, metavar="NAME", help="convergence runs (default: all)"
     )
     parser.add_argument(
         "--tasks", nargs="*", choices=sorted(_TASKS), default=sorted(_TASKS), metavar="TASK", help="tasks"
@@ -92,49 +132,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=positive_int, default=5, metavar="N", help="training runs of each (default: 5)"
     )
-    parser.add_argument(
-        "--timeout-s", type=positive_float, default=7200.0, metavar="S", help="deadline of each part"
-    )
-    parser.add_argument("--json", type=output_path, metavar="PATH", help="write all figures to this file")
-    add_plot_argument(parser, "--picture")
+    add_timeout_argument(parser, 7200.0)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print the tables, write the files that were asked for.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        BenchmarkError: If a rank fails, the deadline passes, or links cannot be shaped.
-    """
-    from lightning_ddp.tools.bench.session import refuse_launched
-
-    refuse_launched("hooks")
+def _measure(args: argparse.Namespace) -> Result:
     if not args.links and not args.tasks:
-        raise BenchmarkError("nothing is left to measure: give --links or --tasks")
-    links = {mbit: _time_link(args, mbit) for mbit in args.links}
-    for mbit, rows in links.items():
-        print(f"\n16 x Linear(1024), two ranks, {mbit:g} Mbit/s each way")
-        print(format_link(rows))
-    learned = _learn(args) if args.tasks else {}
-    for task, scores in learned.items():
-        print(f"\n{task}: {'test accuracy in %' if task == 'digits' else 'perplexity'}, {args.seeds} seeds")
-        print(format_learned(scores, is_perplexity=task != "digits"))
-    _write_files(args, links, learned)
-    return 0
+        raise ToolError("nothing is left to measure: give --links or --tasks")
+    links = {f"{mbit:g}": _time_link(args, mbit) for mbit in args.links}
+    return Result(
+        samples={
+            f"linear16, {mbit} Mbit/s": {
+                name: [1e3 * row["seconds"] for row in of] for name, of in rows.items()
+            }
+            for mbit, rows in links.items()
+        },
+        references=OURS,
+        settings={"rounds": args.rounds, "links": args.links, "tasks": args.tasks, "seeds": args.seeds},
+        extra={"links": links, "learned": _learn(args) if args.tasks else {}},
+    )
 
 
-def _time_link(args: argparse.Namespace, mbit: float) -> dict[str, list[dict[str, float]]]:
-    from lightning_ddp.tools.bench.links import run_linked
-    from lightning_ddp.tools.bench.traffic import LinkSettings, time_on_link
+def _time_link(args: argparse.Namespace, mbit: float) -> Rows:
+    from lightning_ddp.tools.ranks import run_ranks
 
     settings = LinkSettings(model="linear16", hooks=dict(LINK_HOOKS), num_rounds=args.rounds)
-    per_rank = run_linked(time_on_link, settings, mbit, args.timeout_s)
-    return merge_ranks(per_rank)
+    return merge_ranks(run_ranks(time_on_link, settings, world_size=2, timeout_s=args.timeout_s, mbit=mbit))
 
 
-def merge_ranks(per_rank: Sequence[Mapping[str, Sequence[Mapping[str, float]]]]) -> dict[str, Any]:
+def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
     """Take of each round and figure the larger one of the ranks.
 
     >>> merge_ranks([{"a": [{"seconds": 1.0}]}, {"a": [{"seconds": 2.0}]}])
@@ -149,7 +174,38 @@ def merge_ranks(per_rank: Sequence[Mapping[str, Sequence[Mapping[str, float]]]])
     }
 
 
-def format_link(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+def _learn(args: argparse.Namespace) -> dict[str, Rows]:
+    from lightning_ddp.tools.ranks import run_ranks
+
+    names = [name for name in CONVERGENCE_RUNS if not args.hooks or name in args.hooks]
+    tasks = {task: _TASKS[task] for task in args.tasks}
+    contenders = {
+        task: {name: CONVERGENCE_RUNS[name].arguments(task, num_steps) for name in names}
+        for task, num_steps in tasks.items()
+    }
+    settings = LearningSettings(contenders=contenders, num_steps=tasks, seeds=tuple(range(args.seeds)))
+    with progress_bar(len(names) * len(tasks) * args.seeds, "bench hooks") as bar:
+        learned: dict[str, Rows] = run_ranks(
+            train_tasks, settings, world_size=2, timeout_s=args.timeout_s, on_progress=bar.update
+        )[0]
+    return learned
+
+
+# ---------------------------------------------------------------------- tables and the picture
+
+
+def _format(result: Result) -> str:
+    parts = []
+    for mbit, rows in result.extra["links"].items():
+        parts += [f"\n16 x Linear(1024), two ranks, {mbit} Mbit/s each way", format_link(rows)]
+    for task, scores in result.extra["learned"].items():
+        kind = "test accuracy in %" if task == "digits" else "perplexity"
+        parts.append(f"\n{task}: {kind}, {result.settings['seeds']} seeds")
+        parts.append(format_learned(scores, is_perplexity=task != "digits"))
+    return "\n".join(parts)
+
+
+def format_link(rows: Rows) -> str:
     """Lay out the table of one link."""
     seconds = {name: [row["seconds"] for row in entries] for name, entries in rows.items()}
     table = [
@@ -167,79 +223,40 @@ def format_link(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     return format_table(headers, table)
 
 
-def format_learned(scores: Mapping[str, Sequence[Mapping[str, float]]], *, is_perplexity: bool) -> str:
+def format_learned(scores: Rows, *, is_perplexity: bool) -> str:
     """Lay out the table of one task: mean and standard deviation over the seeds, and the difference.
 
     Accuracies differ by points, perplexities by per cent of the uncompressed one.
     """
-    reference = (
-        statistics.mean(row["score"] for row in scores["allreduce"]) if "allreduce" in scores else None
-    )
+    reference = _mean(scores["allreduce"], "score") if "allreduce" in scores else None
     table = []
     for name, entries in scores.items():
-        values = [row["score"] for row in entries]
-        mean = statistics.mean(values)
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        mean, spread = _mean(entries, "score"), _spread(entries)
         change = mean - reference if reference is not None else 0.0
         if is_perplexity and reference is not None:
             change *= 100 / reference
-        part = statistics.mean(row["part"] for row in entries)
-        table.append(
-            (name, mean, spread, change, part, statistics.mean(row["bytes"] for row in entries) / 1e3)
-        )
+        table.append((name, mean, spread, change, _mean(entries, "part"), _mean(entries, "bytes") / 1e3))
     unit = "%" if is_perplexity else "points"
     headers = ("contender", "mean", "st. dev.", f"against allreduce, {unit}", "bytes, part", "kB a step")
     return format_table(headers, table)
 
 
-def _learn(args: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float]]]]:
-    from lightning_ddp.tools.bench.processes import run_ranks
-    from lightning_ddp.tools.bench.traffic import LearningSettings, train_tasks
-
-    names = [name for name in LEARNERS if not args.hooks or name in args.hooks]
-    tasks = {task: _TASKS[task] for task in args.tasks}
-    contenders = {
-        task: {name: LEARNERS[name].arguments(task, num_steps) for name in names}
-        for task, num_steps in tasks.items()
-    }
-    settings = LearningSettings(contenders=contenders, num_steps=tasks, seeds=tuple(range(args.seeds)))
-    with progress_bar(len(names) * len(tasks) * args.seeds, "bench hooks") as bar:
-        learned: dict[str, dict[str, list[dict[str, float]]]] = run_ranks(
-            train_tasks,
-            settings,
-            world_size=2,
-            device="cpu",
-            timeout_s=args.timeout_s,
-            on_progress=bar.update,
-        )[0]
-    return learned
+def _mean(entries: Sequence[Mapping[str, float]], key: str) -> float:
+    return statistics.mean(row[key] for row in entries)
 
 
-def _write_files(args: argparse.Namespace, links: Mapping[float, Any], learned: Mapping[str, Any]) -> None:
-    samples = {
-        f"linear16, {mbit:g} Mbit/s": {
-            name: [1e3 * row["seconds"] for row in entries] for name, entries in rows.items()
-        }
-        for mbit, rows in links.items()
-    }
-
-    def draw_learned(*_: object, **__: object) -> None:
-        draw(learned, args.plot)
-
-    write_outputs(
-        args,
-        benchmark="hooks",
-        unit="ms",
-        settings={"rounds": args.rounds, "links": args.links, "tasks": args.tasks, "seeds": args.seeds},
-        samples=samples,
-        comparisons={subject: compare(rounds, reference=OURS) for subject, rounds in samples.items()},
-        extra={"links": {str(mbit): rows for mbit, rows in links.items()}, "learned": learned},
-        title=f"a step; the ratio is {OURS} / contender",
-        draw=draw_learned if learned else draw_bars,
-    )
+def _spread(entries: Sequence[Mapping[str, float]]) -> float:
+    return statistics.stdev(row["score"] for row in entries) if len(entries) > 1 else 0.0
 
 
-def draw(learned: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]], path: Path) -> None:
+def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
+    if not result.extra["learned"]:
+        draw_bars(result.samples, result.comparisons, path, unit=unit, title=title)
+        return
+    draw_learned(result.extra["learned"], path)
+
+
+def draw_learned(learned: Mapping[str, Rows], path: Path) -> None:
     """Draw a panel a task: the score against the part of the bytes, with the spread over seeds."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
 
@@ -247,13 +264,9 @@ def draw(learned: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]], pat
     panels = figure.subplots(1, len(learned), squeeze=False)[0]
     for axes, (task, scores) in zip(panels, learned.items(), strict=True):
         for name, entries in scores.items():
-            values = [row["score"] for row in entries]
-            part = statistics.mean(row["part"] for row in entries)
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            axes.errorbar(part, statistics.mean(values), yerr=spread, marker="o", capsize=2)
-            axes.annotate(
-                name, (part, statistics.mean(values)), xytext=(4, 4), textcoords="offset points", fontsize=7
-            )
+            at = (_mean(entries, "part"), _mean(entries, "score"))
+            axes.errorbar(*at, yerr=_spread(entries), marker="o", capsize=2)
+            axes.annotate(name, at, xytext=(4, 4), textcoords="offset points", fontsize=7)
         axes.set(
             xscale="log",
             xlabel="bytes sent, as part of uncompressed float32",
@@ -262,3 +275,156 @@ def draw(learned: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]], pat
         )
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
+
+
+# ---------------------------------------------------------------------- what each rank does
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings:
+    """What `time_on_link` measures."""
+
+    model: str
+    """A model of `lightning_ddp.tools.arguments.MODEL_NAMES`."""
+    hooks: dict[str, Any]
+    """Contender -> specification of a hook; None for a wrapper without one."""
+    num_rounds: int
+    """Timed steps of each contender; they take turns."""
+
+
+def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list[dict[str, float]]]:
+    """Time steps of all contenders, which take turns. Both ranks call it; communicates.
+
+    Returns:
+        Contender -> one entry a round: seconds, bytes by the kernel's and by the hook's count, codec seconds.
+    """
+    import torch.distributed as dist
+
+    from lightning_ddp.comm.group import Group
+    from lightning_ddp.communication.wiring import Communication
+    from lightning_ddp.tools.links import read_sent_bytes
+    from lightning_ddp.tools.models import build_workload
+    from lightning_ddp.tools.ranks import shuffled
+
+    runs: dict[str, tuple[TrainingRun, Communication]] = {}
+    for name, hook in settings.hooks.items():
+        wrapper = TORCH_DEFAULT if name == TORCH_DEFAULT else OURS
+        run = TrainingRun(wrapper, build_workload(settings.model, rank=context.rank), context.device)
+        communication = Communication(hook)
+        if wrapper == OURS:
+            communication.register(
+                run.wrapped, Group(dist.group.WORLD), context.device, node_size=1, loss_scale=lambda: 1.0
+            )
+        for _ in range(_NUM_WARMUP_STEPS):
+            run.step()
+        runs[name] = run, communication
+
+    def counts(communication: Communication) -> tuple[int, int, float]:
+        """Bytes that the kernel and the hook have sent, and seconds of the hook's encoding and decoding."""
+        if communication.hook is None:
+            return read_sent_bytes(), 0, 0.0
+        channel = communication.hook.channel
+        return read_sent_bytes(), channel.num_bytes_sent, channel.busy_s - channel.wait_s
+
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for number in range(settings.num_rounds):
+        for name in shuffled(list(runs), seed=number):
+            run, communication = runs[name]
+            before = counts(communication)
+            seconds = context.timed(run.step)
+            dist.barrier()  # a peer that is through has received all that is counted here
+            changes = [b - a for a, b in zip(before, counts(communication), strict=True)]
+            names = ("kernel_bytes", "counted_bytes", "codec_seconds")
+            rows[name].append({"seconds": seconds, **dict(zip(names, changes, strict=True))})
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningSettings:
+    """What `train_tasks` trains."""
+
+    contenders: dict[str, dict[str, dict[str, Any]]]
+    """Task -> contender -> arguments of `Communication`."""
+    num_steps: dict[str, int]
+    """Task -> optimizer steps."""
+    seeds: tuple[int, ...]
+    """One training run each."""
+
+
+def train_tasks(
+    context: RankContext, settings: LearningSettings
+) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """Train every contender on every task with every seed. All ranks call it; communicates.
+
+    Returns:
+        Task -> contender -> one entry a seed: score and bytes a step.
+    """
+    return {
+        task: {
+            name: [_train(context, task, num_steps, arguments, seed) for seed in settings.seeds]
+            for name, arguments in settings.contenders[task].items()
+        }
+        for task, num_steps in settings.num_steps.items()
+    }
+
+
+def _train(
+    context: RankContext, name: str, num_steps: int, arguments: dict[str, Any], seed: int
+) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from lightning_ddp import BucketedDDP
+    from lightning_ddp.comm.group import Group
+    from lightning_ddp.communication.wiring import Communication
+    from lightning_ddp.tools.bench.tasks import make_task
+
+    group = Group(dist.group.WORLD)
+    task = make_task(name, rank=context.rank, world_size=group.size, seed=seed)
+    model = BucketedDDP(task.module)
+    communication = Communication(**arguments)
+    communication.register(model, group, context.device, node_size=1, loss_scale=lambda: 1.0)
+    optimizer = task.make_optimizer(communication.momentum)
+    communication.start(task.module, [optimizer], group)
+    num_local = 0
+    for step in range(num_steps):
+        optimizer.param_groups[0]["lr"] = task.learning_rate * _decay(step, num_steps)
+        optimizer.zero_grad()
+        num_local += not communication.averages_gradients
+        task.loss(model, task.next_batch()).backward()
+        if task.max_norm < math.inf:
+            torch.nn.utils.clip_grad_norm_(task.module.parameters(), task.max_norm)
+        optimizer.step()
+        communication.after_step(optimizer, was_skipped=False)
+    communication.agree()
+    numel = sum(p.numel() for p in task.module.parameters())
+    full = 2 * (group.size - 1) / group.size * 4 * numel
+    sent = 0.0
+    if communication.hook is not None:
+        sent += communication.hook.channel.num_bytes_sent
+    elif communication.averager is not None:
+        sent += full * (num_steps - num_local)  # the reducer's own all-reduces before the local phase
+    if communication.averager is not None:
+        sent += communication.averager.num_bytes_sent
+    context.advance()
+    return {"score": task.score(task.module), "bytes": sent / num_steps, "part": sent / num_steps / full}
+
+
+def _decay(step: int, num_steps: int) -> float:
+    """A rise over the first twentieth, then half a cosine down to zero."""
+    warmup = num_steps / 20
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (num_steps - warmup)))
+
+
+HOOKS: Final = Benchmark(
+    name="hooks",
+    summary="Bytes of hooks and averagers, steps on slow links, and what is learned.",
+    unit="ms",
+    options=_options,
+    measure=_measure,
+    table=_format,
+    draw=_draw,
+    title="a step; the ratio is ours / contender",
+)

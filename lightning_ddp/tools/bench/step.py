@@ -1,58 +1,85 @@
-"""Time of a training step: this package's BucketedDDP beside torch's DistributedDataParallel.
+"""Time and peak memory of a training step: this package's BucketedDDP beside torch's DistributedDataParallel.
 
 Every contender trains its own copy of the same model on ranks of its own: what a wrapper changes in its
 process, such as what the C library does with freed memory, belongs to its figure. Contenders take turns of
 a few steps in an order that is shuffled each round, and sleep meanwhile; a barrier stands before each timed
 step. The time of a step is that of its slowest rank, the sample of a round is the median of its steps, and
-ratios are paired by round. On a link (``--links``) all contenders share two processes.
+ratios are paired by round. The peak is that of the largest rank: on a CPU of its resident memory, in which
+memory that ranks share counts once for all of them; on CUDA that of the allocator. On a link (`--links`) all
+contenders share two processes, so that their memory is not told apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from lightning_ddp.tools.bench import BenchmarkError
-from lightning_ddp.tools.bench.arguments import (
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.arguments import (
+    add_device_argument,
+    add_models_argument,
+    add_rounds_argument,
+    add_timeout_argument,
+    add_world_size_argument,
+    positive_float,
+    positive_int,
+)
+from lightning_ddp.tools.bench.benchmark import Benchmark, Result, format_comparisons
+from lightning_ddp.tools.contenders import (
     BARE,
     CONTENDERS,
     OURS,
     TORCH_DEFAULT,
     TORCH_FLAGS,
-    add_common_arguments,
-    add_contender_argument,
-    add_model_arguments,
-    positive_float,
-    positive_int,
+    TrainingRun,
+    constructor_flags,
 )
-from lightning_ddp.tools.bench.outputs import write_outputs
-from lightning_ddp.tools.bench.report import Comparison, compare, format_table, progress_bar
-from lightning_ddp.tools.bench.trainer_steps import STRATEGIES, TRAINER_OURS, time_trainer_steps
+from lightning_ddp.tools.report import Comparisons, progress_bar
+from lightning_ddp.tools.scripts import TRAINING, compiled_package, run_to_mark
 
 if TYPE_CHECKING:
-    from lightning_ddp.tools.bench.session import Session
-    from lightning_ddp.tools.bench.step_times import StepSettings
+    from torch import Tensor
+
+    from lightning_ddp.tools.ranks import RankContext, TorchrunRank
 
 DEFAULT_CONTENDERS: Final = (OURS, TORCH_DEFAULT, TORCH_FLAGS)
 FASTEST_TORCH: Final = "fastest_torch"
 """Label of the ratio against whichever of torch's sets of flags has the lowest median on a model."""
 
+TRAINER_OURS: Final = "custom_ddp"
+STRATEGIES: Final = (TRAINER_OURS, "ddp")
+"""What takes turns inside a Trainer."""
+
+SCRIPT = TRAINING
+"""What is started for each turn of a Trainer."""
+
 _NUM_TRAINER_STEPS: Final = 8  # times --steps: a script's start is long, so that it is used for more of them
-
-RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
-"""One rank's times: model -> contender -> round -> seconds of each timed step."""
-
-Comparisons = Mapping[str, Mapping[str, Comparison]]
-"""Model (and link, if asked for) -> contender -> its figures beside the reference's, in milliseconds."""
+_TOLERANCE: Final = 1e-3  # relative; rounding stays far below, no communication is 5 to 1000 times above
+_MOST_COMPARED: Final = 8192
+_MIB: Final = 2**20
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``bench step``."""
-    add_common_arguments(parser, rounds=30, timeout_s=1800.0, world_size=None)
-    add_model_arguments(parser)
-    add_contender_argument(parser, DEFAULT_CONTENDERS)
+def _options(parser: argparse.ArgumentParser) -> None:
+    add_rounds_argument(parser, 30)
+    add_world_size_argument(parser, None)
+    add_timeout_argument(parser, 1800.0)
+    add_models_argument(parser)
+    add_device_argument(parser)
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=tuple(CONTENDERS),
+        default=list(DEFAULT_CONTENDERS),
+        metavar="NAME",
+        help=f"what takes turns, any of {', '.join(CONTENDERS)} (default: {' '.join(DEFAULT_CONTENDERS)})",
+    )
     parser.add_argument(
         "--links",
         nargs="+",
@@ -82,107 +109,146 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, and write the files that were asked for.
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What `time_steps` measures."""
 
-    Returns:
-        The exit status, 0.
+    models: tuple[str, ...]
+    """Models, measured one after the other."""
+    contenders: tuple[str, ...]
+    """Contenders, which take turns within each round."""
+    num_rounds: int
+    """Rounds per model."""
+    num_steps: int
+    """Timed steps of each contender in a round."""
+    num_warmup_steps: int
+    """Steps of each contender before the first round; torch rebuilds its buckets after the first of them."""
 
-    Raises:
-        BenchmarkError: If a rank fails, the deadline passes, or links are asked for that cannot be made.
-    """
-    from lightning_ddp.tools.bench.contenders import constructor_flags
-    from lightning_ddp.tools.bench.session import open_session
 
-    contenders = tuple(dict.fromkeys(args.contenders))
-    reference = reference_of(contenders)
-    with open_session(args) as session:
-        _check(args, contenders, session)
-        samples = _measure(args, contenders, session)
-        trained = _measure_trainer(args, session) if args.trainer is not None else {}
-    if not session.is_first:
-        return 0
-    comparisons = {subject: compare(rounds, reference=reference) for subject, rounds in samples.items()}
-    in_trainer = {subject: compare(rounds, reference=TRAINER_OURS) for subject, rounds in trained.items()}
-    flags = {name: constructor_flags(name) for name in contenders}
-    print(format_report(comparisons, flags))
-    means = geometric_means(comparisons)
-    if in_trainer:
-        print("\n" + format_trainer(in_trainer))
-        means["Trainer ddp"] = trainer_mean(in_trainer)
-    write_outputs(
-        args,
-        benchmark="step",
-        unit="ms",
-        settings={"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup, "trainer": args.trainer}
-        | {"world_size": session.world_size, "device": args.device, "links": args.links, "flags": flags},
-        samples=samples | trained,
-        comparisons=comparisons | in_trainer,
-        extra={"geometric_mean": means},
-        title="medians with quartiles; the ratio is ours / contender",
+def _measure(args: argparse.Namespace) -> Result | None:
+    from lightning_ddp.tools.ranks import torchrun_rank
+
+    settings = StepSettings(
+        models=tuple(dict.fromkeys(args.models)),
+        contenders=tuple(dict.fromkeys(args.contenders)),
+        num_rounds=args.rounds,
+        num_steps=args.steps,
+        num_warmup_steps=args.warmup,
     )
-    return 0
+    with torchrun_rank(args) as torchrun:
+        world_size = torchrun.world_size if torchrun is not None else default_world_size(args)
+        _check(args, settings, world_size, is_launched=torchrun is not None)
+        samples, peaks = _measure_steps(args, settings, world_size, torchrun)
+        trained = _measure_trainer(args, settings, world_size) if args.trainer is not None else {}
+    if torchrun is not None and torchrun.rank > 0:
+        return None
+    reference = reference_of(settings.contenders)
+    references = dict.fromkeys(samples, reference) | dict.fromkeys(trained, TRAINER_OURS)
+    flags = {name: constructor_flags(name) for name in settings.contenders}
+    result = Result(
+        samples=samples | trained,
+        references=references,
+        settings={"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup, "trainer": args.trainer}
+        | {"world_size": world_size, "device": args.device, "links": args.links, "flags": flags},
+        extra={"peak_mib": peaks},
+    )
+    steps = {subject: result.comparisons[subject] for subject in samples}
+    result.extra["geometric_mean"] = geometric_means(steps)
+    if trained:
+        in_trainer = [result.comparisons[subject]["ddp"].ratio for subject in trained]
+        result.extra["geometric_mean"]["Trainer ddp"] = statistics.geometric_mean(in_trainer)
+    return result
 
 
-def _check(args: argparse.Namespace, contenders: Sequence[str], session: Session) -> None:
-    """Raise if what was asked for does not go together."""
-    is_launched = session.launch is not None
-    if BARE in contenders and session.world_size > 1:
-        raise BenchmarkError(f"{BARE} averages nothing: measure it with --world-size 1")
-    if args.links is not None and (session.world_size != 2 or session.device != "cpu" or is_launched):
-        raise BenchmarkError("--links joins two ranks on the CPU that it starts itself")
+def default_world_size(args: argparse.Namespace) -> int:
+    """The number of ranks that was asked for; else 2, on CUDA as many as there are GPUs for them."""
+    import torch
+
+    if args.world_size is not None:
+        return int(args.world_size)
+    return max(1, min(2, torch.cuda.device_count())) if args.device == "cuda" else 2
+
+
+def _check(args: argparse.Namespace, settings: StepSettings, world_size: int, *, is_launched: bool) -> None:
+    """Raises if what was asked for does not go together."""
+    if BARE in settings.contenders and world_size > 1:
+        raise ToolError(f"{BARE} averages nothing: measure it with --world-size 1")
+    if args.links is not None and (world_size != 2 or args.device != "cpu" or is_launched):
+        raise ToolError("--links joins two ranks on the CPU that it starts itself")
     if args.trainer is not None and (args.links is not None or is_launched):
-        raise BenchmarkError(
-            "--trainer starts its own scripts on this host: without --links, not by torchrun"
-        )
+        raise ToolError("--trainer starts its own scripts on this host: without --links, not by torchrun")
 
 
-def reference_of(contenders: Sequence[str]) -> str:
-    """Return the contender that stands above the fraction line: ours, or the first if ours is left out."""
-    return OURS if OURS in contenders else contenders[0]
+def _measure_steps(
+    args: argparse.Namespace, settings: StepSettings, world_size: int, torchrun: TorchrunRank | None
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Milliseconds of each round, and MiB at the peak, of each model and contender."""
+    from lightning_ddp.tools.ranks import run_ranks
+
+    links = tuple(dict.fromkeys(args.links or [None]))
+    samples: dict[str, dict[str, list[float]]] = {}
+    peaks: dict[str, dict[str, float]] = {}
+    is_shown = torchrun is None or torchrun.rank == 0
+    total = len(links) * len(settings.models) * settings.num_rounds
+    with progress_bar(total, "bench step", is_shown=is_shown) as bar:
+        for mbit in links:
+            found = run_ranks(
+                time_steps,
+                settings,
+                world_size=world_size,
+                device=args.device,
+                timeout_s=args.timeout_s,
+                num_replicas=len(settings.contenders) if mbit is None else 1,
+                on_progress=bar.update,
+                torchrun=torchrun,
+                mbit=mbit,
+            )
+            for model, rounds in reduce_ranks([rank["seconds"] for rank in found], settings).items():
+                samples[model if mbit is None else f"{model}, {mbit:g} Mbit/s"] = rounds
+            for rank in found:
+                for model, contenders in rank["peak_bytes"].items():
+                    for name, peak in contenders.items():
+                        row = peaks.setdefault(model, {})
+                        row[name] = max(row.get(name, 0.0), peak / _MIB)
+    return samples, peaks
 
 
-def merge_crews(times: Sequence[RankSeconds], world_size: int) -> list[RankSeconds]:
-    """Bring together what the crews have measured, each of which has trained one contender.
-
-    Args:
-        times: The times of each rank of the first crew, then those of the second one, and so on.
-        world_size: Ranks of a crew.
-
-    Returns:
-        The times of each rank, of all contenders.
-    """
-    return [
-        {
-            model: {name: rounds for crew in times[rank::world_size] for name, rounds in crew[model].items()}
-            for model in times[rank]
-        }
-        for rank in range(world_size)
-    ]
+RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
+"""What one process has timed: model -> contender -> round -> seconds of each timed step."""
 
 
-def reduce_ranks(per_rank: Sequence[RankSeconds]) -> dict[str, dict[str, list[float]]]:
+def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[str, dict[str, list[float]]]:
     """Turn the seconds of each rank's steps into one figure per round: the median step of the slowest rank.
 
     Args:
-        per_rank: The times of each rank; all of the same shape.
+        found: of all processes, each of which has timed some contenders.
+        settings: the models and contenders.
 
     Returns:
         Model -> contender -> milliseconds of each round.
     """
     samples: dict[str, dict[str, list[float]]] = {}
-    for model, contenders in per_rank[0].items():
+    for model in settings.models:
         samples[model] = {}
-        for name in contenders:
-            rounds = zip(*(seconds[model][name] for seconds in per_rank), strict=True)
+        for name in settings.contenders:
+            ranks = [seconds[model][name] for seconds in found if name in seconds[model]]
             samples[model][name] = [
-                1e3 * statistics.median(max(step) for step in zip(*ranks, strict=True)) for ranks in rounds
+                1e3 * statistics.median(max(step) for step in zip(*of_round, strict=True))
+                for of_round in zip(*ranks, strict=True)
             ]
     return samples
 
 
+# ---------------------------------------------------------------------- the table
+
+
+def reference_of(contenders: Sequence[str]) -> str:
+    """The contender that stands above the fraction line: ours, or the first if ours is left out."""
+    return OURS if OURS in contenders else contenders[0]
+
+
 def geometric_means(comparisons: Comparisons) -> dict[str, float]:
-    """Return the geometric mean over the models (and links) of reference / contender.
+    """Geometric mean over the models (and links) of reference / contender.
 
     Returns:
         One entry for each contender but the reference; where several are torch's, one more against whichever
@@ -204,84 +270,238 @@ def geometric_means(comparisons: Comparisons) -> dict[str, float]:
     return means
 
 
-def format_report(comparisons: Comparisons, flags: Mapping[str, Mapping[str, object]]) -> str:
-    """Lay out the table of all models and contenders, with the geometric means and the flags under it."""
+def format_report(result: Result) -> str:
+    """Lay out the table of all models and contenders, with geometric means and flags under it.
+
+    Args:
+        result: with the settings "flags", and "peak_mib" and "geometric_mean" beside its samples.
+    """
+    flags: Any = result.settings["flags"]
+    means = dict(result.extra["geometric_mean"])
     reference = reference_of(list(flags))
-    rows = [
-        (subject, name, comparison.median, comparison.iqr, comparison.ratio)
-        for subject, contenders in comparisons.items()
-        for name, comparison in contenders.items()
-    ]
-    lines = [format_table(("model", "contender", "median ms", "IQR ms", f"{reference}/contender"), rows), ""]
-    for name, mean in geometric_means(comparisons).items():
-        lines.append(f"geometric mean of {reference}/{name}: {mean:.3f}")
+    in_trainer = {s: row for s, row in result.comparisons.items() if result.reference(s) == TRAINER_OURS}
+    steps = {s: row for s, row in result.comparisons.items() if s not in in_trainer}
+    columns = {"peak MiB": result.extra["peak_mib"]}
+    trainer_mean = means.pop("Trainer ddp", None)
+    lines = [format_comparisons(steps, ("model", "contender", f"{reference}/contender"), "ms", columns), ""]
+    lines += [f"geometric mean of {reference}/{name}: {mean:.3f}" for name, mean in means.items()]
     for name, values in flags.items():
         described = ", ".join(f"{flag}={value}" for flag, value in values.items()) or "defaults"
         lines.append(f"{name}: {described}")
+    if in_trainer:
+        headers = ("model", "strategy", f"{TRAINER_OURS}/strategy")
+        lines += ["", format_comparisons(in_trainer, headers, "ms"), ""]
+        lines.append(f"geometric mean of {TRAINER_OURS}/ddp: {trainer_mean:.3f}")
     return "\n".join(lines)
 
 
-def trainer_mean(comparisons: Comparisons) -> float:
-    """Return the geometric mean over the models of custom_ddp / ddp inside a Trainer."""
-    return statistics.geometric_mean(contenders["ddp"].ratio for contenders in comparisons.values())
+# ---------------------------------------------------------------------- what each rank does
 
 
-def format_trainer(comparisons: Comparisons) -> str:
-    """Lay out the table of the strategies, with the geometric mean under it."""
-    rows = [
-        (subject, name, comparison.median, comparison.iqr, comparison.ratio)
-        for subject, contenders in comparisons.items()
-        for name, comparison in contenders.items()
-    ]
-    table = format_table(("model", "strategy", "median ms", "IQR ms", f"{TRAINER_OURS}/strategy"), rows)
-    return f"{table}\n\ngeometric mean of {TRAINER_OURS}/ddp: {trainer_mean(comparisons):.3f}"
+def time_steps(context: RankContext, settings: StepSettings) -> dict[str, Any]:
+    """Time the training steps of all contenders on each model, in turns; all ranks, communicates.
+
+    Where there are as many replicas as contenders, each trains one of them; a single replica trains all.
+
+    Returns:
+        "seconds": model -> contender of this replica -> round -> seconds of each timed step on this rank;
+        "peak_bytes": model -> contender -> peak of memory, where the process has one contender.
+
+    Raises:
+        RuntimeError: a contender's gradients or buffers differ from those of the others.
+    """
+    from lightning_ddp.tools.ranks import RoundRobin
+
+    turns = RoundRobin(context.store, context.world_size)
+    is_alone = context.num_replicas > 1 or len(settings.contenders) == 1
+    mine = (settings.contenders[context.replica],) if is_alone else settings.contenders
+    found: dict[str, Any] = {"seconds": {}, "peak_bytes": {}}
+    for model in settings.models:
+        found["seconds"][model], peak = _time_model(context, settings, model, mine, turns)
+        if is_alone:
+            found["peak_bytes"][model] = {mine[0]: peak}
+    return found
 
 
-def _measure(
-    args: argparse.Namespace, contenders: tuple[str, ...], session: Session
-) -> dict[str, dict[str, list[float]]]:
-    from lightning_ddp.tools.bench.step_times import StepSettings, time_steps
+def _time_model(
+    context: RankContext, settings: StepSettings, model: str, mine: Sequence[str], turns: Any
+) -> tuple[dict[str, list[list[float]]], int]:
+    import torch.distributed as dist
 
-    models = tuple(dict.fromkeys(args.models))
-    settings = StepSettings(
-        models=models,
-        contenders=contenders,
-        num_rounds=args.rounds,
-        num_steps=args.steps,
-        num_warmup_steps=args.warmup,
-    )
-    if args.links is not None:
-        return _measure_links(args, settings)
-    with session.progress_bar(len(models) * args.rounds, "bench step") as bar:
-        times = session.run(time_steps, settings, bar.update, num_crews=len(contenders))
-    return reduce_ranks(merge_crews(times, session.world_size))
+    from lightning_ddp.tools.models import build_workload
+    from lightning_ddp.tools.ranks import shuffled
+
+    runs: dict[str, TrainingRun] = {}
+    _forget_peak(context.device)
+    for name in settings.contenders:
+        with turns.take(is_mine=name in mine) as is_mine:
+            if is_mine:
+                runs[name] = TrainingRun(name, build_workload(model, rank=context.rank), context.device)
+                for _ in range(settings.num_warmup_steps):
+                    runs[name].step()
+    seconds: dict[str, list[list[float]]] = {name: [] for name in mine}
+    for round_index in range(settings.num_rounds):
+        for name in shuffled(settings.contenders, seed=round_index):
+            with turns.take(is_mine=name in mine) as is_mine:
+                if is_mine:
+                    runs[name].step()  # brings this contender's weights back into the caches
+                    times = [context.timed(runs[name].step) for _ in range(settings.num_steps)]
+                    seconds[name].append(times)
+        if context.replica == 0:
+            context.advance()
+    dist.barrier()  # what ranks share is in use by all of them
+    peak = _peak_bytes(context.device)
+    dist.barrier()
+    _compare(context, model, settings.contenders, runs, turns)
+    return seconds, peak
 
 
-def _measure_links(args: argparse.Namespace, settings: StepSettings) -> dict[str, dict[str, list[float]]]:
-    from lightning_ddp.tools.bench.linked_steps import time_linked_steps
+def _compare(
+    context: RankContext, model: str, contenders: Sequence[str], runs: Mapping[str, TrainingRun], turns: Any
+) -> None:
+    """Checks that all contenders compute the same; those of all replicas, on each rank."""
+    import torch
 
-    samples: dict[str, dict[str, list[float]]] = {}
-    links = tuple(dict.fromkeys(args.links))
-    with progress_bar(len(links) * len(settings.models) * args.rounds, "bench step") as bar:
-        for mbit in links:
-            per_rank = time_linked_steps(
-                settings, mbit=mbit, timeout_s=args.timeout_s, on_progress=bar.update
+    from lightning_ddp.tools.models import build_workload
+
+    reference = TORCH_DEFAULT if TORCH_DEFAULT in contenders else contenders[0]
+    key = f"state/{model}/{context.rank}"
+    for name in sorted(contenders, key=lambda contender: contender != reference):
+        with turns.take(is_mine=name in runs) as is_mine:
+            if not is_mine:
+                continue
+            state = runs[name].state_after_one_step(build_workload(model, rank=context.rank))
+            found = {kind: _some(values) for kind, values in state.items()}
+            if name == reference:
+                context.store.set(key, json.dumps({kind: v.tolist() for kind, v in found.items()}))
+                continue
+            expected = json.loads(context.store.get(key))
+            check_agreement(name, found, reference, {k: torch.tensor(v) for k, v in expected.items()})
+
+
+def _some(values: Tensor) -> Tensor:
+    """Some of many elements, always the same ones."""
+    import torch
+
+    if values.numel() <= _MOST_COMPARED:
+        return values.cpu()
+    generator = torch.Generator().manual_seed(values.numel())
+    return values.cpu()[torch.randint(values.numel(), (_MOST_COMPARED,), generator=generator)]
+
+
+def check_agreement(
+    name: str, found: Mapping[str, Tensor], reference: str, expected: Mapping[str, Tensor]
+) -> None:
+    """Compare what a contender computed in one step with what another one did.
+
+    A wrapper that communicated nothing would be the fastest; this keeps it off the table. The step starts
+    from the same weights because from three ranks on sums are rounded in another order, and over many steps a
+    deep network makes of that rounding weights that have nothing in common.
+
+    Args:
+        name: the contender.
+        found: its averaged gradients and buffers, or some elements of each.
+        reference: the other contender.
+        expected: the same of that one.
+
+    Raises:
+        RuntimeError: values are not finite or differ by more than rounding.
+    """
+    for kind, values in found.items():
+        error = ((values - expected[kind]).norm() / expected[kind].norm()).item()
+        if not error <= _TOLERANCE:
+            raise RuntimeError(
+                f"the {kind} of {name} differ from those of {reference} by a relative {error:g} "
+                f"(at most {_TOLERANCE:g} expected): its times mean nothing"
             )
-            for model, rounds in reduce_ranks(per_rank).items():
-                samples[f"{model}, {mbit:g} Mbit/s"] = rounds
+
+
+def _forget_peak(device: Any) -> None:
+    """Lets the peak of memory begin at what is in use now."""
+    import torch
+
+    gc.collect()  # the models before
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes(device: Any) -> int:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        # Not ru_maxrss: Linux carries it over exec, so a child starts from its parent's size at the fork.
+        peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:  # not Linux, where nothing is shared either
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak is not None
+    return 1024 * (int(peak[1]) - _kib_of_others())
+
+
+def _kib_of_others() -> int:
+    """The part of this process's shared memory that is the others': each page is split among its users."""
+    total, is_shared = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):  # "7f3c...-7f3d... rw-s 00000000 00:01 7 /memfd:..."
+            is_shared = rest.startswith("rw-s")
+        elif is_shared and name in ("Rss:", "Pss:"):
+            total += int(rest.split()[0]) * (1 if name == "Rss:" else -1)
+    return total
+
+
+# ---------------------------------------------------------------------- inside a Trainer
+
+
+def _measure_trainer(
+    args: argparse.Namespace, settings: StepSettings, world_size: int
+) -> dict[str, dict[str, list[float]]]:
+    """Trains every model under both strategies, a script each, in turns.
+
+    A Trainer owns its processes, so that strategies take turns by whole scripts: each trains some steps of
+    one model, and the median of those after the warm-up is the sample of its turn. Both train the same
+    weights and batches; a step lasts from `on_train_batch_start` to `on_train_batch_end` on rank 0.
+
+    Returns:
+        "<model>, Trainer" -> strategy -> milliseconds of each round.
+    """
+    samples = {f"{model}, Trainer": {name: list[float]() for name in STRATEGIES} for model in settings.models}
+    total = args.trainer * len(settings.models) * len(STRATEGIES)
+    with compiled_package() as package_root, progress_bar(total, "bench step --trainer") as bar:
+        for round_index in range(args.trainer):
+            for model in settings.models:
+                for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
+                    arguments = {"strategy": name, "devices": world_size, "accelerator": args.device}
+                    arguments |= {"model": model, "package_root": package_root}
+                    seconds = _train(arguments, settings, args.timeout_s)
+                    samples[f"{model}, Trainer"][name].append(1e3 * statistics.median(seconds))
+                    bar.update()
     return samples
 
 
-def _measure_trainer(args: argparse.Namespace, session: Session) -> dict[str, dict[str, list[float]]]:
-    models = tuple(dict.fromkeys(args.models))
-    with session.progress_bar(args.trainer * len(models) * len(STRATEGIES), "bench step --trainer") as bar:
-        return time_trainer_steps(
-            models,
-            num_rounds=args.trainer,
-            num_warmup_steps=args.warmup,
-            num_steps=_NUM_TRAINER_STEPS * args.steps,
-            world_size=session.world_size,
-            device=session.device,
-            timeout_s=args.timeout_s,
-            advance=bar.update,
-        )
+def _train(arguments: dict[str, Any], settings: StepSettings, timeout_s: float) -> list[float]:
+    """Seconds of each step of a script after its warm-up."""
+    num_steps = settings.num_warmup_steps + _NUM_TRAINER_STEPS * settings.num_steps
+    arguments = {**arguments, "num_steps": num_steps}
+    is_ours = arguments["strategy"] == TRAINER_OURS
+    _, found = run_to_mark(SCRIPT, arguments, "STEP_SECONDS", timeout_s=timeout_s, may_fail_later=not is_ours)
+    seconds: list[float] = json.loads(found)
+    if len(seconds) != num_steps:
+        raise ToolError(f"{arguments['strategy']} trained {len(seconds)} steps, {num_steps} expected")
+    return seconds[settings.num_warmup_steps :]
+
+
+STEP: Final = Benchmark(
+    name="step",
+    summary="Time and peak memory of a training step, beside torch's DistributedDataParallel.",
+    unit="ms",
+    options=_options,
+    measure=_measure,
+    table=format_report,
+    joins_torchrun=True,
+)

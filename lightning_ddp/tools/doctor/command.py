@@ -17,10 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ddp.launch.environment import all_variables
-from lightning_ddp.tools.bench import BenchmarkError
-from lightning_ddp.tools.bench.arguments import existing_file, positive_float, positive_int
-from lightning_ddp.tools.bench.processes import RankContext, run_ranks
-from lightning_ddp.tools.bench.report import progress_bar
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.arguments import existing_file, positive_float, positive_int
 from lightning_ddp.tools.doctor import checks, network
 from lightning_ddp.tools.doctor.examine import Plan, examine, exchange
 from lightning_ddp.tools.doctor.facts import gather_facts
@@ -28,6 +26,8 @@ from lightning_ddp.tools.doctor.findings import Finding, worst
 from lightning_ddp.tools.doctor.measure import Line, Timing, all_reduce_sizes, fit_line
 from lightning_ddp.tools.doctor.placement import Placement, place
 from lightning_ddp.tools.doctor.report import format_json, format_report
+from lightning_ddp.tools.ranks import RankContext, run_ranks
+from lightning_ddp.tools.report import progress_bar
 
 __all__ = ["add_arguments", "run"]
 
@@ -181,7 +181,7 @@ def _examine_processes(
                 timeout_s=plan.timeout_s * 4,
                 on_progress=bar.update,
             )
-        except BenchmarkError as error:
+        except ToolError as error:
             examination.add("FAIL", "all-reduce", f"{num_processes} processes on this machine: {error}")
 
 

@@ -27,11 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import available_averagers, build_averager
 from lightning_ddp.hooks import available_hooks, build_hook
-from lightning_ddp.tools.bench.contenders import TrainingRun
-from lightning_ddp.tools.bench.models import build_workload
-from lightning_ddp.tools.bench.processes import RankContext
-from lightning_ddp.tools.bench.report import paired_ratio
+from lightning_ddp.tools.contenders import TrainingRun
 from lightning_ddp.tools.doctor.references import AVERAGERS, HOOKS, Bucket, Claim, Rounds, mean_of
+from lightning_ddp.tools.models import build_workload
+from lightning_ddp.tools.ranks import RankContext
+from lightning_ddp.tools.report import paired_ratio
 
 __all__ = ["HOST_WAITS", "MODELS", "Ranks", "Verdict", "run_trials", "trials_of", "verdict_key"]
 

@@ -7,32 +7,27 @@ names it, and those after it run in fresh processes. Then a rank of a script is 
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
-from lightning_ddp.tools.bench import BenchmarkError
-from lightning_ddp.tools.bench.failures import SCRIPT, failing_arguments, run_failing
-from lightning_ddp.tools.bench.processes import FAILURE_KEY, Meeting, run_meeting
-from lightning_ddp.tools.bench.report import progress_bar
+from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.doctor.checks import name_ranks
 from lightning_ddp.tools.doctor.findings import Finding, Level
 from lightning_ddp.tools.doctor.placement import Placement
 from lightning_ddp.tools.doctor.trials import HOST_WAITS, run_trials, trials_of, verdict_key
+from lightning_ddp.tools.ranks import FAILURE_KEY, host_store, run_ranks
+from lightning_ddp.tools.report import progress_bar
+from lightning_ddp.tools.scripts import run_to_fault
 
 __all__ = ["KILLED", "Verification", "choose", "refusal", "verify"]
 
 KILLED = "killed rank"
 """The name of the check that kills a rank of a script."""
 
-_HOST = "127.0.0.1"
 _STARTING = 4
 """So many deadlines may the processes take to start: on a new machine Python's files come from far away."""
 _MOST_STARTS = 3
@@ -148,31 +143,32 @@ class _Progress:
             self._since = time.monotonic()
         limit = self._wanted.timeout_s * (1 if self._has_started else _STARTING)
         if time.monotonic() - self._since > limit:
-            raise BenchmarkError(f"not over after {limit:g} s: the ranks wait for each other, or compute")
+            raise ToolError(f"not over after {limit:g} s: the ranks wait for each other, or compute")
         if self._store.check([FAILURE_KEY]):  # the process itself may hang in the end of its group
-            raise BenchmarkError(self._store.get(FAILURE_KEY).decode())
+            raise ToolError(self._store.get(FAILURE_KEY).decode())
 
 
 def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Finding]:
     """Runs trials in fresh processes; yields what came of them, up to one that has ended the ranks."""
     # no wait in a rank may end before the deadline here does
-    longest = timedelta(seconds=wanted.timeout_s * (len(names) + 2 * _STARTING))
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=longest)
-    meeting = Meeting(
-        host=_HOST,
-        port=store.port,
-        world_size=wanted.world_size,
-        num_local_ranks=wanted.world_size,
-        device=wanted.device,
-        timeout_s=longest.total_seconds(),
-        preload=wanted.preload,
-        # a fork has imported everything; CUDA, which looking for GPUs starts, does not survive it
-        start_method="spawn" if wanted.device == "cuda" or torch.cuda.is_initialized() else "fork",
-    )
+    longest_s = wanted.timeout_s * (len(names) + 2 * _STARTING)
+    store = host_store(longest_s)
+    # a fork has imported everything; CUDA, which looking for GPUs starts, does not survive it
+    start_method = "spawn" if wanted.device == "cuda" or torch.cuda.is_initialized() else "fork"
     problem: str | None = None
     try:
-        run_meeting(run_trials, tuple(names), meeting, store, on_progress=_Progress(wanted, store, bar))
-    except BenchmarkError as error:
+        run_ranks(
+            run_trials,
+            tuple(names),
+            world_size=wanted.world_size,
+            device=wanted.device,
+            timeout_s=longest_s,
+            on_progress=_Progress(wanted, store, bar),
+            store=store,
+            preload=wanted.preload,
+            start_method=start_method,
+        )
+    except ToolError as error:
         problem = _shorten(str(error))
     for name in names:
         ranks = range(wanted.world_size)
@@ -223,29 +219,26 @@ def _kill_a_rank(wanted: Verification) -> Finding:
     victim = wanted.world_size - 1
     if not victim:
         return _finding("PASS", KILLED, "not applicable: one rank has nobody to tell")
-    arguments = failing_arguments(
-        "custom_ddp",
-        wanted.world_size,
-        fault="kill",
-        victim=victim,
-        accelerator=wanted.device,
-        preload=wanted.preload,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "failing.py")
-        script.write_text(SCRIPT, encoding="utf-8")
-        try:
-            sample = run_failing(script, arguments, timeout_s=wanted.timeout_s * _STARTING / 2)
-        except BenchmarkError as error:
-            return _finding("FAIL", KILLED, _shorten(str(error)))
+    try:
+        found = run_to_fault(
+            "custom_ddp",
+            wanted.world_size,
+            fault="kill",
+            victim=victim,
+            timeout_s=wanted.timeout_s * _STARTING / 2,
+            accelerator=wanted.device,
+            preload=wanted.preload,
+        )
+    except ToolError as error:
+        return _finding("FAIL", KILLED, _shorten(str(error)))
     expected = f"PeerFailure of {victim}"
-    raised = {rank: sample.raised.get(rank, "nothing") for rank in range(victim)}
+    raised = {rank: found.raised.get(rank, "nothing") for rank in range(victim)}
     problems = [
         f"rank {rank} raised {what}, expected {expected}" for rank, what in raised.items() if what != expected
     ]
-    if sample.num_left:
-        problems.append(f"{sample.num_left} processes were left after {sample.gone_s:.0f} s and were killed")
-    if sample.exit_code == 0:
+    if found.num_left:
+        problems.append(f"{found.num_left} processes were left after {found.gone_s:.0f} s and were killed")
+    if found.exit_code == 0:
         problems.append("the script ended with exit code 0")
     if problems:
         return _finding("FAIL", KILLED, f"rank {victim} was killed in training: {'; '.join(problems)}")
@@ -253,5 +246,5 @@ def _kill_a_rank(wanted: Verification) -> Finding:
         "PASS",
         KILLED,
         f"rank {victim} was killed in training; {name_ranks(range(victim))} raised PeerFailure that names it"
-        f" within {max(sample.learned_s):.2f} s, all processes were gone after {sample.gone_s:.2f} s",
+        f" within {max(found.learned_s):.2f} s, all processes were gone after {found.gone_s:.2f} s",
     )

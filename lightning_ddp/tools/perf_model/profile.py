@@ -11,7 +11,7 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.observe.record import StepRecord
 from lightning_ddp.observe.recording import Recording
 
-__all__ = ["Shapes", "StepProfile", "cut_into_buckets", "square_shapes"]
+__all__ = ["Shapes", "StepProfile", "cut_into_buckets", "cut_sizes", "num_bytes_of", "square_shapes"]
 
 Shapes = tuple[tuple[int, ...], ...]
 """Sizes of parameters."""
@@ -113,17 +113,29 @@ def cut_into_buckets(shapes: Shapes, caps_bytes: Sequence[int]) -> list[Shapes]:
     >>> cut_into_buckets(((1,), (2,), (3,), (1,)), [4, 20])
     [((1,),), ((2,), (3,)), ((1,),)]
     """
-    buckets: list[list[tuple[int, ...]]] = [[]]
+    ends = cut_sizes([num_bytes_of((shape,)) for shape in shapes], caps_bytes)
+    return [shapes[start:end] for start, end in pairwise([0, *ends])]
+
+
+def cut_sizes(sizes: Sequence[int], caps_bytes: Sequence[int]) -> list[int]:
+    """The positions at which buckets end, as the reducer cuts them.
+
+    Args:
+        sizes: of the gradients in bytes, in the order in which they come.
+        caps_bytes: of the first bucket, the second ...; the last one holds for all that follow.
+
+    >>> cut_sizes([4, 8, 12, 4], [4, 20])
+    [1, 3, 4]
+    """
+    ends: list[int] = []
     filled = 0
-    for shape in shapes:
-        size = num_bytes_of((shape,))
-        cap = caps_bytes[min(len(buckets), len(caps_bytes)) - 1]
-        if buckets[-1] and filled + size > cap:
-            buckets.append([])
+    for position, size in enumerate(sizes):
+        cap = caps_bytes[min(len(ends), len(caps_bytes) - 1)]
+        if filled and filled + size > cap:
+            ends.append(position)
             filled = 0
-        buckets[-1].append(shape)
         filled += size
-    return [tuple(bucket) for bucket in buckets]
+    return [*ends, len(sizes)]
 
 
 def square_shapes(num_bytes: int) -> Shapes:

@@ -9,13 +9,28 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightning_ddp.tools.bench.arguments import MODEL_NAMES, output_path, positive_float, positive_int
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.arguments import (
+    MODEL_NAMES,
+    add_device_argument,
+    add_timeout_argument,
+    add_world_size_argument,
+    output_path,
+    positive_int,
+)
+
+if TYPE_CHECKING:
+    from lightning_ddp.tools.ranks import RankContext
+
+_NUM_WARMUP_STEPS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``timeline``."""
+    """Declare the options of `timeline`."""
     parser.add_argument("folder", nargs="?", type=Path, help="recordings of a run, one file a rank")
     for name, default, what in (
         ("--trace", "timeline.json", "Chrome trace to write"),
@@ -30,15 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the last steps that all ranks have are shown (default: %(default)s)",
     )
-    recorded = parser.add_argument_group("without a folder")
-    recorded.add_argument(
-        "--model", choices=MODEL_NAMES, default="linear16", help="what is trained (default: %(default)s)"
+    parser.add_argument(
+        "--model",
+        choices=MODEL_NAMES,
+        default="linear16",
+        help="what is trained without a folder (default: %(default)s)",
     )
-    recorded.add_argument(
-        "--world-size", "--devices", type=positive_int, default=2, metavar="N", help="processes (default: 2)"
-    )
-    recorded.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    recorded.add_argument("--timeout-s", type=positive_float, default=300.0, metavar="S")
+    add_world_size_argument(parser)
+    add_device_argument(parser)
+    add_timeout_argument(parser, 300.0)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,26 +63,28 @@ def run(args: argparse.Namespace) -> int:
         The exit status, 0.
 
     Raises:
-        BenchmarkError: the folder holds no recordings, or a process that records fails.
+        ToolError: the folder holds no recordings, or a process that records fails.
     """
     from lightning_ddp.errors import ConfigurationError
     from lightning_ddp.observe.picture import draw
     from lightning_ddp.observe.recording import load_folder
     from lightning_ddp.observe.timeline import chrome_trace, lanes_of
-    from lightning_ddp.tools.bench import BenchmarkError
+    from lightning_ddp.tools.ranks import run_ranks
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder
         if folder is None:
             folder = Path(scratch)
-            _record(args, folder)
+            settings = RecordSettings(model=args.model, folder=scratch, num_steps=args.steps)
+            options = {"world_size": args.world_size, "device": args.device, "timeout_s": args.timeout_s}
+            run_ranks(record_steps, settings, **options)
         try:
             recordings = load_folder(folder)
         except ConfigurationError as error:
-            raise BenchmarkError(str(error)) from error
+            raise ToolError(str(error)) from error
     lanes = lanes_of(recordings, num_steps=args.steps)
     if not any(lane.spans for lane in lanes):
-        raise BenchmarkError("the ranks have no step in common")
+        raise ToolError("the ranks have no step in common")
     args.trace.write_text(json.dumps(chrome_trace(lanes)))
     draw(lanes, args.picture)
     for recording in recordings:
@@ -85,11 +102,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _record(args: argparse.Namespace, folder: Path) -> None:
-    from lightning_ddp.tools.bench.processes import run_ranks
-    from lightning_ddp.tools.bench.recorders import RecordSettings, record_steps
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """What `record_steps` trains."""
 
-    settings = RecordSettings(model=args.model, folder=str(folder), num_steps=args.steps)
-    run_ranks(
-        record_steps, settings, world_size=args.world_size, device=args.device, timeout_s=args.timeout_s
-    )
+    model: str
+    """One of `lightning_ddp.tools.arguments.MODEL_NAMES`."""
+    folder: str
+    """Where each rank leaves its file."""
+    num_steps: int
+    """Steps that are kept."""
+
+
+def record_steps(context: RankContext, settings: RecordSettings) -> None:
+    """Train, and write the last steps of this rank; all ranks, communicates."""
+    import socket
+
+    from lightning_ddp.observe.recording import Recording, save
+    from lightning_ddp.tools.contenders import OURS, TrainingRun
+    from lightning_ddp.tools.models import build_workload
+
+    training = TrainingRun(OURS, build_workload(settings.model, rank=context.rank), context.device)
+    recorder = training.wrapped.record_steps(settings.num_steps)  # type: ignore[operator]  # of BucketedDDP
+    for _ in range(_NUM_WARMUP_STEPS + settings.num_steps):
+        training.step()
+        context.synchronize()  # on CUDA a step is kept once the device has finished it
+    size, steps = context.world_size, list(recorder.records)
+    recording = Recording(rank=context.rank, world_size=size, host=socket.gethostname(), steps=steps)
+    save(Path(settings.folder), recording)

@@ -1,4 +1,4 @@
-"""How a benchmark is ended from outside: SIGTERM unwinds it, so that it leaves nothing behind."""
+"""SIGTERM to a tool: unwinds the main thread once, so that processes, folders and namespaces go."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ class _Handler:
 
 @contextmanager
 def unwinds_at_sigterm() -> Generator[None, None, None]:
-    """In here SIGTERM raises `SystemExit` (status 143) in the main thread, which calls this; once.
+    """Raise `SystemExit` (status 143) for a SIGTERM to this block, in the main thread, which enters it; once.
 
-    What is open is closed then: folders, namespaces and processes of a benchmark go. In another thread than
-    the main one, which alone may set handlers, it does nothing.
+    In another thread than the main one, which alone may set handlers, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -56,7 +55,7 @@ def unwinds_at_sigterm() -> Generator[None, None, None]:
 
 @contextmanager
 def held_back() -> Generator[None, None, None]:
-    """In here SIGTERM waits until the end of the block: for starting what has to be ended again."""
+    """Keep SIGTERM waiting until the end of the block: for starting what has to be ended again."""
     handler = signal.getsignal(signal.SIGTERM)
     if not isinstance(handler, _Handler):
         yield
@@ -71,7 +70,7 @@ def held_back() -> Generator[None, None, None]:
 
 @contextmanager
 def at_once() -> Generator[None, None, None]:
-    """In here SIGTERM ends the process: for waits outside of Python, where no exception would be raised."""
+    """Let SIGTERM end the process in this block: for waits in C++, where no exception would be raised."""
     handler = signal.getsignal(signal.SIGTERM)
     if not isinstance(handler, _Handler):
         yield

@@ -1,7 +1,7 @@
 """The four models that the benchmarks train, and one batch for each.
 
-Each stresses another part of a data-parallel wrapper: ``linear500`` the per-parameter cost of hooks (1,000
-small parameters), ``linear16`` bytes (64 MiB of gradients), ``transformer6`` a usual mix, ``convbn40`` the
+Each stresses another part of a data-parallel wrapper: `linear500` the per-parameter cost of hooks (1,000
+small parameters), `linear16` bytes (64 MiB of gradients), `transformer6` a usual mix, `convbn40` the
 broadcast of buffers before each forward.
 """
 
@@ -29,14 +29,14 @@ def build_workload(name: str, *, rank: int) -> Workload:
     """Build one model and one batch.
 
     Args:
-        name: One of `lightning_ddp.tools.bench.arguments.MODEL_NAMES`.
-        rank: Seeds the batch, so that ranks have different gradients to average.
+        name: one of `lightning_ddp.tools.arguments.MODEL_NAMES`.
+        rank: seeds the batch, so that ranks have different gradients to average.
 
     Returns:
         The workload; called twice with the same arguments it holds the same values.
 
     Raises:
-        KeyError: If there is no model of that name.
+        KeyError: there is no model of that name.
     """
     build_module, batch_shape = WORKLOADS[name]
     torch.manual_seed(0)
