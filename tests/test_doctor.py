@@ -18,9 +18,9 @@ from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
 from lightning_ddp.tools.doctor import checks, network
+from lightning_ddp.tools.doctor.checks import Finding
 from lightning_ddp.tools.doctor.examine import Plan, examine, exchange
 from lightning_ddp.tools.doctor.facts import gather_facts
-from lightning_ddp.tools.doctor.findings import Finding
 from lightning_ddp.tools.doctor.measure import Line, Timing, clock_offsets, fit_line, time_all_reduce
 from lightning_ddp.tools.doctor.placement import first_host, place
 from lightning_ddp.tools.doctor.report import format_report

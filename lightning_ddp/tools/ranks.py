@@ -49,6 +49,7 @@ __all__ = [
     "host_store",
     "run_ranks",
     "shuffled",
+    "timed",
     "torchrun_rank",
 ]
 
@@ -92,12 +93,21 @@ class RankContext:
 
     def timed(self, step: Callable[[], object]) -> float:
         """Seconds of a step that all ranks begin together, until the device has done it; communicates."""
-        dist.barrier()
-        self.synchronize()
-        start = time.perf_counter()
-        step()
-        self.synchronize()
-        return time.perf_counter() - start
+        return timed(step, self.device)
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    """Time a step that all ranks begin together, until the device has done it; communicates."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    dist.barrier()
+    start = now()
+    step()
+    return now() - start
 
 
 Worker = Callable[[RankContext, SettingsT], object]

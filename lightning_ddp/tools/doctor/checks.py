@@ -1,20 +1,21 @@
-"""Pure functions from what was gathered to findings.
-
-An answer is what `examine` returns for a rank, or `gather_facts` where it is alone.
-"""
+"""Checks of what was gathered: pure functions that end in findings, PASS, WARN or FAIL with what to do."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from lightning_ddp.tools.doctor.findings import Finding, Level
 from lightning_ddp.tools.doctor.measure import Line
 
-__all__ = ["check_answers", "check_interface", "check_line", "name_ranks"]
+__all__ = ["Finding", "Level", "check_answers", "check_interface", "check_line", "name_ranks", "worst"]
 
 Answer = Mapping[str, Any]
+"""What `examine` returns for a rank, or `gather_facts` where it is alone."""
+
+Level = Literal["PASS", "WARN", "FAIL"]
+_LEVELS: tuple[Level, ...] = ("PASS", "WARN", "FAIL")
 
 _LEAST_SHARED_MEMORY = 1 << 30
 _LEAST_OPEN_FILES = 4096
@@ -22,6 +23,26 @@ _LARGEST_CLOCK_SKEW_S = 1.0
 _LARGEST_RELATIVE_ERROR = 0.5
 _SLOW_BYTES_PER_S = 125e6
 _MUST_AGREE = ("torch", "pytorch-lightning", "lightning", "lightning_ddp")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the verdict."""
+
+    level: Level
+    check: str
+    """What was looked at, in a word or two."""
+    message: str
+    """What was found and, unless it passed, what to do."""
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    """The worst level.
+
+    >>> worst([Finding(level="PASS", check="a", message=""), Finding(level="WARN", check="b", message="")])
+    'WARN'
+    """
+    return max((finding.level for finding in findings), key=_LEVELS.index, default="PASS")
 
 
 def check_answers(answers: Sequence[Answer]) -> list[Finding]:
@@ -62,10 +83,6 @@ def _groups(answers: Sequence[Answer], key: Callable[[Answer], Hashable]) -> dic
     return found
 
 
-def _finding(level: Level, check: str, message: str) -> Finding:
-    return Finding(level=level, check=check, message=message)
-
-
 # ---------------------------------------------------------------------- between the ranks
 
 
@@ -76,17 +93,17 @@ def _check_versions(answers: Sequence[Answer]) -> list[Finding]:
         if len(versions) > 1:
             listed = "; ".join(f"{name_ranks(ranks)}: {version}" for version, ranks in versions.items())
             findings.append(
-                _finding("FAIL", "versions", f"{name} differs ({listed}): install one version everywhere")
+                Finding("FAIL", "versions", f"{name} differs ({listed}): install one version everywhere")
             )
     pythons = _groups(answers, lambda answer: answer["python"])
     if len(pythons) > 1:
         listed = "; ".join(f"{name_ranks(ranks)}: {version}" for version, ranks in pythons.items())
-        findings.append(_finding("WARN", "versions", f"Python differs ({listed}): use one environment"))
+        findings.append(Finding("WARN", "versions", f"Python differs ({listed}): use one environment"))
     if findings:
         return findings
     packages = answers[0]["packages"]
     listed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
-    return [_finding("PASS", "versions", f"Python {answers[0]['python']}, {listed}")]
+    return [Finding("PASS", "versions", f"Python {answers[0]['python']}, {listed}")]
 
 
 def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
@@ -95,14 +112,14 @@ def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
     if len(backends) > 1:
         listed = "; ".join(f"{name_ranks(ranks)}: {backend}" for backend, ranks in backends.items())
         message = f"backends differ ({listed}): some nodes see no GPU; check drivers and CUDA_VISIBLE_DEVICES"
-        findings.append(_finding("FAIL", "devices", message))
+        findings.append(Finding("FAIL", "devices", message))
     for answer in answers:
         if answer["devices"] and answer["local_rank"] >= len(answer["devices"]):
             message = (
                 f"rank {answer['rank']} on {answer['host']} has local rank {answer['local_rank']}, but there"
                 f" are {len(answer['devices'])} GPUs: start at most that many processes on a node"
             )
-            findings.append(_finding("FAIL", "devices", message))
+            findings.append(Finding("FAIL", "devices", message))
     if findings:
         return findings
     kinds = _groups(answers, lambda answer: tuple(answer["devices"]))
@@ -112,7 +129,7 @@ def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
     )
     level: Level = "PASS" if len(kinds) == 1 else "WARN"
     advice = "" if len(kinds) == 1 else "; the slowest kind sets the pace"
-    return [_finding(level, "devices", f"{listed}; backend {answers[0]['backend']}{advice}")]
+    return [Finding(level, "devices", f"{listed}; backend {answers[0]['backend']}{advice}")]
 
 
 def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
@@ -123,10 +140,10 @@ def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
             message = (
                 f"{host}: {len(ranks)} ranks on {num_cpus} CPU cores take turns: give the job a core a rank"
             )
-            findings.append(_finding("WARN", "CPU cores", message))
+            findings.append(Finding("WARN", "CPU cores", message))
         else:
             message = f"{host}: {num_cpus} cores for {len(ranks)} rank(s)"
-            findings.append(_finding("PASS", "CPU cores", message))
+            findings.append(Finding("PASS", "CPU cores", message))
     return findings
 
 
@@ -139,8 +156,8 @@ def _check_clocks(answers: Sequence[Answer]) -> list[Finding]:
     found = f"at most {abs(offset) * 1e3:.1f} ms from rank 0's (rank {rank}, +/- {error * 1e3:.1f} ms)"
     if abs(offset) - error > _LARGEST_CLOCK_SKEW_S:
         message = f"{found}: logs and time stamps of files will mislead; start chrony or ntpd on all nodes"
-        return [_finding("WARN", "clocks", message)]
-    return [_finding("PASS", "clocks", found)]
+        return [Finding("WARN", "clocks", message)]
+    return [Finding("PASS", "clocks", found)]
 
 
 def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
@@ -154,7 +171,7 @@ def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
             elif (finding["level"], finding["check"]) == ("PASS", "master"):
                 found["PASS", "master", "reached"].append(answer["rank"])
     return [
-        _finding(level, check, f"{name_ranks(ranks)}: {message}")
+        Finding(level, check, f"{name_ranks(ranks)}: {message}")
         for (level, check, message), ranks in found.items()
     ]
 
@@ -173,7 +190,7 @@ def _on_each_host(
             hosts.append(answer["host"])
     is_same = len(seen) == 1
     return [
-        _finding(level, check, message if is_same else f"{', '.join(hosts)}: {message}")
+        Finding(level, check, message if is_same else f"{', '.join(hosts)}: {message}")
         for (level, message), hosts in seen.items()
         if message
     ]
@@ -235,23 +252,23 @@ def check_interface(
     listed = ", ".join(f"{name} ({address})" for name, address in found.items())
     if named is not None and found and named not in found:
         message = f"{variable}={named}, but this host has {listed}: name one of them or unset the variable"
-        return _finding("FAIL", "interface", message)
+        return Finding("FAIL", "interface", message)
     chosen = named or route
     if chosen is None:
         message = (
             f"no interface leads to the master; this host has {listed}: check MASTER_ADDR and the routes"
         )
-        return _finding("FAIL" if num_nodes > 1 else "WARN", "interface", message)
+        return Finding("FAIL" if num_nodes > 1 else "WARN", "interface", message)
     if num_nodes > 1 and found.get(chosen, "").startswith("127."):
         message = (
             f"{chosen} is the loopback, which no other node reaches: MASTER_ADDR has to be an address of the"
             f" first node on a network of all nodes; this host has {listed}"
         )
-        return _finding("FAIL", "interface", message)
+        return Finding("FAIL", "interface", message)
     if named is not None and route is not None and named != route:
         message = f"{variable}={named}, but the master is reached by {route}: unset it unless both lead there"
-        return _finding("WARN", "interface", message)
-    return _finding("PASS", "interface", f"{chosen} ({found.get(chosen, 'no IPv4 address')})")
+        return Finding("WARN", "interface", message)
+    return Finding("PASS", "interface", f"{chosen} ({found.get(chosen, 'no IPv4 address')})")
 
 
 def check_line(line: Line | None, *, world_size: int, num_hosts: int) -> Finding:
@@ -260,18 +277,18 @@ def check_line(line: Line | None, *, world_size: int, num_hosts: int) -> Finding
         message = (
             "the times do not rise with the size, so no line fits: measure again when the machine is idle"
         )
-        return _finding("WARN", "all-reduce", message)
+        return Finding("WARN", "all-reduce", message)
     link = line.link_bytes_per_s(world_size)
     found = f"{line.latency_s * 1e3:.3f} ms + size / {line.bytes_per_s / 1e9:.3g} GB/s"
     if line.relative_error > _LARGEST_RELATIVE_ERROR:
         message = (
             f"{found}, but half of the times are more than {line.relative_error:.0%} away from that line"
         )
-        return _finding("WARN", "all-reduce", f"{message}: something else uses the link or the cores")
+        return Finding("WARN", "all-reduce", f"{message}: something else uses the link or the cores")
     if num_hosts > 1 and link < _SLOW_BYTES_PER_S:
         message = f"{found}: less than 1 Gbit/s between nodes; is that the interface that you meant?"
-        return _finding("WARN", "all-reduce", message)
-    return _finding("PASS", "all-reduce", found)
+        return Finding("WARN", "all-reduce", message)
+    return Finding("PASS", "all-reduce", found)
 
 
 def _mib(num_bytes: int) -> str:

@@ -17,12 +17,13 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ddp.launch.environment import all_variables
+from lightning_ddp.launch.interface import is_own_address
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.arguments import existing_file, positive_float, positive_int
 from lightning_ddp.tools.doctor import checks, network
+from lightning_ddp.tools.doctor.checks import Finding, worst
 from lightning_ddp.tools.doctor.examine import Plan, examine, exchange
 from lightning_ddp.tools.doctor.facts import gather_facts
-from lightning_ddp.tools.doctor.findings import Finding, worst
 from lightning_ddp.tools.doctor.measure import Line, Timing, all_reduce_sizes, fit_line
 from lightning_ddp.tools.doctor.placement import Placement, place
 from lightning_ddp.tools.doctor.report import format_json, format_report
@@ -46,7 +47,7 @@ class Examination:
 
     def add(self, level: Any, check: str, message: str) -> None:
         """Adds a finding."""
-        self.findings.append(Finding(level=level, check=check, message=message))
+        self.findings.append(Finding(level, check, message))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -296,7 +297,7 @@ def _host_store(examination: Examination, placement: Placement, timeout_s: float
     assert placement.master_port is not None
     where = f"MASTER_ADDR={placement.master_addr}, MASTER_PORT={placement.master_port}"
     address = network.resolve(placement.master_addr, timeout_s)
-    if not network.is_own(address):
+    if not is_own_address(address):
         own = ", ".join(f"{a} ({name})" for name, a in network.addresses().items())
         message = f"{where}: rank 0 is here, but {address} is no address of this host, which has {own}"
         examination.add("FAIL", "master", f"{message}. Name one that all nodes reach")

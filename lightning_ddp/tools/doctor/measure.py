@@ -1,4 +1,4 @@
-"""What ranks measure together: how far clocks are apart, how long all-reduces take, a line through the times.
+"""Measurements of ranks together: clocks, times of all-reduces, and a line through them.
 
 The model is that of Hockney: a message takes a latency and a time for its bytes, t(n) = a + n / b. A ring
 all-reduce of n bytes among p ranks is 2 (p - 1) messages of n / p bytes one after the other, so that a is
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_ddp.comm.cost import TransferCost
 
 __all__ = ["Line", "Timing", "all_have", "all_reduce_sizes", "clock_offsets", "fit_line", "time_all_reduce"]
 
@@ -59,9 +61,7 @@ class Line:
 
 
 def fit_line(timings: Sequence[Timing]) -> Line | None:
-    """The line with the least squared relative errors; None with one size, or if the times do not rise.
-
-    Relative, so that small messages count as much as large ones.
+    """Fit the line of `TransferCost`; None with one size, or if the times do not rise.
 
     >>> line = fit_line([Timing(num_bytes=n, seconds=1e-3 + n / 1e9) for n in (1000, 10**6, 10**7)])
     >>> round(line.latency_s, 6), round(line.bytes_per_s)
@@ -69,26 +69,15 @@ def fit_line(timings: Sequence[Timing]) -> Line | None:
     """
     if len({timing.num_bytes for timing in timings}) < 2:
         return None
-    # minimises sum ((a + s n - t) / t)^2 over a and s
-    weights = [timing.seconds**-2 for timing in timings]
-    sizes = [float(timing.num_bytes) for timing in timings]
-    times = [timing.seconds for timing in timings]
-    total = sum(weights)
-    mean_size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
-    mean_time = sum(w * t for w, t in zip(weights, times, strict=True)) / total
-    spread = sum(w * (n - mean_size) ** 2 for w, n in zip(weights, sizes, strict=True))
-    joint = sum(w * (n - mean_size) * (t - mean_time) for w, n, t in zip(weights, sizes, times, strict=True))
-    slope = joint / spread
-    latency = mean_time - slope * mean_size
-    if latency < 0:  # through the origin
-        latency = 0.0
-        slope = sum(w * n * t for w, n, t in zip(weights, sizes, times, strict=True)) / sum(
-            w * n * n for w, n in zip(weights, sizes, strict=True)
-        )
-    if slope <= 0:
+    cost = TransferCost.fit([(timing.num_bytes, timing.seconds) for timing in timings])
+    if cost.seconds_per_byte == 0:
         return None
-    errors = [abs(latency + slope * n - t) / t for n, t in zip(sizes, times, strict=True)]
-    return Line(latency_s=latency, bytes_per_s=1 / slope, relative_error=statistics.median(errors))
+    errors = [abs(cost.seconds(timing.num_bytes) - timing.seconds) / timing.seconds for timing in timings]
+    return Line(
+        latency_s=cost.latency_s,
+        bytes_per_s=1 / cost.seconds_per_byte,
+        relative_error=statistics.median(errors),
+    )
 
 
 def all_reduce_sizes(largest_bytes: int) -> list[int]:

@@ -1,14 +1,10 @@
-"""Names, addresses, interfaces and the store of the ranks. Everything that may block has a deadline."""
+"""Look-ups, connections and the store of the ranks, each with a deadline."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import functools
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_ddp.errors import LightningDDPError
+from lightning_ddp.launch.interface import interfaces, route_to
 
 __all__ = [
     "DeadlinePassed",
@@ -31,8 +28,6 @@ __all__ = [
 
 T = TypeVar("T")
 _RETRY_S = 0.2
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
-_ADDRESS = slice(20, 24)  # of an IPv4 address in the answer
 
 
 class DeadlinePassed(LightningDDPError, TimeoutError):
@@ -83,39 +78,21 @@ def resolve(host: str, timeout_s: float) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Interface -> its IPv4 address. Empty where the system is not Linux."""
+    """Interface -> an address of it, IPv4 where there is one."""
     found: dict[str, str] = {}
-    if not sys.platform.startswith("linux"):
-        return found
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
-                request = struct.pack("256s", name.encode()[:15])
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[_ADDRESS])
+    for name, address in interfaces():
+        if name not in found or (":" in found[name] and ":" not in address):
+            found[name] = address
     return found
 
 
 def interface_to(address: str) -> str | None:
     """The interface by which the kernel would send to an address; None if it knows no way. Sends nothing."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
-            own = probe.getsockname()[0]
+        name, own = route_to(address)
     except OSError:
         return None
-    return next((name for name, found in addresses().items() if found == own), own)
-
-
-def is_own(address: str) -> bool:
-    """Whether an address is one of this host's."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    return name or own
 
 
 def connect_problem(address: str, port: int, timeout_s: float) -> str | None:

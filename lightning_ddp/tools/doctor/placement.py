@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_ddp.tools.doctor.findings import Finding
+from lightning_ddp.tools.doctor.checks import Finding
 
 __all__ = ["Placement", "place"]
 
@@ -58,45 +58,41 @@ def place(
             placement = _from_slurm(env, default_host)
             if placement is not None:
                 return placement
-        return _from_user(env, num_nodes)
+        return _from_user(env, num_nodes or 1)
     except ValueError as error:
         message = f"an environment variable holds no number ({error}): correct or unset it"
-        return Placement(starter="nobody", findings=(_fail("variables", message),))
+        return Placement(starter="nobody", findings=_findings("variables", [message]))
 
 
-# ---------------------------------------------------------------------- torchrun
+def _findings(check: str, problems: Sequence[str], all_is_well: str = "") -> tuple[Finding, ...]:
+    """A failure for each problem; one that passes where there is none."""
+    if problems or not all_is_well:
+        return tuple(Finding("FAIL", check, problem) for problem in problems)
+    return (Finding("PASS", check, all_is_well),)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Placement:
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     num_nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
-    findings = [
-        _pass(
-            "torchrun",
-            f"{world_size} ranks, {local_size} on each of {num_nodes} node(s), restart"
-            f" {env.get('TORCHELASTIC_RESTART_COUNT', '0')} of {env.get('TORCHELASTIC_MAX_RESTARTS', '0')}:"
-            f" use Trainer(devices={local_size}, num_nodes={num_nodes})",
-        )
-    ]
+    found = (
+        f"{world_size} ranks, {local_size} on each of {num_nodes} node(s), restart"
+        f" {env.get('TORCHELASTIC_RESTART_COUNT', '0')} of {env.get('TORCHELASTIC_MAX_RESTARTS', '0')}:"
+        f" use Trainer(devices={local_size}, num_nodes={num_nodes})"
+    )
+    problems = []
     missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
-        findings.append(
-            _fail(
-                "torchrun",
-                f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: a part of another launcher's"
-                " variables has been passed on. Unset RANK and WORLD_SIZE, or start with torchrun",
-            )
+        problems.append(
+            f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: a part of another launcher's"
+            " variables has been passed on. Unset RANK and WORLD_SIZE, or start with torchrun"
         )
     if not 0 <= rank < world_size:
-        findings.append(_fail("torchrun", f"RANK={rank} is not below WORLD_SIZE={world_size}"))
+        problems.append(f"RANK={rank} is not below WORLD_SIZE={world_size}")
     if local_size * num_nodes != world_size:
-        findings.append(
-            _fail(
-                "torchrun",
-                f"{num_nodes} nodes x {local_size} ranks are not WORLD_SIZE={world_size}; Lightning needs as"
-                " many processes on each node: give all nodes the same --nproc-per-node",
-            )
+        problems.append(
+            f"{num_nodes} nodes x {local_size} ranks are not WORLD_SIZE={world_size}; Lightning needs as"
+            " many processes on each node: give all nodes the same --nproc-per-node"
         )
     return Placement(
         starter="torchrun",
@@ -107,58 +103,42 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
         master_addr=env.get("MASTER_ADDR"),
         master_port=_port(env),
         has_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        findings=tuple(findings),
+        findings=_findings("torchrun", problems, found),
     )
-
-
-# ---------------------------------------------------------------------- SLURM
 
 
 def _from_slurm(env: Mapping[str, str], default_host: str) -> Placement | None:
     """None where Lightning does not take the SLURM variables for those of a run."""
     if env.get("SLURM_JOB_NAME") in _INTERACTIVE_JOBS or "SLURM_NTASKS" not in env:
         return None
-    num_tasks, num_nodes = (
-        int(env["SLURM_NTASKS"]),
-        int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", 1))),
-    )
-    rank = int(env.get("SLURM_PROCID", 0))
+    num_tasks = int(env["SLURM_NTASKS"])
+    num_nodes = int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", 1)))
     per_node = num_tasks // num_nodes
-    findings = []
+    problems = []
     if num_tasks > 1 and "SLURM_STEP_ID" not in env:
-        findings.append(
-            _fail(
-                "SLURM",
-                f"the job has {num_tasks} tasks, but this is the batch script itself: only one process runs,"
-                " and the others would be waited for. Start the program with `srun python ...`",
-            )
+        problems.append(
+            f"the job has {num_tasks} tasks, but this is the batch script itself: only one process runs,"
+            " and the others would be waited for. Start the program with `srun python ...`"
         )
     if num_tasks % num_nodes:
-        findings.append(
-            _fail(
-                "SLURM",
-                f"--ntasks={num_tasks} cannot be spread evenly over --nodes={num_nodes}: use"
-                " --ntasks-per-node with the number of devices of a node instead of --ntasks",
-            )
+        problems.append(
+            f"--ntasks={num_tasks} cannot be spread evenly over --nodes={num_nodes}: use"
+            " --ntasks-per-node with the number of devices of a node instead of --ntasks"
         )
-    if not findings:
-        findings.append(
-            _pass(
-                "SLURM",
-                f"job {env['SLURM_JOB_ID']}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s):"
-                f" use Trainer(devices={per_node}, num_nodes={num_nodes})",
-            )
-        )
+    found = (
+        f"job {env['SLURM_JOB_ID']}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s):"
+        f" use Trainer(devices={per_node}, num_nodes={num_nodes})"
+    )
     port = env.get("MASTER_PORT") or str(15000 + int(env["SLURM_JOB_ID"][-4:]))  # as Lightning chooses it
     return Placement(
         starter="slurm",
-        rank=rank,
+        rank=int(env.get("SLURM_PROCID", 0)),
         local_rank=int(env.get("SLURM_LOCALID", 0)),
         world_size=num_tasks,
         num_nodes=num_nodes,
         master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_NODELIST", "")) or default_host,
         master_port=int(port),
-        findings=tuple(findings),
+        findings=_findings("SLURM", problems, found),
     )
 
 
@@ -172,47 +152,31 @@ def first_host(node_list: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
-# ---------------------------------------------------------------------- by hand
-
-
-def _from_user(env: Mapping[str, str], num_nodes: int | None) -> Placement:
-    findings = []
+def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
+    findings: tuple[Finding, ...] = ()
     if env.get("SLURM_JOB_ID"):
         reason = "SLURM_NTASKS is not set" if "SLURM_NTASKS" not in env else "the job is an interactive one"
-        findings.append(
-            _pass(
-                "SLURM", f"inside job {env['SLURM_JOB_ID']}, but {reason}: Lightning starts processes itself"
-            )
-        )
-    if num_nodes is None or num_nodes == 1:
-        node_rank = int(env.get("NODE_RANK", 0))
-        return Placement(
-            starter="nobody",
-            rank=node_rank,
-            master_addr=env.get("MASTER_ADDR"),
-            master_port=_port(env),
-            findings=tuple(findings),
-        )
-    missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-    if missing:
-        findings.append(
-            _fail(
-                "variables",
-                f"--nodes {num_nodes}, but {', '.join(missing)} not set: give every node the same MASTER_ADDR"
-                " and MASTER_PORT, and NODE_RANK 0, 1, ... in turn",
-            )
-        )
+        found = f"inside job {env['SLURM_JOB_ID']}, but {reason}: Lightning starts processes itself"
+        findings = _findings("SLURM", [], found)
+    is_alone = num_nodes == 1
     node_rank = int(env.get("NODE_RANK", 0))
-    if not 0 <= node_rank < num_nodes:
-        findings.append(_fail("variables", f"NODE_RANK={node_rank} is not below --nodes {num_nodes}"))
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    problems = []
+    if missing and not is_alone:
+        problems.append(
+            f"--nodes {num_nodes}, but {', '.join(missing)} not set: give every node the same MASTER_ADDR"
+            " and MASTER_PORT, and NODE_RANK 0, 1, ... in turn"
+        )
+    if not is_alone and not 0 <= node_rank < num_nodes:
+        problems.append(f"NODE_RANK={node_rank} is not below --nodes {num_nodes}")
     return Placement(
-        starter="script",
+        starter="nobody" if is_alone else "script",
         rank=node_rank,
         world_size=num_nodes,
         num_nodes=num_nodes,
         master_addr=env.get("MASTER_ADDR"),
         master_port=_port(env),
-        findings=tuple(findings),
+        findings=(*findings, *_findings("variables", problems)),
     )
 
 
@@ -224,11 +188,3 @@ def _port(env: Mapping[str, str]) -> int | None:
     if not 0 < port < 65536:
         raise ValueError(f"MASTER_PORT={text}, expected 1 to 65535")
     return port
-
-
-def _pass(check: str, message: str) -> Finding:
-    return Finding(level="PASS", check=check, message=message)
-
-
-def _fail(check: str, message: str) -> Finding:
-    return Finding(level="FAIL", check=check, message=message)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_ddp.tools.doctor.findings import Finding, worst
+from lightning_ddp.tools.doctor.checks import Finding, worst
 from lightning_ddp.tools.doctor.measure import Line, Timing
 from lightning_ddp.tools.report import format_table
 

@@ -11,7 +11,6 @@ import copy
 import json
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,7 +29,7 @@ from lightning_ddp.hooks import available_hooks, build_hook
 from lightning_ddp.tools.contenders import TrainingRun
 from lightning_ddp.tools.doctor.references import AVERAGERS, HOOKS, Bucket, Claim, Rounds, mean_of
 from lightning_ddp.tools.models import build_workload
-from lightning_ddp.tools.ranks import RankContext
+from lightning_ddp.tools.ranks import RankContext, timed
 from lightning_ddp.tools.report import paired_ratio
 
 __all__ = ["HOST_WAITS", "MODELS", "Ranks", "Verdict", "run_trials", "trials_of", "verdict_key"]
@@ -573,14 +572,14 @@ def _try_step_time(ranks: Ranks, verdict: Verdict) -> None:
     model = "transformer6" if ranks.device.type == "cuda" else "linear500"
     names = ("ours", "torch_ddp")
     runs = [TrainingRun(name, build_workload(model, rank=ranks.rank), ranks.device) for name in names]
-    seconds = [[_time_step(ranks, run) for run in runs] for _ in range(3)]
+    seconds = [[timed(run.step, ranks.device) for run in runs] for _ in range(3)]
     pace = torch.tensor([sum(seconds[-1])], device=ranks.device)
     dist.all_reduce(pace, dist.ReduceOp.MAX)
     num_rounds = int(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _SPEED_S / float(pace))))
     times = []
     for number in range(num_rounds):
         order = (0, 1) if number % 2 else (1, 0)
-        found = {index: _time_step(ranks, runs[index]) for index in order}
+        found = {index: timed(runs[index].step, ranks.device) for index in order}
         times.append((found[0], found[1]))
     # a step is over when the slowest rank has ended it
     slowest = ranks.gather(torch.tensor(times, device=ranks.device).flatten()).amax(0).view(-1, 2)
@@ -591,14 +590,3 @@ def _try_step_time(ranks: Ranks, verdict: Verdict) -> None:
         f"ours / torch's DDP {ratio:.3f}, median of {num_rounds} turns with {model}"
         f" ({statistics.median(ours) * 1e3:.1f} and {statistics.median(theirs) * 1e3:.1f} ms)"
     )
-
-
-def _time_step(ranks: Ranks, run: TrainingRun) -> float:
-    dist.barrier()
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)
-    start = time.perf_counter()
-    run.step()
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)
-    return time.perf_counter() - start

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.doctor.checks import name_ranks
-from lightning_ddp.tools.doctor.findings import Finding, Level
+from lightning_ddp.tools.doctor.checks import Finding, name_ranks
 from lightning_ddp.tools.doctor.placement import Placement
 from lightning_ddp.tools.doctor.trials import HOST_WAITS, run_trials, trials_of, verdict_key
 from lightning_ddp.tools.ranks import FAILURE_KEY, host_store, run_ranks
@@ -82,9 +81,9 @@ def refusal(placement: Placement) -> Finding | None:
     if placement.world_size == 1:
         return None
     return Finding(
-        level="FAIL",
-        check="verify",
-        message=f"{placement.world_size} processes have been started ({placement.starter}), and --verify"
+        "FAIL",
+        "verify",
+        f"{placement.world_size} processes have been started ({placement.starter}), and --verify"
         " starts those of one machine itself: run `python -m lightning_ddp doctor --verify` once on each"
         " node, without torchrun, and with one task in srun; without --verify `doctor` looks at all of them",
     )
@@ -95,10 +94,10 @@ def verify(wanted: Verification) -> list[Finding]:
     num_gpus = torch.cuda.device_count()
     if wanted.device == "cuda" and num_gpus < wanted.world_size:
         message = f"{wanted.world_size} ranks need as many GPUs, found {num_gpus}"
-        return [_finding("FAIL", "verify", f"{message}: see --processes and --device cpu")]
+        return [Finding("FAIL", "verify", f"{message}: see --processes and --device cpu")]
     names = wanted.checks()
     if not names:
-        return [_finding("FAIL", "verify", f"no check begins with {' or '.join(wanted.only)}")]
+        return [Finding("FAIL", "verify", f"no check begins with {' or '.join(wanted.only)}")]
     trials = trials_of(wanted.device)
     remaining = [name for name in names if name in trials]
     findings: list[Finding] = []
@@ -109,17 +108,13 @@ def verify(wanted: Verification) -> list[Finding]:
             found = list(_try(wanted, remaining, bar))
             findings += found
             remaining = remaining[len(found) :]
-        findings += [_finding("FAIL", name, f"not run, after {_MOST_STARTS} failures") for name in remaining]
+        findings += [Finding("FAIL", name, f"not run, after {_MOST_STARTS} failures") for name in remaining]
         if HOST_WAITS in names and HOST_WAITS not in trials:
             message = "not applicable: on the CPU there is no device that the host could wait for"
-            findings.append(_finding("PASS", HOST_WAITS, message))
+            findings.append(Finding("PASS", HOST_WAITS, message))
         if KILLED in names:
             findings.append(_kill_a_rank(wanted))
     return findings
-
-
-def _finding(level: Level, check: str, message: str) -> Finding:
-    return Finding(level=level, check=check, message=message)
 
 
 # ---------------------------------------------------------------------- trials
@@ -176,7 +171,7 @@ def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Findi
         missing = [rank for rank in ranks if rank not in verdicts]
         if missing:
             there = f"{name_ranks(missing)} did not get to its end: {problem}"
-            yield _finding("FAIL", name, "; ".join([*_problems(verdicts), there]))
+            yield Finding("FAIL", name, "; ".join([*_problems(verdicts), there]))
             return
         yield _conclude(name, verdicts)
 
@@ -198,11 +193,11 @@ def _problems(verdicts: dict[int, dict[str, Any]]) -> list[str]:
 def _conclude(name: str, verdicts: dict[int, dict[str, Any]]) -> Finding:
     problems = _problems(verdicts)
     if problems:
-        return _finding("FAIL", name, "; ".join(problems))
+        return Finding("FAIL", name, "; ".join(problems))
     first = verdicts[0]
     if first["is_slow"]:
-        return _finding("WARN", name, f"{first['figure']}; is the machine busy? `bench step` says more")
-    return _finding("PASS", name, first["figure"])
+        return Finding("WARN", name, f"{first['figure']}; is the machine busy? `bench step` says more")
+    return Finding("PASS", name, first["figure"])
 
 
 def _shorten(text: str) -> str:
@@ -218,7 +213,7 @@ def _kill_a_rank(wanted: Verification) -> Finding:
     """A rank of a script is killed: all others have to name it, and all processes to end."""
     victim = wanted.world_size - 1
     if not victim:
-        return _finding("PASS", KILLED, "not applicable: one rank has nobody to tell")
+        return Finding("PASS", KILLED, "not applicable: one rank has nobody to tell")
     try:
         found = run_to_fault(
             "custom_ddp",
@@ -230,7 +225,7 @@ def _kill_a_rank(wanted: Verification) -> Finding:
             preload=wanted.preload,
         )
     except ToolError as error:
-        return _finding("FAIL", KILLED, _shorten(str(error)))
+        return Finding("FAIL", KILLED, _shorten(str(error)))
     expected = f"PeerFailure of {victim}"
     raised = {rank: found.raised.get(rank, "nothing") for rank in range(victim)}
     problems = [
@@ -241,8 +236,8 @@ def _kill_a_rank(wanted: Verification) -> Finding:
     if found.exit_code == 0:
         problems.append("the script ended with exit code 0")
     if problems:
-        return _finding("FAIL", KILLED, f"rank {victim} was killed in training: {'; '.join(problems)}")
-    return _finding(
+        return Finding("FAIL", KILLED, f"rank {victim} was killed in training: {'; '.join(problems)}")
+    return Finding(
         "PASS",
         KILLED,
         f"rank {victim} was killed in training; {name_ranks(range(victim))} raised PeerFailure that names it"
