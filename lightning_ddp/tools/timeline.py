@@ -11,7 +11,7 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.arguments import (
@@ -112,21 +112,39 @@ class RecordSettings:
     """Where each rank leaves its file."""
     num_steps: int
     """Steps that are kept."""
+    communicates: bool = True
+    """Whether gradients are averaged; else the recording is of what each rank computes."""
 
 
-def record_steps(context: RankContext, settings: RecordSettings) -> None:
-    """Train, and write the last steps of this rank; all ranks, communicates."""
+def record_steps(context: RankContext, settings: RecordSettings) -> list[list[tuple[int, ...]]]:
+    """Train, and write the last steps of this rank; all ranks, communicates.
+
+    Returns:
+        Shapes of the parameters of each bucket, where gradients are not averaged.
+    """
     import socket
 
+    from lightning_ddp.hooks import build_hook
     from lightning_ddp.observe.recording import Recording, save
     from lightning_ddp.tools.contenders import OURS, TrainingRun
     from lightning_ddp.tools.models import build_workload
 
     training = TrainingRun(OURS, build_workload(settings.model, rank=context.rank), context.device)
-    recorder = training.wrapped.record_steps(settings.num_steps)  # type: ignore[operator]  # of BucketedDDP
+    wrapped: Any = training.wrapped
+    shapes: dict[int, list[tuple[int, ...]]] = {}
+    hook = build_hook("noop", wrapped.process_group, context.device)
+
+    def look(state: object, bucket: Any) -> Any:
+        shapes[bucket.index()] = [tuple(parameter.shape) for parameter in bucket.parameters()]
+        return hook(None, bucket)
+
+    if not settings.communicates:
+        wrapped.register_comm_hook(None, look)
+    recorder = wrapped.record_steps(settings.num_steps)
     for _ in range(_NUM_WARMUP_STEPS + settings.num_steps):
         training.step()
         context.synchronize()  # on CUDA a step is kept once the device has finished it
     size, steps = context.world_size, list(recorder.records)
     recording = Recording(rank=context.rank, world_size=size, host=socket.gethostname(), steps=steps)
     save(Path(settings.folder), recording)
+    return [found for _, found in sorted(shapes.items())]

@@ -31,8 +31,9 @@ from lightning_ddp.tools.report import format_table, progress_bar
 
 if TYPE_CHECKING:
     from lightning_ddp.comm.cost import TransferCost
-    from lightning_ddp.tools.bench.calibration import LinkCost, ModelFigures
-    from lightning_ddp.tools.perf_model import BucketPlan, Network, Prediction
+    from lightning_ddp.tools.bench.calibration import LinkCost
+    from lightning_ddp.tools.perf_model import BucketPlan, HookModel, Network, Prediction, StepProfile
+    from lightning_ddp.tools.perf_model.profile import Shapes
 
 NONE: Final = "none"
 """The reducer without a hook."""
@@ -92,6 +93,15 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelFigures:
+    """What is known about a model without communication."""
+
+    profile: StepProfile
+    buckets: tuple[Shapes, ...]
+    """Shapes of the parameters of each bucket."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Curve:
     """A contender's predictions over the numbers of ranks."""
 
@@ -145,19 +155,17 @@ def _predict(args: argparse.Namespace) -> Result:
     plans = {text: plan for text, plan in hooks.items() if plan is not None}
     if args.from_timeline is not None:
         _network(args, None)  # refuses what is missing before hooks are traced, which takes a while
-    recorded, probed, world_size = _record(args, plans) if args.from_timeline is None else _read(args)
+    recorded, probed, world_size = _record(args) if args.from_timeline is None else _read(args)
     network = _network(args, probed)
     cores = args.cores_per_rank or _default_cores(args)
-    is_traced = args.from_timeline is None and args.bucket_caps_mb is None
     figures = _replanned(args, recorded) if args.bucket_caps_mb else recorded
-    if not is_traced:
-        figures = {name: _traced(args, found, plans) for name, found in figures.items()}
     curves = []
     with progress_bar(len(figures) * (len(hooks) + len(averagers)), "bench scaling") as bar:
         for subject, found in figures.items():
             profile = found.profile
+            traced = _traced(args, found, plans)
             for text in args.hooks:
-                hook = found.hooks[text] if text != NONE else plain_model([size for size, _ in profile.ready])
+                hook = traced[text] if text != NONE else plain_model([size for size, _ in profile.ready])
                 rows = [predict_hook(profile, hook, network, n, cores=cores) for n in args.ranks or _RANKS]
                 curves.append(Curve(subject=subject, contender=text, predictions=tuple(rows)))
                 bar.update()
@@ -206,40 +214,39 @@ _Recorded = tuple[dict[str, "ModelFigures"], "LinkCost | None", int]
 """What is known of each subject and of the link, and how many ranks have recorded."""
 
 
-def _record(args: argparse.Namespace, hooks: dict[str, Any]) -> _Recorded:
-    """Lets two ranks train the models and trace the hooks; with the default network, also probes it."""
-    from lightning_ddp.tools.bench.calibration import CalibrationSettings, LinkCost, calibrate, load_figures
+def _record(args: argparse.Namespace) -> _Recorded:
+    """Lets two ranks train the models without communication; then they probe the link between them."""
+    from lightning_ddp.observe.recording import load_folder
+    from lightning_ddp.tools.bench.calibration import CalibrationSettings, LinkCost, calibrate
+    from lightning_ddp.tools.perf_model import StepProfile
     from lightning_ddp.tools.ranks import run_ranks
 
-    models = tuple(dict.fromkeys(args.models))
+    models, figures = tuple(dict.fromkeys(args.models)), {}
     with (
         tempfile.TemporaryDirectory(prefix="lightning_ddp_scaling_") as scratch,
         progress_bar(len(models), "bench scaling: recording") as bar,
     ):
         settings = CalibrationSettings(
-            models=models,
-            hooks=hooks if args.bucket_caps_mb is None else {},
-            num_steps=args.steps,
-            num_probes=_NUM_PROBES,
-            folder=scratch,
+            models=models, num_steps=args.steps, num_probes=_NUM_PROBES, folder=scratch
         )
         options = {"world_size": _NUM_RANKS, "device": args.device, "timeout_s": args.timeout_s}
         results = run_ranks(calibrate, settings, on_progress=bar.update, **options)
-        rests = [result["rests"] for result in results]
-        figures = {model: load_figures(Path(scratch), model, rests) for model in models}
+        for model in models:
+            profile = StepProfile.from_recordings(load_folder(Path(scratch, model)))
+            buckets = tuple(tuple(map(tuple, bucket)) for bucket in results[0]["shapes"][model])
+            figures[model] = ModelFigures(profile=profile, buckets=buckets)
     return figures, LinkCost.of([result["probes"] for result in results]), _NUM_RANKS
 
 
 def _read(args: argparse.Namespace) -> _Recorded:
     """Takes the steps of a run of the user's, with matrices as large as the buckets."""
     from lightning_ddp.observe.recording import load_folder
-    from lightning_ddp.tools.bench.calibration import ModelFigures
     from lightning_ddp.tools.perf_model import StepProfile, square_shapes
 
     recordings = load_folder(args.from_timeline)
     profile = StepProfile.from_recordings(recordings)
     buckets = tuple(square_shapes(size) for size, _ in profile.ready)
-    figures = ModelFigures(profile=profile, buckets=buckets, hooks={})
+    figures = ModelFigures(profile=profile, buckets=buckets)
     return {args.from_timeline.name: figures}, None, recordings[0].world_size
 
 
@@ -261,18 +268,22 @@ def _replanned(args: argparse.Namespace, figures: dict[str, ModelFigures]) -> di
     return replanned
 
 
-def _traced(args: argparse.Namespace, found: ModelFigures, hooks: dict[str, Any]) -> ModelFigures:
-    """The figures with hooks that have run here, with the buckets of these figures."""
+def _traced(args: argparse.Namespace, found: ModelFigures, hooks: dict[str, Any]) -> dict[str, HookModel]:
+    """What hooks do that have run here, with the buckets of these figures."""
     import torch
 
     from lightning_ddp.tools.perf_model import trace_hook
 
     device, num_runs = torch.device(args.device), min(args.steps, 5)
-    traced = {
-        text: trace_hook(plan, found.buckets, device=device, num_runs=num_runs)
-        for text, plan in hooks.items()
-    }
-    return replace(found, hooks=traced)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in each rank
+    try:
+        return {
+            text: trace_hook(plan, found.buckets, device=device, num_runs=num_runs)
+            for text, plan in hooks.items()
+        }
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _network(args: argparse.Namespace, probed: LinkCost | None) -> Network:

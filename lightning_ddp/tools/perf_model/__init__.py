@@ -16,12 +16,11 @@ from lightning_ddp.tools.perf_model.prediction import (
 from lightning_ddp.tools.perf_model.profile import StepProfile, cut_into_buckets, square_shapes
 from lightning_ddp.tools.perf_model.program import HookModel, plain_model
 from lightning_ddp.tools.perf_model.simulation import SimulatedBucket, SimulatedStep, simulate
-from lightning_ddp.tools.perf_model.tracing import HookTracer, merge_traces, trace_hook
+from lightning_ddp.tools.perf_model.tracing import trace_hook
 
 __all__ = [
     "BucketPlan",
     "HookModel",
-    "HookTracer",
     "Network",
     "Prediction",
     "SimulatedBucket",
@@ -29,7 +28,6 @@ __all__ = [
     "StepProfile",
     "Transfer",
     "cut_into_buckets",
-    "merge_traces",
     "plain_model",
     "predict_averager",
     "predict_hook",

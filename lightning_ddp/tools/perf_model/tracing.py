@@ -1,11 +1,11 @@
-"""What a hook does with a bucket, found by letting it run here, alone, with collectives that go nowhere."""
+"""Trace of a hook: what it does with a bucket, noted where it runs alone and its collectives go nowhere."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_ddp.tools.perf_model.network import Kind
 from lightning_ddp.tools.perf_model.profile import Shapes
 from lightning_ddp.tools.perf_model.program import HookModel, Op, Program, Send, Wait, Work
 
-__all__ = ["HookTrace", "HookTracer", "merge_traces", "trace_hook"]
+__all__ = ["trace_hook"]
 
 _SETTLED_STEP = 10**9
 """A step after every warm-up."""
@@ -104,84 +104,10 @@ class _Notebook(Channel):
         return wait
 
 
-@dataclass(frozen=True, kw_only=True)
-class HookTrace:
-    """What a hook has done on one rank."""
-
-    name: str
-    runs: Mapping[int, Sequence[Sequence[Program]]]
-    """Number of ranks -> run -> a program a bucket."""
-
-
-class HookTracer:
-    """Lets a hook reduce random gradients, in the calling thread. Does not communicate.
-
-    Args:
-        spec: of the hook, as for `parse_hook`.
-        buckets: shapes of the parameters of each bucket.
-        nums_ranks: how many ranks there seem to be: one number, or two for what depends on it.
-        device: of the gradients; None for the CPU.
-
-    Raises:
-        ConfigurationError: the specification cannot be used.
-    """
-
-    def __init__(
-        self,
-        spec: Any,
-        buckets: Sequence[Shapes],
-        *,
-        nums_ranks: Sequence[int] = (_NUM_FEW, _NUM_MANY),
-        device: torch.device | None = None,
-    ) -> None:
-        plan = spec if isinstance(spec, HookPlan) else parse_hook(spec)
-        where = device or torch.device("cpu")
-        self._name = plan.name
-        self._channels = {number: _Notebook(number, where) for number in nums_ranks}
-        self._hooks = {number: make_hook(plan, channel) for number, channel in self._channels.items()}
-        for hook in self._hooks.values():
-            if isinstance(hook, StatefulHook):
-                hook.step = _SETTLED_STEP
-        self._parts = [_part(shapes, i, i == len(buckets) - 1) for i, shapes in enumerate(buckets)]
-        self._gradients = [torch.randn(sum(part.sizes), device=where) for part in self._parts]
-        self._runs: dict[int, list[list[Program]]] = {number: [] for number in nums_ranks}
-
-    def run(self) -> None:
-        """A step with each number of ranks: all buckets."""
-        for number, hook in self._hooks.items():
-            programs = []
-            with torch.no_grad():
-                for part, gradient in zip(self._parts, self._gradients, strict=True):
-                    fresh = replace(part, buffer=gradient.clone())
-                    programs.append(self._channels[number].note(partial(hook.run, fresh)))
-            self._runs[number].append(programs)
-
-    def trace(self) -> HookTrace:
-        """What has been done, without the first two runs if there are more."""
-        return HookTrace(
-            name=self._name, runs={number: runs[_NUM_WARMUP:] or runs for number, runs in self._runs.items()}
-        )
-
-
-def merge_traces(traces: Sequence[HookTrace]) -> HookModel:
-    """What a hook does, from what it has done on ranks that ran it at the same time.
-
-    A collective begins once the slowest rank is there: of each piece of arithmetic the longest of the ranks
-    counts, and of that the median over the runs.
-    """
-    programs = {}
-    for number in traces[0].runs:
-        runs = zip(*(trace.runs[number] for trace in traces), strict=True)
-        latest = [[_join(same, max) for same in zip(*ranks, strict=True)] for ranks in runs]
-        programs[number] = tuple(_join(same, statistics.median) for same in zip(*latest, strict=True))
-    few, many = min(programs), max(programs)
-    return HookModel(name=traces[0].name, few=programs[few], many=programs[many], num_few=few, num_many=many)
-
-
 def trace_hook(
     spec: Any, buckets: Sequence[Shapes], *, device: torch.device | None = None, num_runs: int = 5
 ) -> HookModel:
-    """What a hook does with the buckets of a model, with any number of ranks. Does not communicate.
+    """Note what a hook does with the buckets of a model, with any number of ranks. Does not communicate.
 
     Its collectives and their sizes are noted, and the time of its arithmetic between them, after the warm-up
     steps that it may have.
@@ -189,16 +115,30 @@ def trace_hook(
     Args:
         spec: of the hook, as for `parse_hook`.
         buckets: shapes of the parameters of each bucket.
-        device: of the gradients; None for the CPU.
+        device: of the gradients, which are random; None for the CPU.
         num_runs: of whose times the medians are taken.
 
     Raises:
         ConfigurationError: the specification cannot be used.
     """
-    tracer = HookTracer(spec, buckets, device=device)
-    for _ in range(_NUM_WARMUP + num_runs):
-        tracer.run()
-    return merge_traces([tracer.trace()])
+    plan = spec if isinstance(spec, HookPlan) else parse_hook(spec)
+    where = device or torch.device("cpu")
+    parts = [_part(shapes, i, i == len(buckets) - 1) for i, shapes in enumerate(buckets)]
+    gradients = [torch.randn(sum(part.sizes), device=where) for part in parts]
+    programs = []
+    for num_ranks in (_NUM_FEW, _NUM_MANY):
+        channel = _Notebook(num_ranks, where)
+        hook = make_hook(plan, channel)
+        if isinstance(hook, StatefulHook):
+            hook.step = _SETTLED_STEP
+        runs: list[list[Program]] = []
+        with torch.no_grad():
+            for _ in range(_NUM_WARMUP + num_runs):
+                fresh = [replace(part, buffer=g.clone()) for part, g in zip(parts, gradients, strict=True)]
+                runs.append([channel.note(partial(hook.run, part)) for part in fresh])
+        programs.append(tuple(_median(same) for same in zip(*runs[_NUM_WARMUP:], strict=True)))
+    few, many = programs
+    return HookModel(name=plan.name, few=few, many=many, num_few=_NUM_FEW, num_many=_NUM_MANY)
 
 
 def _part(shapes: Shapes, index: int, is_last: bool) -> Part:
@@ -213,10 +153,10 @@ def _part(shapes: Shapes, index: int, is_last: bool) -> Part:
     )
 
 
-def _join(programs: Sequence[Program], choose: Callable[[list[float]], float]) -> Program:
+def _median(programs: Sequence[Program]) -> Program:
     """One program of several that differ in their times."""
     ops: list[Op] = []
     for column in zip(*programs, strict=True):
         seconds = [op.seconds for op in column if isinstance(op, Work)]
-        ops.append(Work(seconds=choose(seconds)) if seconds else column[0])
+        ops.append(Work(seconds=statistics.median(seconds)) if seconds else column[0])
     return tuple(ops)
