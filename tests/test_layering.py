@@ -96,6 +96,20 @@ def test_imports_go_down() -> None:
     assert {room_of(path) for path, target in import_edges() if target == "tools"} == {"cli", "tools"}
 
 
+def test_the_tools_do_not_import_each_other() -> None:
+    """What is shared lies above `bench`, `doctor` and `perf_model`, which know no more than this."""
+    allowed = {"bench": {"perf_model"}, "doctor": set(), "perf_model": set()}
+    tools = PACKAGE / "tools"
+    for path in sorted(tools.rglob("*.py")):
+        parts = path.relative_to(tools).parts
+        here = parts[0] if len(parts) > 1 else ""
+        for module in imported_modules(tree_of(path)):
+            if module.startswith("lightning_ddp.tools."):
+                target = module.split(".")[2]
+                known = allowed.get(here, set())
+                assert target not in allowed or target in {here, *known}, f"{path} imports {module}"
+
+
 def test_the_engine_does_not_know_lightning() -> None:
     for path, target in import_edges():
         if target == "_lightning":

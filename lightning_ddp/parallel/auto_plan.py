@@ -220,7 +220,7 @@ class AutoPlan:
         sizes = [len(spec.indices) for spec in self._default]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         default_s = times.finish_s(ends)
-        computed = self._broadcast(_planning().safe_ends(times) if self._group.rank == 0 else ())
+        computed = self._broadcast(_planning().safe_boundaries(times) if self._group.rank == 0 else ())
         computed_s = times.finish_s(computed)
         report = BucketPlanReport(
             choice="default",

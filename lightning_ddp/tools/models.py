@@ -1,4 +1,4 @@
-"""The four models that the benchmarks train, and one batch for each.
+"""Models that the benchmarks train, and one batch for each.
 
 Each stresses another part of a data-parallel wrapper: `linear500` the per-parameter cost of hooks (1,000
 small parameters), `linear16` bytes (64 MiB of gradients), `transformer6` a usual mix, `convbn40` the

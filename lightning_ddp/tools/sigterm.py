@@ -1,4 +1,4 @@
-"""SIGTERM to a tool: unwinds the main thread once, so that processes, folders and namespaces go."""
+"""SIGTERM handler of the tools: unwinds the main thread once, so that processes and folders go."""
 
 from __future__ import annotations
 

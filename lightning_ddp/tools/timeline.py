@@ -1,4 +1,4 @@
-"""A picture of steps: what each rank computes, which buckets are on their way, and what nothing hides.
+"""Draw recorded steps: what each rank computes, which buckets are on their way, and what nothing hides.
 
 Draws the folder that `CommunicationMonitor(timeline=folder)` has written; without one, it records a model of
 `bench step` in processes of its own. Writes a trace for chrome://tracing or Perfetto, and a PNG or SVG.

@@ -1,4 +1,4 @@
-"""The script whose start, steps or failure is timed; prints when something happens. Run as a file.
+"""Training script whose start, steps or failure is timed; prints when something happens. Run as a file.
 
 Its argument is a JSON object with the keywords of `main`. With the strategy "ddp" it does not import this
 package, which it finds where it is told to.

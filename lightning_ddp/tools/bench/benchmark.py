@@ -1,4 +1,4 @@
-"""What every benchmark is made of: a name, options, a measurement and a table; then files on request."""
+"""Benchmark class: a name, options, a measurement and a table; then files on request."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ a few steps in an order that is shuffled each round, and sleep meanwhile; a barr
 step. The time of a step is that of its slowest rank, the sample of a round is the median of its steps, and
 ratios are paired by round. The peak is that of the largest rank: on a CPU of its resident memory, in which
 memory that ranks share counts once for all of them; on CUDA that of the allocator. On a link (`--links`) all
-contenders share two processes, so that their memory is not told apart.
+contenders share two processes, so that their memory is not told apart. Over 500 lines with options, table and
+what a rank does, which belong together.
 """
 
 from __future__ import annotations

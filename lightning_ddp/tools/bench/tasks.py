@@ -1,4 +1,4 @@
-"""What hooks and averagers are judged by: scanned digits, and characters of Python's standard library."""
+"""Training tasks that judge hooks and averagers: scanned digits, and Python's standard library."""
 
 from __future__ import annotations
 

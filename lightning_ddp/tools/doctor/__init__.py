@@ -1,4 +1,4 @@
-"""`python -m lightning_ddp doctor`: checks that a machine and its ranks are fit for a distributed run.
+"""Doctor: checks that a machine and its ranks are fit for a distributed run.
 
 * `command`: options, the order of things, the exit status;
 * `placement`: who started this process and as which rank, from the environment variables;

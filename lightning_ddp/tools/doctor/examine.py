@@ -1,4 +1,4 @@
-"""What the ranks do together: exchange facts, compare clocks, time all-reduces."""
+"""Examination by all ranks: they exchange facts, compare clocks and time all-reduces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process sees of its machine: JSON values only, so that ranks can send them to each other."""
+"""Facts about a process and its machine, gathered as JSON values that ranks can send to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who started this process and as which rank: what the environment variables say and imply."""
+"""Placement of a process among the others, read from the variables of torchrun, SLURM or the user."""
 
 from __future__ import annotations
 

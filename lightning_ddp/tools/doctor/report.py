@@ -1,4 +1,4 @@
-"""The verdict as text and as JSON."""
+"""Report of the doctor: lays the verdict out as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collective costs: how often it waits for a hop, and the bytes that pass the slowest link."""
+"""Network model: says what a collective costs, in waits for a hop and bytes on the slowest link."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Transfer:
 class Network:
     """Links of one speed between the nodes, faster ones within them.
 
-    * ``ring``: 2 (N-1) hops with 1/N of the bytes each, as gloo does it and NCCL with large tensors;
-    * ``tree``: two binary trees that share the bytes, up and down: as many bytes, 2 log2(N) hops, as NCCL
+    * `ring`: 2 (N-1) hops with 1/N of the bytes each, as gloo does it and NCCL with large tensors;
+    * `tree`: two binary trees that share the bytes, up and down: as many bytes, 2 log2(N) hops, as NCCL
       does it with many ranks. Only sums: what is gathered travels as in a ring;
-    * ``hierarchical``: a sum within each node, a ring of one rank a node, a copy within each node, as this
+    * `hierarchical`: a sum within each node, a ring of one rank a node, a copy within each node, as this
       package's shared-memory transport does it.
 
     The link is the same in both directions at once, and neither switches nor other jobs slow it down.

@@ -1,4 +1,4 @@
-"""Which buckets end a backward soonest, computed from times: pure functions, the same on every rank.
+"""Bucket planning: finds the buckets that end a backward soonest, from ready times and a transfer cost.
 
 A bucket can be launched once its last gradient is there, and buckets are reduced one after the other. So
 small buckets start early and large ones waste less on what each collective costs: the plan that ends soonest
@@ -17,9 +17,9 @@ import torch
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["BackwardTimes", "best_ends", "safe_ends"]
+__all__ = ["BackwardTimes", "best_boundaries", "safe_boundaries"]
 
-_MOST_ATOMS = 128
+_MOST_CHUNKS = 128
 _MOST_BUCKETS = 64
 _TOLERANCE = 0.01
 _SLOWDOWNS = (1.0, 2.0, 4.0)
@@ -51,7 +51,7 @@ class BackwardTimes:
                 f"{len(self.ready_s)} ready times for {len(self.num_bytes)} sizes: expected as many, and some"
             )
 
-    def finish_s(self, ends: Sequence[int]) -> float:
+    def finish_s(self, boundaries: Sequence[int]) -> float:
         """Seconds from the beginning of backward until it is over and all buckets of a plan are reduced.
 
         >>> cost = TransferCost(latency_s=1.0, seconds_per_byte=0.5)
@@ -62,10 +62,10 @@ class BackwardTimes:
         sent = [0, *accumulate(self.num_bytes)]
         ready = list(accumulate(self.ready_s, max))
         finish_s = 0.0
-        for num_launched, (start, end) in enumerate(pairwise([0, *ends])):
+        for num_launched, (start, end) in enumerate(pairwise([0, *boundaries])):
             start_s = max(finish_s, ready[end - 1] + num_launched * self.launch_s)
             finish_s = start_s + self.cost.seconds(sent[end] - sent[start])
-        return max(finish_s, self.backward_s + len(ends) * self.launch_s)
+        return max(finish_s, self.backward_s + len(boundaries) * self.launch_s)
 
     def slowed(self, factor: float) -> BackwardTimes:
         """The same, with collectives that take `factor` times as long."""
@@ -75,7 +75,7 @@ class BackwardTimes:
         return replace(self, cost=cost)
 
 
-def safe_ends(times: BackwardTimes) -> tuple[int, ...]:
+def safe_boundaries(times: BackwardTimes) -> tuple[int, ...]:
     """A plan that is about the best one, and still is where collectives take up to four times as long.
 
     They compete with backward for processors, which nobody can measure beforehand. Where backward hides all
@@ -88,7 +88,7 @@ def safe_ends(times: BackwardTimes) -> tuple[int, ...]:
         times: what the plan has to do with.
     """
     cases = [times.slowed(factor) for factor in _SLOWDOWNS]
-    plans = [best_ends(case) for case in cases]
+    plans = [best_boundaries(case) for case in cases]
     best_s = [case.finish_s(plan) for case, plan in zip(cases, plans, strict=True)]
     if not min(best_s):
         return plans[0]
@@ -101,7 +101,7 @@ def safe_ends(times: BackwardTimes) -> tuple[int, ...]:
     return min(candidates, key=lambda plan: (round(worst_loss(plan), 3), len(plan)))
 
 
-def best_ends(times: BackwardTimes, *, tolerance: float = _TOLERANCE) -> tuple[int, ...]:
+def best_boundaries(times: BackwardTimes, *, tolerance: float = _TOLERANCE) -> tuple[int, ...]:
     """The plan that is finished soonest, of those with at most 64 buckets; of equal ones that with fewest.
 
     Exact for up to 128 parameters; of more, neighbours are taken together until they have a 128th of all
@@ -112,15 +112,16 @@ def best_ends(times: BackwardTimes, *, tolerance: float = _TOLERANCE) -> tuple[i
         tolerance: by which part of the time a plan may be later if it has fewer buckets.
 
     >>> cost = TransferCost(latency_s=1.0, seconds_per_byte=0.5)
-    >>> best_ends(BackwardTimes(ready_s=(1.0, 2.0, 4.0), num_bytes=(2, 2, 2), backward_s=4.0, cost=cost))
+    >>> times = BackwardTimes(ready_s=(1.0, 2.0, 4.0), num_bytes=(2, 2, 2), backward_s=4.0, cost=cost)
+    >>> best_boundaries(times)
     (2, 3)
     """
-    atoms = _atom_ends(times.num_bytes)
+    chunks = _chunk_boundaries(times.num_bytes)
     ready = list(accumulate(times.ready_s, max))
     sent = [0, *accumulate(times.num_bytes)]
-    ready_s = torch.tensor([ready[end - 1] for end in atoms], dtype=torch.float64)
-    sent_bytes = torch.tensor([sent[end] for end in (0, *atoms)], dtype=torch.float64)
-    # cost_s[i, j]: of a bucket of the atoms j to i, both included
+    ready_s = torch.tensor([ready[end - 1] for end in chunks], dtype=torch.float64)
+    sent_bytes = torch.tensor([sent[end] for end in (0, *chunks)], dtype=torch.float64)
+    # cost_s[i, j]: of a bucket of the chunks j to i, both included
     cost_s = times.cost.latency_s + times.cost.seconds_per_byte * (sent_bytes[1:, None] - sent_bytes[:-1])
     cost_s.masked_fill_(torch.ones_like(cost_s, dtype=torch.bool).triu(1), float("inf"))
     finish_s, starts = _finish_by_count(cost_s, ready_s, times.launch_s)
@@ -129,10 +130,10 @@ def best_ends(times: BackwardTimes, *, tolerance: float = _TOLERANCE) -> tuple[i
     ]
     latest = min(totals) * (1 + tolerance)
     count = next(index for index, total in enumerate(totals) if total <= latest)
-    position = len(atoms)
+    position = len(chunks)
     ends = []
     while position:
-        ends.append(atoms[position - 1])
+        ends.append(chunks[position - 1])
         position = int(starts[count][position - 1])
         count -= 1
     return tuple(reversed(ends))
@@ -144,15 +145,15 @@ def _finish_by_count(
     """Dynamic programming over the number of buckets.
 
     Args:
-        cost_s: [i, j]: of a bucket from atom j to atom i; infinite where j > i.
-        ready_s: when each atom is there.
+        cost_s: [i, j]: of a bucket from chunk j to chunk i; infinite where j > i.
+        ready_s: when each chunk is there.
         launch_s: by which each launch holds up what follows.
 
     Returns:
         For 1, 2 ... buckets: when the last one is finished at the soonest, and per atom, as the last one of
-        all, the first atom of the last bucket.
+        all, the first chunk of the last bucket.
     """
-    before = torch.full_like(ready_s, float("inf"))  # [j]: when the atoms before j are reduced
+    before = torch.full_like(ready_s, float("inf"))  # [j]: when the chunks before j are reduced
     before[0] = 0.0
     finish_s, starts = [], []
     for num_launched in range(min(len(ready_s), _MOST_BUCKETS)):
@@ -164,16 +165,16 @@ def _finish_by_count(
     return finish_s, starts
 
 
-def _atom_ends(num_bytes: Sequence[int]) -> list[int]:
+def _chunk_boundaries(num_bytes: Sequence[int]) -> list[int]:
     """Where parts of similar size end that are not divided, at most 128 of them."""
-    if len(num_bytes) <= _MOST_ATOMS:
+    if len(num_bytes) <= _MOST_CHUNKS:
         return list(range(1, len(num_bytes) + 1))
     total = sum(num_bytes)
     ends, next_share, sent = [], 1, 0
     for position, size in enumerate(num_bytes, start=1):
         sent += size
-        if sent * _MOST_ATOMS >= next_share * total and size:
+        if sent * _MOST_CHUNKS >= next_share * total and size:
             ends.append(position)
-            next_share = sent * _MOST_ATOMS // total + 1
+            next_share = sent * _MOST_CHUNKS // total + 1
     ends[-1:] = [len(num_bytes)]
     return ends

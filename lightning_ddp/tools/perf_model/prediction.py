@@ -1,4 +1,4 @@
-"""Step times of hooks and averagers with a given number of ranks, and the buckets that make them short."""
+"""Predictions of step times with a given number of ranks, and the buckets that make them short."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_ddp.comm.chunks import CHUNK_NUMEL
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.tools.perf_model.network import Network
-from lightning_ddp.tools.perf_model.planning import BackwardTimes, best_ends, safe_ends
+from lightning_ddp.tools.perf_model.planning import BackwardTimes, best_boundaries, safe_boundaries
 from lightning_ddp.tools.perf_model.profile import StepProfile, cut_sizes, num_bytes_of
 from lightning_ddp.tools.perf_model.program import HookModel, plain_model
 from lightning_ddp.tools.perf_model.simulation import simulate
@@ -195,7 +195,7 @@ def recommend_buckets(
         return predict_hook(profile.rebucketed(buckets), model, network, num_ranks, cores=cores).step_s
 
     recorded = [size for size, _ in profile.ready]
-    plans = [_sums(sizes, ends) for ends in (safe_ends(times), best_ends(times))]
+    plans = [_sums(sizes, ends) for ends in (safe_boundaries(times), best_boundaries(times))]
     found = []
     for plan in (recorded, *plans):
         caps_mb = _caps_mb(sizes, plan)

@@ -1,4 +1,4 @@
-"""What the ranks compute in a step, without communication: from recorded steps."""
+"""Step profile: takes from recorded steps what the ranks compute, without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hook does with a bucket, as steps that can be simulated, and how that depends on the ranks."""
+"""Hook programs: describe what a hook does with a bucket, so that it can be simulated with more ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step as a sequence of events: backward, the thread of a hook, the link, and the cores they share."""
+"""Simulation of a step: plays backward, the thread of a hook, the link, and the cores they share."""
 
 from __future__ import annotations
 
