@@ -1,8 +1,8 @@
-"""Command line: ``python -m lightning_ddp``.
+"""Command line: `python -m lightning_ddp`.
 
-Two tables list the commands: ``_COMMANDS`` for the top level, ``_BENCHES`` for what stands under ``bench``.
-A command is any module (or object) with ``add_arguments(parser)`` and ``run(args) -> int``; the first line of
-its docstring is its help. Command modules import torch inside ``run``, so ``--help`` stays fast.
+Two tables list the commands: `_COMMANDS` for the top level, whose help is their docstrings' first line, and
+`_BENCHMARKS` for what stands under `bench`. A command is any module or object with
+`add_arguments(parser)` and `run(args) -> int`. They import torch inside `run`, so that `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -14,21 +14,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.bench import (
-    BenchmarkError,
-    allreduce,
-    channel,
-    failures,
-    hooks,
-    launch,
-    memory,
-    scaling,
-    step,
-    timeline,
-)
-from lightning_ddp.bench.ending import unwinds_at_sigterm
-from lightning_ddp.bench.report import format_table
-from lightning_ddp.doctor import command as doctor
+from lightning_ddp.tools import ToolError, timeline
+from lightning_ddp.tools.bench.failures import FAILURES
+from lightning_ddp.tools.bench.hooks import HOOKS
+from lightning_ddp.tools.bench.launch import LAUNCH
+from lightning_ddp.tools.bench.scaling import SCALING
+from lightning_ddp.tools.bench.step import STEP
+from lightning_ddp.tools.doctor import command as doctor
+from lightning_ddp.tools.report import format_table
+from lightning_ddp.tools.sigterm import unwinds_at_sigterm
 
 
 class Command(Protocol):
@@ -64,34 +58,25 @@ class Variants:
 
 
 _COMMANDS: Mapping[str, Command] = {"variants": Variants(), "doctor": doctor, "timeline": timeline}
-_BENCHES: Mapping[str, Command] = {
-    "step": step,
-    "memory": memory,
-    "allreduce": allreduce,
-    "launch": launch,
-    "failures": failures,
-    "hooks": hooks,
-    "channel": channel,
-    "scaling": scaling,
-}
+_BENCHMARKS = (STEP, LAUNCH, FAILURES, HOOKS, SCALING)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of every command and sub-command.
 
     Returns:
-        A parser whose namespace has ``run``, the chosen command's function.
+        A parser whose namespace has `run`, the chosen command's function.
     """
     parser = argparse.ArgumentParser(
         prog="python -m lightning_ddp", description="Inspect and measure lightning_ddp on this machine."
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, command in _COMMANDS.items():
-        _add_command(commands, name, command)
+        _add_command(commands, name, command, (inspect.getdoc(command) or "").partition("\n")[0])
     bench = commands.add_parser("bench", help="Measure this package beside torch and Lightning.")
     benches = bench.add_subparsers(dest="bench", metavar="benchmark", required=True)
-    for name, command in _BENCHES.items():
-        _add_command(benches, name, command)
+    for benchmark in _BENCHMARKS:
+        _add_command(benches, benchmark.name, benchmark, benchmark.summary)
     return parser
 
 
@@ -99,14 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: The arguments after the program's name; ``sys.argv[1:]`` when left out.
+        argv: The arguments after the program's name; `sys.argv[1:]` when left out.
 
     Returns:
         The exit status: 0 for success, 1 for a benchmark or a check that failed.
         (SIGTERM ends a benchmark with 143 when it has removed what it had made.)
 
     Raises:
-        SystemExit: With status 2 on a usage error, with status 0 after ``--help``.
+        SystemExit: With status 2 on a usage error, with status 0 after `--help`.
     """
     args = build_parser().parse_args(argv)
     # the doctor has nothing to remove, unless it starts a script to kill a rank of; it waits for other ranks
@@ -116,16 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with scope:
             status: int = args.run(args)
-    except BenchmarkError as error:
+    except ToolError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return status
 
 
 def _add_command(
-    parsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, command: Command
+    parsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, command: Command, summary: str
 ) -> None:
-    summary = (inspect.getdoc(command) or "").partition("\n")[0]
     parser = parsers.add_parser(name, help=summary, description=summary)
     command.add_arguments(parser)
     parser.set_defaults(run=command.run)

@@ -5,7 +5,9 @@ No test asserts a time: figures depend on the machine, their meaning does not.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.util
 import json
 import math
 import subprocess
@@ -20,13 +22,17 @@ import torch
 import torch.distributed as dist
 
 import lightning_ddp
-from lightning_ddp.bench import BenchmarkError, contenders, step
-from lightning_ddp.bench.arguments import GLOO, MODEL_NAMES, OURS, SHARED, TORCH_DEFAULT, TORCH_FLAGS
-from lightning_ddp.bench.contenders import TrainingRun
-from lightning_ddp.bench.launch import time_first_batch
-from lightning_ddp.bench.models import WORKLOADS, build_workload, compute_loss
-from lightning_ddp.bench.processes import RankContext, run_ranks
-from lightning_ddp.bench.report import (
+from lightning_ddp.cli import build_parser, main
+from lightning_ddp.tools import ToolError, contenders
+from lightning_ddp.tools.arguments import MODEL_NAMES, picture_path
+from lightning_ddp.tools.bench import step
+from lightning_ddp.tools.bench.benchmark import Benchmark, Result
+from lightning_ddp.tools.bench.launch import time_first_batch
+from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps
+from lightning_ddp.tools.contenders import OURS, TORCH_DEFAULT, TORCH_FLAGS, TrainingRun
+from lightning_ddp.tools.models import WORKLOADS, build_workload, compute_loss
+from lightning_ddp.tools.ranks import RankContext, RoundRobin, run_ranks, shuffled
+from lightning_ddp.tools.report import (
     Comparison,
     compare,
     format_table,
@@ -34,10 +40,6 @@ from lightning_ddp.bench.report import (
     paired_ratio,
     write_report,
 )
-from lightning_ddp.bench.step_times import StepSettings, check_agreement, time_steps
-from lightning_ddp.bench.turns import Turns
-from lightning_ddp.bench.workers import shuffled
-from lightning_ddp.cli import main
 
 PACKAGE_ROOT = Path(lightning_ddp.__file__).parents[1]
 RUN_TIMEOUT_S = 240
@@ -86,8 +88,13 @@ def test_comparison_puts_the_reference_above_the_fraction_line() -> None:
 def test_step_time_of_a_round_is_the_median_step_of_the_slowest_rank() -> None:
     first = {"m": {OURS: [[0.001, 0.005, 0.002], [0.004, 0.004, 0.004]]}}
     second = {"m": {OURS: [[0.003, 0.001, 0.001], [0.001, 0.009, 0.004]]}}
+    settings = StepSettings(
+        models=("m",), contenders=(OURS, "b"), num_rounds=2, num_steps=3, num_warmup_steps=0
+    )
+    other = {"m": {"b": [[0.007], [0.008]]}}  # a replica that has trained another contender
+    found = step.reduce_ranks([first, second, other, other], settings)
     # slowest rank per step: (3, 5, 2) and (4, 9, 4) milliseconds
-    assert step.reduce_ranks([first, second]) == {"m": {OURS: pytest.approx([3.0, 4.0])}}
+    assert found == {"m": {OURS: pytest.approx([3.0, 4.0]), "b": pytest.approx([7.0, 8.0])}}
 
 
 def test_geometric_mean_takes_the_fastest_flags_of_each_model() -> None:
@@ -144,7 +151,7 @@ def test_report_holds_samples_and_summary_and_refuses_nan(tmp_path: Path) -> Non
         (["bench", "nonsense"], "invalid choice: 'nonsense'"),
         (["bench", "step", "--rounds", "0"], "at least 1, got '0'"),
         (["bench", "step", "--models", "nonsense"], "invalid choice: 'nonsense'"),
-        (["bench", "memory", "--timeout-s", "inf"], "above 0, got 'inf'"),
+        (["bench", "step", "--timeout-s", "inf"], "above 0, got 'inf'"),
         (["bench", "launch", "--json", "no_such_folder/a.json"], "existing folder"),
     ],
 )
@@ -158,8 +165,10 @@ def test_usage_error_exits_with_2_and_prints_usage(
     assert message in error
 
 
-@pytest.mark.parametrize("name", ["step", "memory", "allreduce", "launch", "failures", "channel"])
-def test_every_benchmark_has_the_common_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["step", "launch", "failures"])
+def test_every_benchmark_of_training_has_the_common_options(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["bench", name, "--help"])
     described = capsys.readouterr().out
@@ -168,14 +177,81 @@ def test_every_benchmark_has_the_common_options(name: str, capsys: pytest.Captur
 
 
 def test_failed_benchmark_exits_with_1_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lightning_ddp.bench.launch.SCRIPT", "raise SystemExit('no such cluster')")
-    assert main(["bench", "launch", "--rounds", "1"]) == 1
+    script = tmp_path / "first_batch.py"
+    script.write_text("raise SystemExit('no such cluster')")
+    monkeypatch.setattr("lightning_ddp.tools.bench.launch.SCRIPT", script)
+    assert main(["bench", "launch", "--rounds", "1", "--parts", "first_batch"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: first_batch.py")
     assert "no such cluster" in captured.err
+
+
+@pytest.mark.parametrize("name", ["launch", "failures", "hooks", "scaling"])
+def test_a_benchmark_that_starts_its_own_processes_is_refused_under_torchrun(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench", name]) == 1
+    assert f"bench {name} starts its own processes" in capsys.readouterr().err
+
+
+# Files that are asked for
+
+SAMPLES = {size: {"ours": [1.0, 1.1, 1.3], "theirs": [float(size), 2.0, 2.2]} for size in ("4", "64", "256")}
+
+
+def report_of(samples: dict[str, dict[str, list[float]]], *options: str) -> int:
+    result = Result(samples=samples, references="ours", settings={"rounds": 3}, extra={"more": 1})
+    benchmark = Benchmark(
+        name="toy",
+        summary="",
+        unit="ms",
+        options=lambda parser: None,
+        measure=lambda args: result,
+        table=lambda found: f"{len(found.comparisons)} subjects",
+        title="the title",
+    )
+    parser = argparse.ArgumentParser()
+    benchmark.add_arguments(parser)
+    return benchmark.run(parser.parse_args(options))
+
+
+def test_the_files_that_were_asked_for_are_written_and_no_other(tmp_path: Path, capsys) -> None:
+    assert report_of(SAMPLES, "--json", str(tmp_path / "a.json")) == 0
+    assert report_of(SAMPLES, "--plot", str(tmp_path / "a.svg")) == 0
+    assert report_of({"64": {"ours": [1.0], "theirs": [2.0]}}, "--plot", str(tmp_path / "b.png")) == 0
+    assert capsys.readouterr().out.startswith("3 subjects\n3 subjects\npicture: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.svg", "b.png"]
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert set(document) == {"benchmark", "environment", "settings", "unit", "summary", "samples"}
+    assert document["samples"] == SAMPLES
+    assert document["summary"]["more"] == 1
+    assert document["summary"]["comparisons"]["4"]["theirs"]["median"] == 2.2
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    picture = (tmp_path / "a.svg").read_text()  # matplotlib writes each text into a comment
+    ratio = compare(SAMPLES["4"], reference="ours")["theirs"].ratio
+    for text in (*SAMPLES, "ours", "theirs", "bench toy: the title", "ms", f"2.2 (ratio {ratio:.2f})"):
+        assert f"<!-- {text} -->" in picture, text
+
+
+@pytest.mark.parametrize("name", ["step", "launch", "failures", "hooks", "scaling"])
+def test_every_benchmark_writes_a_report_and_a_picture(name: str, tmp_path: Path) -> None:
+    options = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]
+    args = build_parser().parse_args(["bench", name, *options])
+    assert (args.json, args.plot) == (tmp_path / "a.json", tmp_path / "a.svg")
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert picture_path("a.SVG") == Path("a.SVG")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"expected one of .png, .svg, .pdf, got 'a.txt'"):
+        picture_path("a.txt")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(argparse.ArgumentTypeError, match="needs matplotlib: pip install matplotlib"):
+        picture_path("a.png")
 
 
 # Models and contenders
@@ -257,16 +333,16 @@ def fail_on_rank_1(context: RankContext, message: str) -> None:
 @pytest.mark.slow
 def test_failing_rank_is_reported_with_its_traceback_and_ends_the_others() -> None:
     # conftest.py fails the test if a process is left
-    with pytest.raises(BenchmarkError, match=r"(?s)rank 1 .*fail_on_rank_1.*ValueError: broken on purpose"):
+    with pytest.raises(ToolError, match=r"(?s)rank 1 .*fail_on_rank_1.*ValueError: broken on purpose"):
         run_ranks(fail_on_rank_1, "broken on purpose", world_size=2, device="cpu", timeout_s=120)
 
 
 def take_three_turns(context: RankContext, orders: list[list[int]]) -> list[list[float]]:
-    """When this process began and ended each of its turns; every order lists the crews."""
-    turns, spans = Turns(context.store, context.world_size), []
+    """When this process began and ended each of its turns; every order lists the replicas."""
+    turns, spans = RoundRobin(context.store, context.world_size), []
     for order in orders:
-        for crew in order:
-            with turns.take(is_mine=crew == context.crew) as is_mine:
+        for replica in order:
+            with turns.take(is_mine=replica == context.replica) as is_mine:
                 if is_mine:
                     start = time.monotonic()
                     for _ in range(50):  # long enough for turns to overlap, if they do
@@ -276,20 +352,22 @@ def take_three_turns(context: RankContext, orders: list[list[int]]) -> list[list
 
 
 @pytest.mark.slow
-def test_crews_have_groups_of_their_own_and_work_in_turns() -> None:
+def test_replicas_have_groups_of_their_own_and_work_in_turns() -> None:
     orders = [[0, 1, 2], [2, 0, 1], [1, 2, 0]]
-    by_process = run_ranks(take_three_turns, orders, world_size=2, num_crews=3, device="cpu", timeout_s=120)
+    by_process = run_ranks(
+        take_three_turns, orders, world_size=2, num_replicas=3, device="cpu", timeout_s=120
+    )
     assert [len(spans) for spans in by_process] == [3] * 6
     ends = 0.0
     for number, order in enumerate(orders):
-        for crew in order:
-            spans = [by_process[2 * crew + rank][number] for rank in range(2)]
+        for replica in order:
+            spans = [by_process[2 * replica + rank][number] for rank in range(2)]
             assert min(start for start, _ in spans) >= ends
             ends = max(end for _, end in spans)
 
 
 def time_steps_without_communication(context: RankContext, settings: StepSettings) -> object:
-    if context.crew == settings.contenders.index(OURS):
+    if context.replica == settings.contenders.index(OURS):
         contenders.wrap = lambda _contender, module, _device: module
     return time_steps(context, settings)
 
@@ -303,12 +381,12 @@ def test_a_wrapper_that_communicates_nothing_is_not_timed() -> None:
         num_steps=1,
         num_warmup_steps=1,
     )
-    with pytest.raises(BenchmarkError, match="the gradients of ours differ from those of torch_ddp by a"):
+    with pytest.raises(ToolError, match="the gradients of ours differ from those of torch_ddp by a"):
         run_ranks(
             time_steps_without_communication,
             settings,
             world_size=2,
-            num_crews=2,
+            num_replicas=2,
             device="cpu",
             timeout_s=120,
         )
@@ -316,14 +394,14 @@ def test_a_wrapper_that_communicates_nothing_is_not_timed() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_missing_gpu_is_named_before_anything_is_spawned() -> None:
-    with pytest.raises(BenchmarkError, match="--world-size 1 needs as many GPUs, found 0"):
+    with pytest.raises(ToolError, match="--world-size 1 needs as many GPUs, found 0"):
         run_ranks(fail_on_rank_1, "", world_size=1, device="cuda", timeout_s=120)
 
 
 def test_time_to_first_batch_is_counted_from_the_start_of_the_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('noise')\nprint(f'FIRST_BATCH {time.time() + 1000:.6f}')\n")
-    seconds = time_first_batch(script, [], timeout_s=60)
+    seconds = time_first_batch(script, {}, timeout_s=60)
     assert 1000 < seconds < 1060
 
 
@@ -331,7 +409,7 @@ def test_time_to_first_batch_is_counted_from_the_start_of_the_script(tmp_path: P
     ("source", "message"),
     [
         ("import sys; print('the reason'); sys.exit(3)", "(?s)ended with status 3.*the reason"),
-        ("print('the reason')", "(?s)did not reach its first batch.*the reason"),
+        ("print('the reason')", "(?s)did not reach FIRST_BATCH.*the reason"),
     ],
 )
 def test_script_without_a_first_batch_is_an_error_with_its_output(
@@ -339,21 +417,21 @@ def test_script_without_a_first_batch_is_an_error_with_its_output(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(source)
-    with pytest.raises(BenchmarkError, match=message):
-        time_first_batch(script, [], timeout_s=60)
+    with pytest.raises(ToolError, match=message):
+        time_first_batch(script, {}, timeout_s=60)
 
 
 def test_hanging_script_is_killed_with_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "child.pid"
     script = tmp_path / "script.py"
     script.write_text(
-        "import pathlib, subprocess, sys\n"
+        "import json, pathlib, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
-        "pathlib.Path(sys.argv[1]).write_text(str(child.pid))\n"
+        "pathlib.Path(json.loads(sys.argv[1])['path']).write_text(str(child.pid))\n"
         "child.wait()\n"
     )
-    with pytest.raises(BenchmarkError, match=r"still running after 2 s"):
-        time_first_batch(script, [str(pid_file)], timeout_s=2)
+    with pytest.raises(ToolError, match=r"still running after 2 s"):
+        time_first_batch(script, {"path": str(pid_file)}, timeout_s=2)
     child = int(pid_file.read_text())
     deadline = time.monotonic() + DEATH_DEADLINE_S
     with contextlib.suppress(psutil.NoSuchProcess):  # gone, which is as good as a zombie
@@ -377,6 +455,7 @@ def test_bench_step_prints_and_writes_every_model_and_contender(tmp_path: Path) 
     rows = [line.split() for line in done.stdout.splitlines()]
     pairs = [[model, contender] for model in models for contender in step.DEFAULT_CONTENDERS]
     assert [row[:2] for row in rows[2 : 2 + len(pairs)]] == pairs
+    assert rows[0][-2:] == ["peak", "MiB"]
     for row in rows[2 : 2 + len(pairs)]:
         assert all(math.isfinite(float(value)) for value in row[2:])
         assert float(row[2]) > 0
@@ -390,44 +469,3 @@ def test_bench_step_prints_and_writes_every_model_and_contender(tmp_path: Path) 
         ratio = document["summary"]["comparisons"][model][contender]["ratio"]
         assert ratio == pytest.approx(paired_ratio(document["samples"][model][OURS], samples))
     assert set(document["summary"]["geometric_mean"]) == {TORCH_DEFAULT, TORCH_FLAGS, step.FASTEST_TORCH}
-
-
-@pytest.mark.slow
-def test_bench_channel_prints_and_writes_every_way_to_run(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "channel.json"
-    arguments = [
-        "--rounds",
-        "2",
-        "--steps",
-        "1",
-        "--models",
-        "convbn40",
-        "--timeout-s",
-        "120",
-        "--json",
-        str(path),
-    ]
-    ways = ("off", "on", "record", "detail")
-    assert main(["bench", "channel", *arguments]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * len(ways)
-    report = json.loads(path.read_text())
-    assert set(report["samples"]) == {"convbn40", "convbn40, CPU"}
-    for samples in report["samples"].values():
-        assert {name: len(values) for name, values in samples.items()} == dict.fromkeys(ways, 2)
-
-
-@pytest.mark.slow
-def test_bench_allreduce_prints_and_writes_every_size_and_transport(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "allreduce.json"
-    options = ["--json", str(path), "--plot", str(tmp_path / "allreduce.svg")]
-    assert main(["bench", "allreduce", "--rounds", "2", "--sizes-kib", "4", "64", *options]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    pairs = [[size, name] for size in ("4", "64") for name in (SHARED, GLOO)]
-    assert [[row[0], row[2]] for row in rows[2:6]] == pairs
-    document = json.loads(path.read_text())
-    for size, name in pairs:
-        samples = document["samples"][size][name]
-        assert len(samples) == 2
-        assert all(math.isfinite(value) and value > 0 for value in samples)
-    assert rows[2][-1] == rows[4][-1] == "1.000"
-    assert f"<!-- {GLOO} -->" in (tmp_path / "allreduce.svg").read_text()

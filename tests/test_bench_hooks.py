@@ -11,17 +11,26 @@ import pytest
 import torch
 
 from lightning_ddp.averaging import parse_averager
-from lightning_ddp.bench.hooks import LEARNERS, LINK_HOOKS, draw, format_learned, format_link, merge_ranks
-from lightning_ddp.bench.links import can_shape_links, run_linked
-from lightning_ddp.bench.tasks import make_task
-from lightning_ddp.bench.traffic import LinkSettings, time_on_link
 from lightning_ddp.cli import main
 from lightning_ddp.hooks import parse_hook
+from lightning_ddp.tools.bench.hooks import (
+    CONVERGENCE_RUNS,
+    LINK_HOOKS,
+    LinkSettings,
+    draw_learned,
+    format_learned,
+    format_link,
+    merge_ranks,
+    time_on_link,
+)
+from lightning_ddp.tools.bench.tasks import make_task
+from lightning_ddp.tools.links import can_shape_links
+from lightning_ddp.tools.ranks import run_ranks
 
 
 def test_every_contender_is_one_that_the_package_has():
-    for task, learner in itertools.product(("digits", "text"), LEARNERS.values()):
-        arguments = learner.arguments(task, 100)
+    for task, run in itertools.product(("digits", "text"), CONVERGENCE_RUNS.values()):
+        arguments = run.arguments(task, 100)
         assert len(arguments) == 1
         if "hook" in arguments:
             parse_hook(arguments["hook"])
@@ -50,7 +59,7 @@ def test_the_tables_hold_medians_and_spreads(tmp_path):
     assert last == ["bf16", "92.000", "1.414", "1.000", "0.500", "2.000"]
     last = format_learned(scores, is_perplexity=True).splitlines()[-1].split()
     assert last == ["bf16", "92.000", "1.414", "1.099", "0.500", "2.000"]
-    draw({"digits": scores}, tmp_path / "a.png")
+    draw_learned({"digits": scores}, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 5000
 
 
@@ -69,7 +78,7 @@ def test_a_task_begins_at_chance_and_ranks_have_other_batches(name, chance):
 
 @pytest.mark.slow
 def test_learning_is_compared_and_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_ddp.bench.hooks._TASKS", {"digits": 60})
+    monkeypatch.setattr("lightning_ddp.tools.bench.hooks._TASKS", {"digits": 60})
     path = tmp_path / "a.json"
     command = ["bench", "hooks", "--links", "--tasks", "digits", "--hooks", "allreduce", "bf16", "diloco_h20"]
     assert main([*command, "--seeds", "1", "--json", str(path)]) == 0
@@ -88,7 +97,7 @@ def test_learning_is_compared_and_written(tmp_path, capsys, monkeypatch):
 @pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
 def test_the_kernel_counts_what_hooks_count_and_a_link_is_as_slow_as_asked():
     settings = LinkSettings(model="convbn40", hooks={"ours": None, "allreduce": "allreduce"}, num_rounds=3)
-    for rank in run_linked(time_on_link, settings, 20.0, 60.0):
+    for rank in run_ranks(time_on_link, settings, world_size=2, timeout_s=60.0, mbit=20.0):
         for row in rank["allreduce"]:
             assert row["counted_bytes"] == 4 * 40 * (32 * 32 * 9 + 32 + 64)
             assert row["counted_bytes"] < row["kernel_bytes"]
@@ -97,3 +106,8 @@ def test_the_kernel_counts_what_hooks_count_and_a_link_is_as_slow_as_asked():
         # headers, and buffers that are broadcast beside the hook; in a slow round also what TCP sent again
         ratios = [row["kernel_bytes"] / row["counted_bytes"] for row in rank["allreduce"]]
         assert statistics.median(ratios) < 1.15, ratios
+
+
+def test_hooks_without_links_and_tasks_have_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "hooks", "--links", "--tasks"]) == 1
+    assert "give --links or --tasks" in capsys.readouterr().err

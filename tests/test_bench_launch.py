@@ -7,23 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp.bench import BenchmarkError, imports
-from lightning_ddp.bench.imports import ALONE, WITH_OURS, added_ms, time_imports
-from lightning_ddp.bench.scripts import PACKAGE_ROOT, compiled_package
 from lightning_ddp.cli import main
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.bench import launch
+from lightning_ddp.tools.bench.launch import ALONE, WITH_OURS, added_ms, time_imports
+from lightning_ddp.tools.scripts import PACKAGE_ROOT, compiled_package
 
 FIRST_BATCH = """
-import sys, time
-strategy, devices, package_root = sys.argv[1:]
-print(f"FIRST_BATCH {time.time() + 10 * int(devices) * (1 + (strategy == 'ddp')):.6f}")
+import json, sys, time
+given = json.loads(sys.argv[1])
+print(f"FIRST_BATCH {time.time() + 10 * given['devices'] * (1 + (given['strategy'] == 'ddp')):.6f}")
 """
 
 
 def test_each_number_of_devices_is_compared_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lightning_ddp.bench.launch.SCRIPT", FIRST_BATCH)
-    path = tmp_path / "a.json"
+    script, path = tmp_path / "first_batch.py", tmp_path / "a.json"
+    script.write_text(FIRST_BATCH)
+    monkeypatch.setattr(launch, "SCRIPT", script)
     options = ["--world-size", "2", "4", "--parts", "first_batch", "--rounds", "1", "--json", str(path)]
     assert main(["bench", "launch", *options]) == 0
     document = json.loads(path.read_text())
@@ -36,25 +38,25 @@ def test_each_number_of_devices_is_compared_by_itself(
 
 def test_the_first_round_of_imports_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([(9.0, 99.0), (1.0, 1.25), (2.0, 2.75)])
-    monkeypatch.setattr(imports, "_NAMESPACES", ("json", "no_such_name"))
-    monkeypatch.setattr(imports, "_time_import", lambda name, package_root, timeout_s: next(times))
-    steps: list[None] = []
-    samples = time_imports(2, timeout_s=1, advance=lambda: steps.append(None))
+    monkeypatch.setattr(launch, "_NAMESPACES", ("json", "no_such_name"))
+    monkeypatch.setattr(launch, "_time_import", lambda name, package_root, timeout_s: next(times))
+    samples = time_imports(2, "", timeout_s=1)
     assert samples == {"import json": {ALONE: [1.0, 2.0], WITH_OURS: [1.25, 2.75]}}
     assert added_ms(samples["import json"]) == 500.0
-    assert len(steps) == 3
+    assert next(times, None) is None
 
 
 @pytest.mark.slow
 def test_the_import_is_that_of_lightning_and_this_package_after_it() -> None:
-    alone, both = imports._time_import("pytorch_lightning", PACKAGE_ROOT, 600.0)
+    alone, both = launch._time_import("pytorch_lightning", str(PACKAGE_ROOT), 600.0)
     assert 0 < alone < both
-    with pytest.raises(BenchmarkError, match=r"(?s)import no_such_name failed .*ModuleNotFoundError"):
-        imports._time_import("no_such_name", PACKAGE_ROOT, 60.0)
+    with pytest.raises(ToolError, match=r"(?s)import no_such_name failed .*ModuleNotFoundError"):
+        launch._time_import("no_such_name", str(PACKAGE_ROOT), 60.0)
 
 
 def test_the_measured_package_has_its_bytecode_and_is_removed() -> None:
-    with compiled_package() as folder:
+    with compiled_package() as name:
+        folder = Path(name)
         sources = list(folder.rglob("*.py"))
         assert len(sources) == len(list((PACKAGE_ROOT / "lightning_ddp").rglob("*.py")))
         assert len(list(folder.rglob("*.pyc"))) == len(sources)

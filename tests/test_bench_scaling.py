@@ -1,23 +1,29 @@
-"""`bench scaling`: from options to tables, files and pictures; validation where namespaces are permitted."""
+"""`bench scaling`: from options to tables, files, pictures and buckets; a run on a link."""
 
 from __future__ import annotations
 
 import json
+import statistics
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from lightning_ddp.bench.calibration import LinkRunSettings, Measured, load_figures, run_on_link
-from lightning_ddp.bench.links import can_shape_links, run_linked
-from lightning_ddp.bench.predicting import parse_contender
-from lightning_ddp.bench.validation import CASES, Outcome, format_outcomes
+from lightning_ddp import BucketedDDP
 from lightning_ddp.cli import main
+from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hooks import parse_hook
 from lightning_ddp.observe.record import BucketRecord, StepRecord
-from lightning_ddp.observe.recording import Recording, save
-from lightning_ddp.scaling import predict_hook
-from lightning_ddp.scaling.network import Network
+from lightning_ddp.observe.recording import Recording, load_folder, save
+from lightning_ddp.tools.bench.calibration import LinkCost
+from lightning_ddp.tools.bench.scaling import parse_contender
+from lightning_ddp.tools.links import can_shape_links
+from lightning_ddp.tools.models import build_workload, compute_loss
+from lightning_ddp.tools.perf_model import Network, StepProfile, plain_model, predict_hook
+from lightning_ddp.tools.ranks import RankContext, run_ranks
+from lightning_ddp.tools.timeline import RecordSettings, record_steps
 
 MS = 1_000_000
 SMALL = ["--hooks", "none", "bf16", "--averagers", "post_local_sgd:period=4"]
@@ -51,8 +57,8 @@ def test_a_timeline_becomes_tables_a_file_and_a_picture(folder: Path, tmp_path: 
     assert main(["bench", "scaling", "--from-timeline", str(folder), *network, *SMALL, *files]) == 0
     document = json.loads(written.read_text())
     assert document["benchmark"] == "scaling"
-    assert document["network"]["hop"] == {"latency_s": 1e-4, "seconds_per_byte": 1e-9}
-    curves = {curve["contender"]: curve["predictions"] for curve in document["predictions"]}
+    assert document["summary"]["network"]["hop"] == {"latency_s": 1e-4, "seconds_per_byte": 1e-9}
+    curves = {curve["contender"]: curve["predictions"] for curve in document["summary"]["predictions"]}
     assert list(curves) == ["none", "bf16", "post_local_sgd:period=4"]
     assert [p["num_ranks"] for p in curves["none"]] == [1, 2, 4096]
     # of two ranks: 6.2 ms after the 20 ms of backward, then 10 ms; without communication 30 ms
@@ -75,7 +81,9 @@ def test_bucket_plans_are_compared(folder: Path, tmp_path: Path) -> None:
     network = ["--latency-us", "1", "--gbit", "8", "--ranks", "2", "--hooks", "none", "--averagers"]
     plans = ["--bucket-caps-mb", "1", "25", "--json", str(written)]
     assert main(["bench", "scaling", "--from-timeline", str(folder), *network, *plans]) == 0
-    found = {c["subject"]: c["predictions"][0] for c in json.loads(written.read_text())["predictions"]}
+    found = {
+        c["subject"]: c["predictions"][0] for c in json.loads(written.read_text())["summary"]["predictions"]
+    }
     assert list(found) == ["steps, 1 MiB", "steps, 25 MiB"]
     assert found["steps, 1 MiB"]["exposed_s"] < found["steps, 25 MiB"]["exposed_s"]
 
@@ -116,10 +124,10 @@ def test_two_ranks_record_trace_and_probe_here(tmp_path: Path, capsys) -> None:
     command = ["bench", "scaling", "--models", "convbn40", "--steps", "2", "--ranks", "1", "2", *SMALL]
     assert main([*command, "--json", str(written)]) == 0
     document = json.loads(written.read_text())
-    assert document["network"]["hop"]["seconds_per_byte"] > 0
-    assert document["network"]["cpu_seconds_per_byte"] > 0
-    assert {curve["subject"] for curve in document["predictions"]} == {"convbn40"}
-    for curve in document["predictions"]:
+    assert document["summary"]["network"]["hop"]["seconds_per_byte"] > 0
+    assert document["summary"]["network"]["cpu_seconds_per_byte"] > 0
+    assert {curve["subject"] for curve in document["summary"]["predictions"]} == {"convbn40"}
+    for curve in document["summary"]["predictions"]:
         assert all(0 < p["compute_s"] <= p["step_s"] for p in curve["predictions"])
     assert "collectives between two processes of this machine" in capsys.readouterr().out
 
@@ -127,65 +135,75 @@ def test_two_ranks_record_trace_and_probe_here(tmp_path: Path, capsys) -> None:
 def test_the_cost_of_a_link_is_found_in_its_probes() -> None:
     # 2 ms of two latencies and 1 ns a byte; CPU half of that
     probes = [[n, 2e-3 + n * 1e-9, n * 5e-10] for n in (4096.0, 1e6, 8e6)]
-    found = Measured.of([probes, probes])
+    found = LinkCost.of([probes, probes])
     assert (found.hop.latency_s, found.hop.seconds_per_byte) == pytest.approx((1e-3, 1e-9))
     assert found.cpu_seconds_per_byte == pytest.approx(5e-10)
-    # where a link saves up during a latency, large collectives take what their bytes take
-    probes = [[n, max(2e-3, n * 1e-9), 0.0] for n in (4096.0, 1e6, 4e6, 8e6)]
-    found = Measured.of([probes, probes], burst_bytes=2_000_000)
-    assert (found.hop.latency_s, found.hop.seconds_per_byte) == pytest.approx((1e-3, 1e-9))
 
 
-def test_errors_are_of_the_median_step() -> None:
-    outcome = Outcome(
-        model="m", hook="int8", mbit=100.0, predicted_s=0.9, compute_s=0.5, measured_s=(0.5, 1.0, 7.0),
-        latency_s=1e-3, seconds_per_byte=8e-8,
-    )  # fmt: skip
-    assert outcome.error == pytest.approx(-0.1)
-    text = format_outcomes([outcome])
-    assert text.splitlines()[2].split() == [
-        "m",
-        "int8",
-        "100",
-        "500.000",
-        "900.000",
-        "1000.000",
-        "3250.000",
-        "-10.000",
-    ]
-    assert "1 of 1 predictions within 15%; the worst: 10.0%" in text
-    assert "the link of 100 Mbit/s: a message takes 1000 us and 100.0 Mbit/s" in text
+# ---------------------------------------------------------------------- buckets
 
 
-def test_at_least_six_cases_are_held_out() -> None:
-    cases = [(mbit, *case) for mbit, of_link in CASES.items() for case in of_link]
-    assert len(cases) >= 6
-    assert min(len({case[i] for case in cases}) for i in (0, 1, 2)) >= 3
-    for _, _, _, spec in cases:
-        assert spec is None or parse_hook(spec)
+def bucket_sizes(context: RankContext, caps_mb: list[float] | None) -> list[int]:
+    """Bytes of the buckets with which `transformer6` is trained."""
+    workload = build_workload("transformer6", rank=context.rank)
+    model = BucketedDDP(workload.module, bucket_cap_mb_list=caps_mb)
+    recorder = model.record_steps()
+    gradients = []
+    for _ in range(3):
+        model.zero_grad()
+        compute_loss(model(workload.batch)).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    mean = gradients[-1].clone()
+    dist.broadcast(mean, 0)
+    assert torch.equal(mean, gradients[-1]), "ranks have other gradients"
+    return [bucket.num_bytes for bucket in list(recorder.records)[-1].buckets]
 
 
-def test_without_iproute2_validation_says_so(monkeypatch, capsys, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["bench", "scaling", "--validate", "--links", "100"]) == 1
-    assert "shaped links need iproute2" in capsys.readouterr().err
+@pytest.mark.slow
+def test_the_buckets_of_a_recorded_run_can_be_used_and_take_no_longer(tmp_path: Path, capsys) -> None:
+    folder, written = tmp_path / "steps", tmp_path / "a.json"
+    settings = RecordSettings(model="transformer6", folder=str(folder), num_steps=4)
+    run_ranks(record_steps, settings, world_size=2, timeout_s=240)
+    network = ["--latency-us", "50", "--gbit", "2"]
+    options = ["--hooks", "none", "--averagers", "--json", str(written)]
+    assert main(["bench", "scaling", "--from-timeline", str(folder), *network, *options]) == 0
+    (plan,) = json.loads(written.read_text())["summary"]["bucket_plans"]["steps"]
+    assert plan["num_ranks"] == 2
+    assert f"bucket_cap_mb_list={plan['caps_mb']}" in capsys.readouterr().out
+    profile = StepProfile.from_recordings(load_folder(folder))
+    hop = Network(hop=TransferCost(latency_s=5e-5, seconds_per_byte=4e-9), num_in_flight=2)
+
+    def step_s(sizes: list[int]) -> float:
+        found = predict_hook(profile.rebucketed(sizes), plain_model(sizes), hop, 2)
+        return found.step_s
+
+    default, sizes = (
+        run_ranks(bucket_sizes, caps_mb, world_size=2, timeout_s=240)[0]
+        for caps_mb in (None, plan["caps_mb"])
+    )
+    assert default == [size for size, _ in profile.ready]
+    assert sizes != default
+    assert plan["step_s"] <= plan["recorded_s"] == pytest.approx(step_s(default))
+    assert step_s(sizes) <= step_s(default)
+
+
+# ---------------------------------------------------------------------- a link
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("namespaces")
 @pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
-def test_a_link_is_measured_beside_what_predicts_it(tmp_path: Path) -> None:
-    settings = LinkRunSettings(
-        cases=(("convbn40", "bf16", "bf16"),), num_rounds=2, num_probes=1, folder=str(tmp_path)
-    )
-    results = run_linked(run_on_link, settings, 100.0, 240.0)
-    found = load_figures(tmp_path, "convbn40", [result["rests"] for result in results])
-    hop = Measured.of([result["probes"] for result in results], 50_000).hop
-    assert 8 / hop.seconds_per_byte < 110e6, "the link is no faster than asked for"
-    hook = found.hooks["bf16"]
-    assert hook.num_bytes_sent(2) == pytest.approx(2 * 40 * (32 * 32 * 9 + 32 + 64), rel=0.01)
-    # nothing is faster than its bytes, which take 60 ms; a loaded machine may be slower by any factor
-    step_s = predict_hook(found.profile, hook, Network(hop=hop), 2).step_s
-    assert step_s > 0.99 * max(found.profile.compute_s, hook.num_bytes_sent(2) * hop.seconds_per_byte)
-    for steps in zip(*(result["seconds"][0] for result in results), strict=True):
-        assert max(steps) > 0.8 * hook.num_bytes_sent(2) * 8 / 100e6
+def test_a_run_on_a_link_is_predicted_from_its_recording(tmp_path: Path) -> None:
+    settings = RecordSettings(model="convbn40", folder=str(tmp_path), num_steps=5)
+    run_ranks(record_steps, settings, world_size=2, timeout_s=240, mbit=20.0)
+    recordings = load_folder(tmp_path)
+    profile = StepProfile.from_recordings(recordings)
+    network = Network(hop=TransferCost(latency_s=2e-4, seconds_per_byte=8 / 20e6), num_in_flight=2)
+    plain = plain_model([size for size, _ in profile.ready])
+    found = predict_hook(profile, plain, network, 2)
+    steps = recordings[0].steps
+    starts = [step.forward_start for step in steps]
+    measured_s = statistics.median(after - before for before, after in pairwise(starts))
+    # nothing is faster than its bytes, which take 600 ms
+    assert found.step_s >= profile.num_bytes * 8 / 20e6
+    assert 0.7 < found.step_s / (measured_s / 1e9) < 1.3

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
-from lightning_ddp.doctor import checks, network
-from lightning_ddp.doctor.examine import Plan, examine, exchange
-from lightning_ddp.doctor.facts import gather_facts
-from lightning_ddp.doctor.findings import Finding
-from lightning_ddp.doctor.measure import Line, Timing, clock_offsets, fit_line, time_all_reduce
-from lightning_ddp.doctor.placement import first_host, place
-from lightning_ddp.doctor.report import format_report
+from lightning_ddp.tools.doctor import checks, network
+from lightning_ddp.tools.doctor.checks import Finding
+from lightning_ddp.tools.doctor.examine import Plan, examine, exchange
+from lightning_ddp.tools.doctor.facts import gather_facts
+from lightning_ddp.tools.doctor.measure import Line, Timing, clock_offsets, fit_line, time_all_reduce
+from lightning_ddp.tools.doctor.placement import first_host, place
+from lightning_ddp.tools.doctor.report import format_report
 
 TORCHRUN = {
     "RANK": "3",
@@ -267,7 +267,7 @@ def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
     """Here rank 0 of two has one: alone in NCCL it would wait for the other."""
     devices = {"backend": "nccl", "devices": ["A"]}
     monkeypatch.setattr(
-        "lightning_ddp.doctor.examine.gather_facts",
+        "lightning_ddp.tools.doctor.examine.gather_facts",
         lambda env, *, rank, local_rank: {**gather_facts(env, rank=rank, local_rank=local_rank), **devices},
     )
     store = dist.HashStore()

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
 from harness import run_ranks, run_threads, run_threads_outcomes
 
-from lightning_ddp.bench.models import build_workload
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import available_hooks, build_hook, parse_hook
+from lightning_ddp.tools.models import build_workload
 
 ONE_EACH_MB = 1e-5
 POWERSGD = {"name": "powersgd", "start_step": 1, "min_compression": 1}

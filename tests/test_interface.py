@@ -40,16 +40,16 @@ def no_named_interface(monkeypatch):
 )
 def test_what_gloo_and_nccl_are_told(found, route, backend, told, monkeypatch):
     address = dict(reversed(found)).get(route, "10.9.9.9")
-    monkeypatch.setattr(interface, "_interfaces", lambda: iter(found))
+    monkeypatch.setattr(interface, "interfaces", lambda: iter(found))
     monkeypatch.setattr(
-        interface, "_route", lambda _: (route if (route, address) in found else None, address)
+        interface, "route_to", lambda _: (route if (route, address) in found else None, address)
     )
     assert interface.choose_interface(address, backend) == told
 
 
 def test_what_the_user_has_named_stays(monkeypatch):
-    monkeypatch.setattr(interface, "_interfaces", lambda: iter(CONTAINERS))
-    monkeypatch.setattr(interface, "_route", lambda _: ("eth0", "10.0.0.7"))
+    monkeypatch.setattr(interface, "interfaces", lambda: iter(CONTAINERS))
+    monkeypatch.setattr(interface, "route_to", lambda _: ("eth0", "10.0.0.7"))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")
     assert interface.choose_interface("10.0.0.7", BOTH) == {"GLOO_SOCKET_IFNAME": "eth0"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")

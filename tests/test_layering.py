@@ -14,9 +14,8 @@ FLOORS = {
     "__main__": 9,
     "__init__": 9,
     "cli": 8,
-    "doctor": 7.5,
+    "tools": 7.5,
     "conf": 7.5,
-    "bench": 7,
     "trainer": 7,
     "variants": 6,
     "callbacks": 6,
@@ -25,7 +24,6 @@ FLOORS = {
     "uneven_fit": 4.5,
     "communication": 4,
     "parallel": 4,
-    "scaling": 4,
     "averaging": 3,
     "hooks": 3,
     "launch": 3,
@@ -45,9 +43,9 @@ KNOWS_LIGHTNING = {
     "trainer",
     "variants",
     "launch",
-    "bench",
+    "tools",
 }
-READS_ENVIRONMENT = {"launch", "bench"}
+READS_ENVIRONMENT = {"launch", "tools"}
 
 
 def room_of(path: Path) -> str:
@@ -95,6 +93,21 @@ def test_imports_go_down() -> None:
 
     edges = [edge for edge in import_edges() if is_up(*edge)]
     assert [f"{path.relative_to(PACKAGE)} -> {target}" for path, target in edges] == []
+    assert {room_of(path) for path, target in import_edges() if target == "tools"} == {"cli", "tools"}
+
+
+def test_the_tools_do_not_import_each_other() -> None:
+    """What is shared lies above `bench`, `doctor` and `perf_model`, which know no more than this."""
+    allowed = {"bench": {"perf_model"}, "doctor": set(), "perf_model": set()}
+    tools = PACKAGE / "tools"
+    for path in sorted(tools.rglob("*.py")):
+        parts = path.relative_to(tools).parts
+        here = parts[0] if len(parts) > 1 else ""
+        for module in imported_modules(tree_of(path)):
+            if module.startswith("lightning_ddp.tools."):
+                target = module.split(".")[2]
+                known = allowed.get(here, set())
+                assert target not in allowed or target in {here, *known}, f"{path} imports {module}"
 
 
 def test_the_engine_does_not_know_lightning() -> None:
@@ -104,7 +117,7 @@ def test_the_engine_does_not_know_lightning() -> None:
     for path in files():
         for module in imported_modules(tree_of(path)):
             if module.split(".")[0] in ("pytorch_lightning", "lightning", "lightning_fabric"):
-                assert room_of(path) in ("_lightning", "bench"), path
+                assert room_of(path) in ("_lightning", "tools"), path
 
 
 def test_only_the_launcher_reads_the_environment() -> None:

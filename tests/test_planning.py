@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.parallel.buckets import ParameterSpec, cut_buckets, plan_buckets
-from lightning_ddp.parallel.planning import BackwardTimes, best_ends, safe_ends
+from lightning_ddp.tools.perf_model.planning import BackwardTimes, best_boundaries, safe_boundaries
 
 
 @st.composite
@@ -37,7 +37,7 @@ def all_plans(size: int) -> list[tuple[int, ...]]:
 @settings(deadline=None)
 @given(backward_times())
 def test_no_plan_ends_sooner_and_none_with_fewer_buckets_ends_as_soon(times: BackwardTimes) -> None:
-    ends = best_ends(times, tolerance=0.0)
+    ends = best_boundaries(times, tolerance=0.0)
     finish_s = times.finish_s(ends)
     for other in all_plans(len(times.ready_s)):
         assert finish_s <= times.finish_s(other) + 1e-9
@@ -50,7 +50,7 @@ def test_no_plan_ends_sooner_and_none_with_fewer_buckets_ends_as_soon(times: Bac
 @given(backward_times())
 def test_a_plan_with_fewer_buckets_is_taken_if_it_ends_a_little_later(times: BackwardTimes) -> None:
     soonest_s = min(map(times.finish_s, all_plans(len(times.ready_s))))
-    ends = best_ends(times, tolerance=0.2)
+    ends = best_boundaries(times, tolerance=0.2)
     assert times.finish_s(ends) <= 1.2 * soonest_s + 1e-9
     for other in all_plans(len(times.ready_s)):
         if len(other) < len(ends):
@@ -87,12 +87,12 @@ def test_a_safe_plan_stays_good_where_the_transport_is_slower_than_measured() ->
         backward_s=100.0,
         cost=TransferCost(latency_s=0.01, seconds_per_byte=0.04),
     )
-    soonest, safe = best_ends(times), safe_ends(times)
+    soonest, safe = best_boundaries(times), safe_boundaries(times)
     slow = times.slowed(4)
     assert soonest[0] > 20  # as all is hidden, it may begin late
-    assert slow.finish_s(soonest) > 1.1 * slow.finish_s(best_ends(slow))
+    assert slow.finish_s(soonest) > 1.1 * slow.finish_s(best_boundaries(slow))
     assert times.finish_s(safe) < 1.03 * times.finish_s(soonest)
-    assert slow.finish_s(safe) < 1.03 * slow.finish_s(best_ends(slow))
+    assert slow.finish_s(safe) < 1.03 * slow.finish_s(best_boundaries(slow))
 
 
 def test_a_gradient_that_comes_late_holds_up_the_buckets_behind_it() -> None:
@@ -103,7 +103,7 @@ def test_a_gradient_that_comes_late_holds_up_the_buckets_behind_it() -> None:
         cost=TransferCost(latency_s=1.0, seconds_per_byte=0.0),
     )
     assert times.finish_s([1, 2]) == 10.0
-    assert best_ends(times) == (2,)
+    assert best_boundaries(times) == (2,)
 
 
 @pytest.mark.parametrize("sizes", [[4224] * 1000, [1, 10_000] * 700, [0] * 300 + [100] * 300 + [0] * 300])
@@ -116,7 +116,7 @@ def test_thousands_of_parameters_get_a_plan_that_hides_what_can_be_hidden(sizes:
         cost=TransferCost(latency_s=1e-4, seconds_per_byte=0.5 / total),
         launch_s=1e-5,
     )
-    ends = best_ends(times)
+    ends = best_boundaries(times)
     assert ends[-1] == len(sizes)
     assert list(ends) == sorted(set(ends))
     assert len(ends) <= 64

@@ -21,7 +21,7 @@ from lightning_ddp.hooks import build_hook
 from lightning_ddp.hooks.base import Part
 from lightning_ddp.observe.record import BucketRecord, StepRecord
 from lightning_ddp.observe.recording import Recording
-from lightning_ddp.scaling import (
+from lightning_ddp.tools.perf_model import (
     HookModel,
     Network,
     SimulatedStep,
@@ -32,7 +32,7 @@ from lightning_ddp.scaling import (
     simulate,
     trace_hook,
 )
-from lightning_ddp.scaling.program import Send, Wait, Work
+from lightning_ddp.tools.perf_model.program import Send, Wait, Work
 
 FREE = Network(hop=TransferCost(latency_s=0, seconds_per_byte=0))
 LINK = Network(hop=TransferCost(latency_s=0.25, seconds_per_byte=0.01))

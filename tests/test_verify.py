@@ -16,12 +16,12 @@ import torch
 
 from lightning_ddp.averaging import available_averagers
 from lightning_ddp.cli import main
-from lightning_ddp.doctor.references import AVERAGERS, HOOKS, Claim
-from lightning_ddp.doctor.trials import HOST_WAITS, Ranks, Verdict, trials_of
-from lightning_ddp.doctor.verify import KILLED
 from lightning_ddp.hooks import available_hooks
 from lightning_ddp.hooks.allreduce import AllReduce
 from lightning_ddp.hooks.base import Part
+from lightning_ddp.tools.doctor.references import AVERAGERS, HOOKS, Claim
+from lightning_ddp.tools.doctor.trials import HOST_WAITS, Ranks, Verdict, trials_of
+from lightning_ddp.tools.doctor.verify import KILLED
 
 DEADLINE_S = 120
 
@@ -177,7 +177,7 @@ SlowMo.update = update
 
 HANGS = """
 import threading
-import lightning_ddp.doctor.trials as trials
+import lightning_ddp.tools.doctor.trials as trials
 
 sound = trials._try_hook
 def hang(ranks, verdict, *, name):
@@ -188,7 +188,7 @@ trials._try_hook = hang
 """
 
 RAISES = """
-import lightning_ddp.doctor.trials as trials
+import lightning_ddp.tools.doctor.trials as trials
 from lightning_ddp.hooks.allreduce import NoOp
 
 def run(self, part):

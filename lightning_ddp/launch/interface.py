@@ -20,9 +20,11 @@ __all__ = [
     "backend_names",
     "choose_interface",
     "describe_route",
+    "interfaces",
     "is_loopback",
     "is_own_address",
     "require_resolvable",
+    "route_to",
 ]
 
 _RESOLVED_WITHIN_S = 30.0
@@ -41,7 +43,7 @@ _Address._fields_ = [
 ]
 
 
-def _interfaces() -> Iterator[tuple[str, str]]:
+def interfaces() -> Iterator[tuple[str, str]]:
     """(interface, address) for each address of this host; nothing where the C library cannot tell."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_Address)()
@@ -70,7 +72,7 @@ def _text_of(address: int | None) -> str | None:
     return None
 
 
-def _route(address: str) -> tuple[str | None, str]:
+def route_to(address: str) -> tuple[str | None, str]:
     """The interface that leads to a host, or None, and this host's address on it.
 
     Raises:
@@ -81,7 +83,7 @@ def _route(address: str) -> tuple[str | None, str]:
         probe.connect(target)  # of a datagram socket: sends nothing
         own = str(probe.getsockname()[0])
     plain = own.partition("%")[0]
-    return next((name for name, text in _interfaces() if text == plain), None), plain
+    return next((name for name, text in interfaces() if text == plain), None), plain
 
 
 def backend_names(backend: str) -> frozenset[str]:
@@ -109,7 +111,7 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
     if not backends & {"gloo", "nccl"}:
         return {}
     try:
-        name, own = _route(address)
+        name, own = route_to(address)
     except OSError:  # whoever connects next says so, with more words
         return {}
     if name is None:
@@ -119,7 +121,7 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
     if not is_local or ("gloo" in backends and address == own):
         chosen["GLOO_SOCKET_IFNAME"] = name
     if "nccl" in backends and not is_local:
-        found = list(dict.fromkeys(interface for interface, _ in _interfaces()))
+        found = list(dict.fromkeys(interface for interface, _ in interfaces()))
         names = _names_for_nccl(found, name)
         if names is not None:
             chosen["NCCL_SOCKET_IFNAME"] = names
@@ -148,7 +150,7 @@ def _names_for_nccl(found: Sequence[str], route: str) -> str | None:
 def describe_route(address: str) -> str:
     """Through which interface an address is reached, for an error message."""
     try:
-        name, own = _route(address)
+        name, own = route_to(address)
     except OSError as error:
         return f"no interface leads to {address} ({error.strerror or error})"
     return f"interface {name or 'unknown'} with address {own} leads to {address}"

@@ -1,8 +1,0 @@
-"""`python -m lightning_ddp doctor`: is this machine, and are these ranks, fit for a distributed run?
-
-* `command`: options, the order of things, the exit status;
-* `placement`: who started this process and as which rank, from the environment variables;
-* `facts`: what this process sees of its machine; `network`: names, interfaces, the store, with deadlines;
-* `examine`: what the ranks do together; `measure`: clocks, all-reduce, and the line through its times;
-* `checks`: pure functions from all that to `findings`; `report`: text and JSON.
-"""

@@ -1,0 +1,430 @@
+"""Hooks and averagers: bytes, time of a step on slow links, and what is learned.
+
+On links of given speeds between two network namespaces, every contender takes its turn with a step of the
+model with 67 MB of gradients; bytes are counted by the hook and by the kernel. Digits and characters are then
+learned with every hook and averager, several seeds each. A picture shows what was learned against the bytes
+that it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.arguments import (
+    add_rounds_argument,
+    add_timeout_argument,
+    positive_float,
+    positive_int,
+)
+from lightning_ddp.tools.bench.benchmark import Benchmark, Result
+from lightning_ddp.tools.contenders import OURS, TORCH_DEFAULT, TrainingRun
+from lightning_ddp.tools.report import draw_bars, format_table, paired_ratio, progress_bar
+
+if TYPE_CHECKING:
+    from lightning_ddp.tools.ranks import RankContext
+
+Rows = Mapping[str, Sequence[Mapping[str, float]]]
+"""Contender -> one entry a round or a seed -> figures."""
+
+LINK_HOOKS: Final[Mapping[str, Any]] = {
+    OURS: None,
+    TORCH_DEFAULT: None,
+    "bf16": "bf16",
+    "int8": "int8",
+    "powersgd_r4": {"name": "powersgd", "rank": 4, "start_step": 0},
+    "topk_1pc": {"name": "topk", "ratio": 0.01},
+    "sign": "sign",
+}
+"""What is timed on links: contender -> specification of a hook; None for a wrapper without one."""
+
+_NUM_WARMUP_STEPS: Final = 3  # buckets are rebuilt after the first, and low-rank factors settle
+_TASKS: Final = {"digits": 800, "text": 2000}
+"""Task -> optimizer steps."""
+_SGD: Final = {"momentum": 0.9, "nesterov": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvergenceRun:
+    """A hook or an averager as it is trained with, of whose settings some follow from the task."""
+
+    hook: Mapping[str, Any] | None = None
+    """Specification of a hook."""
+    averaging: Mapping[str, Any] | None = None
+    """Specification of an averager."""
+    start: float = 0.0
+    """Part of the steps with averaged gradients, before compression or local training."""
+    text_start: float | None = None
+    """The same for the characters; None for `start`."""
+    warmup: float = 0.0
+    """Part of the steps in which the ratio of `topk` falls."""
+    takes_momentum: bool = False
+    """Whether the hook applies the momentum where the task trains with SGD, and the optimizer none."""
+
+    def arguments(self, task: str, num_steps: int) -> dict[str, Any]:
+        """The arguments of `Communication` for a task.
+
+        >>> ConvergenceRun(hook={"name": "sign"}, start=0.1, takes_momentum=True).arguments("text", 300)
+        {'hook': {'name': 'sign', 'start_step': 30}}
+        """
+        key, spec = ("hook", self.hook) if self.hook is not None else ("averaging", self.averaging)
+        chosen = dict(spec or {})
+        start = self.text_start if task == "text" and self.text_start is not None else self.start
+        for option, part in (("start_step", start), ("warmup_steps", self.warmup)):
+            if part:
+                chosen[option] = round(part * num_steps)
+        if self.takes_momentum and task == "digits":
+            chosen |= _SGD
+        return {key: chosen}
+
+
+def _hook(name: str, **options: Any) -> Mapping[str, Any]:
+    return {"name": name, **options}
+
+
+CONVERGENCE_RUNS: Final[Mapping[str, ConvergenceRun]] = {
+    **{name: ConvergenceRun(hook=_hook(name)) for name in ("allreduce", "fp16", "bf16", "int8", "fp8")},
+    "powersgd_r2": ConvergenceRun(hook=_hook("powersgd", rank=2), start=0.1, text_start=0.5),
+    "powersgd_r4": ConvergenceRun(hook=_hook("powersgd", rank=4), start=0.1, text_start=0.5),
+    "topk_1pc": ConvergenceRun(
+        hook=_hook("topk", ratio=0.01), warmup=0.1, text_start=0.5, takes_momentum=True
+    ),
+    "randomk_25pc": ConvergenceRun(hook=_hook("randomk", ratio=0.25), text_start=0.5, takes_momentum=True),
+    "sign": ConvergenceRun(hook=_hook("sign"), start=0.1, text_start=0.5, takes_momentum=True),
+    "post_local_sgd": ConvergenceRun(averaging=_hook("post_local_sgd", period=8), start=0.5),
+    "hierarchical_sgd": ConvergenceRun(averaging=_hook("hierarchical_sgd", periods={8: 0}), start=0.5),
+    "slowmo": ConvergenceRun(averaging=_hook("slowmo", period=8, slow_momentum=0.2), start=0.25),
+    "diloco_h20": ConvergenceRun(averaging=_hook("diloco", period=20, outer_momentum=0.5), start=0.25),
+    "streaming_h20": ConvergenceRun(
+        averaging=_hook("streaming_diloco", period=20, outer_momentum=0.5), start=0.25
+    ),
+}
+"""What is compared by what it learns, with settings for a short run of two ranks: compression begins after
+the warm-up of the learning rate, post-local SGD in the middle, and the outer momentum is small. Hooks that
+let a part of the gradient wait begin in the middle where the characters are learned: Adam at a high rate does
+not bear gradients that are many steps old, so that in a run as short as this they would cost more steps than
+it has."""
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--links",
+        nargs="*",
+        type=positive_float,
+        default=[100.0, 1000.0],
+        metavar="MBIT",
+        help="link speeds in Mbit/s, none to leave out that part (default: 100 1000; needs root)",
+    )
+    add_rounds_argument(parser, 5)
+    names = sorted(CONVERGENCE_RUNS)
+    parser.add_argument(
+        "--hooks", nargs="+", choices=names, metavar="NAME", help="convergence runs (default: all)"
+    )
+    parser.add_argument(
+        "--tasks", nargs="*", choices=sorted(_TASKS), default=sorted(_TASKS), metavar="TASK", help="tasks"
+    )
+    parser.add_argument(
+        "--seeds", type=positive_int, default=5, metavar="N", help="training runs of each (default: 5)"
+    )
+    add_timeout_argument(parser, 7200.0)
+
+
+def _measure(args: argparse.Namespace) -> Result:
+    if not args.links and not args.tasks:
+        raise ToolError("nothing is left to measure: give --links or --tasks")
+    links = {f"{mbit:g}": _time_link(args, mbit) for mbit in args.links}
+    return Result(
+        samples={
+            f"linear16, {mbit} Mbit/s": {
+                name: [1e3 * row["seconds"] for row in of] for name, of in rows.items()
+            }
+            for mbit, rows in links.items()
+        },
+        references=OURS,
+        settings={"rounds": args.rounds, "links": args.links, "tasks": args.tasks, "seeds": args.seeds},
+        extra={"links": links, "learned": _learn(args) if args.tasks else {}},
+    )
+
+
+def _time_link(args: argparse.Namespace, mbit: float) -> Rows:
+    from lightning_ddp.tools.ranks import run_ranks
+
+    settings = LinkSettings(model="linear16", hooks=dict(LINK_HOOKS), num_rounds=args.rounds)
+    return merge_ranks(run_ranks(time_on_link, settings, world_size=2, timeout_s=args.timeout_s, mbit=mbit))
+
+
+def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
+    """Take of each round and figure the larger one of the ranks.
+
+    >>> merge_ranks([{"a": [{"seconds": 1.0}]}, {"a": [{"seconds": 2.0}]}])
+    {'a': [{'seconds': 2.0}]}
+    """
+    return {
+        name: [
+            {key: max(row[key] for row in rows) for key in rows[0]}
+            for rows in zip(*(ranks[name] for ranks in per_rank), strict=True)
+        ]
+        for name in per_rank[0]
+    }
+
+
+def _learn(args: argparse.Namespace) -> dict[str, Rows]:
+    from lightning_ddp.tools.ranks import run_ranks
+
+    names = [name for name in CONVERGENCE_RUNS if not args.hooks or name in args.hooks]
+    tasks = {task: _TASKS[task] for task in args.tasks}
+    contenders = {
+        task: {name: CONVERGENCE_RUNS[name].arguments(task, num_steps) for name in names}
+        for task, num_steps in tasks.items()
+    }
+    settings = LearningSettings(contenders=contenders, num_steps=tasks, seeds=tuple(range(args.seeds)))
+    with progress_bar(len(names) * len(tasks) * args.seeds, "bench hooks") as bar:
+        learned: dict[str, Rows] = run_ranks(
+            train_tasks, settings, world_size=2, timeout_s=args.timeout_s, on_progress=bar.update
+        )[0]
+    return learned
+
+
+# ---------------------------------------------------------------------- tables and the picture
+
+
+def _format(result: Result) -> str:
+    parts = []
+    for mbit, rows in result.extra["links"].items():
+        parts += [f"\n16 x Linear(1024), two ranks, {mbit} Mbit/s each way", format_link(rows)]
+    for task, scores in result.extra["learned"].items():
+        kind = "test accuracy in %" if task == "digits" else "perplexity"
+        parts.append(f"\n{task}: {kind}, {result.settings['seeds']} seeds")
+        parts.append(format_learned(scores, is_perplexity=task != "digits"))
+    return "\n".join(parts)
+
+
+def format_link(rows: Rows) -> str:
+    """Lay out the table of one link."""
+    seconds = {name: [row["seconds"] for row in entries] for name, entries in rows.items()}
+    table = [
+        (
+            name,
+            1e3 * statistics.median(seconds[name]),
+            paired_ratio(seconds[OURS], seconds[name]),
+            statistics.median(row["kernel_bytes"] for row in entries) / 1e6,
+            statistics.median(row["counted_bytes"] for row in entries) / 1e6,
+            1e3 * statistics.median(row["codec_seconds"] for row in entries),
+        )
+        for name, entries in rows.items()
+    ]
+    headers = ("contender", "step ms", "speed-up", "MB by kernel", "MB by hook", "codec ms")
+    return format_table(headers, table)
+
+
+def format_learned(scores: Rows, *, is_perplexity: bool) -> str:
+    """Lay out the table of one task: mean and standard deviation over the seeds, and the difference.
+
+    Accuracies differ by points, perplexities by per cent of the uncompressed one.
+    """
+    reference = _mean(scores["allreduce"], "score") if "allreduce" in scores else None
+    table = []
+    for name, entries in scores.items():
+        mean, spread = _mean(entries, "score"), _spread(entries)
+        change = mean - reference if reference is not None else 0.0
+        if is_perplexity and reference is not None:
+            change *= 100 / reference
+        table.append((name, mean, spread, change, _mean(entries, "part"), _mean(entries, "bytes") / 1e3))
+    unit = "%" if is_perplexity else "points"
+    headers = ("contender", "mean", "st. dev.", f"against allreduce, {unit}", "bytes, part", "kB a step")
+    return format_table(headers, table)
+
+
+def _mean(entries: Sequence[Mapping[str, float]], key: str) -> float:
+    return statistics.mean(row[key] for row in entries)
+
+
+def _spread(entries: Sequence[Mapping[str, float]]) -> float:
+    return statistics.stdev(row["score"] for row in entries) if len(entries) > 1 else 0.0
+
+
+def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
+    if not result.extra["learned"]:
+        draw_bars(result.samples, result.comparisons, path, unit=unit, title=title)
+        return
+    draw_learned(result.extra["learned"], path)
+
+
+def draw_learned(learned: Mapping[str, Rows], path: Path) -> None:
+    """Draw a panel a task: the score against the part of the bytes, with the spread over seeds."""
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
+
+    figure = Figure(figsize=(6.5 * len(learned), 5), layout="constrained")
+    panels = figure.subplots(1, len(learned), squeeze=False)[0]
+    for axes, (task, scores) in zip(panels, learned.items(), strict=True):
+        for name, entries in scores.items():
+            at = (_mean(entries, "part"), _mean(entries, "score"))
+            axes.errorbar(*at, yerr=_spread(entries), marker="o", capsize=2)
+            axes.annotate(name, at, xytext=(4, 4), textcoords="offset points", fontsize=7)
+        axes.set(
+            xscale="log",
+            xlabel="bytes sent, as part of uncompressed float32",
+            ylabel="test accuracy (%)" if task == "digits" else "perplexity",
+            title=task,
+        )
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+# ---------------------------------------------------------------------- what each rank does
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings:
+    """What `time_on_link` measures."""
+
+    model: str
+    """A model of `lightning_ddp.tools.arguments.MODEL_NAMES`."""
+    hooks: dict[str, Any]
+    """Contender -> specification of a hook; None for a wrapper without one."""
+    num_rounds: int
+    """Timed steps of each contender; they take turns."""
+
+
+def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list[dict[str, float]]]:
+    """Time steps of all contenders, which take turns. Both ranks call it; communicates.
+
+    Returns:
+        Contender -> one entry a round: seconds, bytes by the kernel's and by the hook's count, codec seconds.
+    """
+    import torch.distributed as dist
+
+    from lightning_ddp.comm.group import Group
+    from lightning_ddp.communication.wiring import Communication
+    from lightning_ddp.tools.links import read_sent_bytes
+    from lightning_ddp.tools.models import build_workload
+    from lightning_ddp.tools.ranks import shuffled
+
+    runs: dict[str, tuple[TrainingRun, Communication]] = {}
+    for name, hook in settings.hooks.items():
+        wrapper = TORCH_DEFAULT if name == TORCH_DEFAULT else OURS
+        run = TrainingRun(wrapper, build_workload(settings.model, rank=context.rank), context.device)
+        communication = Communication(hook)
+        if wrapper == OURS:
+            communication.register(
+                run.wrapped, Group(dist.group.WORLD), context.device, node_size=1, loss_scale=lambda: 1.0
+            )
+        for _ in range(_NUM_WARMUP_STEPS):
+            run.step()
+        runs[name] = run, communication
+
+    def counts(communication: Communication) -> tuple[int, int, float]:
+        """Bytes that the kernel and the hook have sent, and seconds of the hook's encoding and decoding."""
+        if communication.hook is None:
+            return read_sent_bytes(), 0, 0.0
+        channel = communication.hook.channel
+        return read_sent_bytes(), channel.num_bytes_sent, channel.busy_s - channel.wait_s
+
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for number in range(settings.num_rounds):
+        for name in shuffled(list(runs), seed=number):
+            run, communication = runs[name]
+            before = counts(communication)
+            seconds = context.timed(run.step)
+            dist.barrier()  # a peer that is through has received all that is counted here
+            changes = [b - a for a, b in zip(before, counts(communication), strict=True)]
+            names = ("kernel_bytes", "counted_bytes", "codec_seconds")
+            rows[name].append({"seconds": seconds, **dict(zip(names, changes, strict=True))})
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningSettings:
+    """What `train_tasks` trains."""
+
+    contenders: dict[str, dict[str, dict[str, Any]]]
+    """Task -> contender -> arguments of `Communication`."""
+    num_steps: dict[str, int]
+    """Task -> optimizer steps."""
+    seeds: tuple[int, ...]
+    """One training run each."""
+
+
+def train_tasks(
+    context: RankContext, settings: LearningSettings
+) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """Train every contender on every task with every seed. All ranks call it; communicates.
+
+    Returns:
+        Task -> contender -> one entry a seed: score and bytes a step.
+    """
+    return {
+        task: {
+            name: [_train(context, task, num_steps, arguments, seed) for seed in settings.seeds]
+            for name, arguments in settings.contenders[task].items()
+        }
+        for task, num_steps in settings.num_steps.items()
+    }
+
+
+def _train(
+    context: RankContext, name: str, num_steps: int, arguments: dict[str, Any], seed: int
+) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from lightning_ddp import BucketedDDP
+    from lightning_ddp.comm.group import Group
+    from lightning_ddp.communication.wiring import Communication
+    from lightning_ddp.tools.bench.tasks import make_task
+
+    group = Group(dist.group.WORLD)
+    task = make_task(name, rank=context.rank, world_size=group.size, seed=seed)
+    model = BucketedDDP(task.module)
+    communication = Communication(**arguments)
+    communication.register(model, group, context.device, node_size=1, loss_scale=lambda: 1.0)
+    optimizer = task.make_optimizer(communication.momentum)
+    communication.start(task.module, [optimizer], group)
+    num_local = 0
+    for step in range(num_steps):
+        optimizer.param_groups[0]["lr"] = task.learning_rate * _decay(step, num_steps)
+        optimizer.zero_grad()
+        num_local += not communication.averages_gradients
+        task.loss(model, task.next_batch()).backward()
+        if task.max_norm < math.inf:
+            torch.nn.utils.clip_grad_norm_(task.module.parameters(), task.max_norm)
+        optimizer.step()
+        communication.after_step(optimizer, was_skipped=False)
+    communication.agree()
+    numel = sum(p.numel() for p in task.module.parameters())
+    full = 2 * (group.size - 1) / group.size * 4 * numel
+    sent = 0.0
+    if communication.hook is not None:
+        sent += communication.hook.channel.num_bytes_sent
+    elif communication.averager is not None:
+        sent += full * (num_steps - num_local)  # the reducer's own all-reduces before the local phase
+    if communication.averager is not None:
+        sent += communication.averager.num_bytes_sent
+    context.advance()
+    return {"score": task.score(task.module), "bytes": sent / num_steps, "part": sent / num_steps / full}
+
+
+def _decay(step: int, num_steps: int) -> float:
+    """A rise over the first twentieth, then half a cosine down to zero."""
+    warmup = num_steps / 20
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (num_steps - warmup)))
+
+
+HOOKS: Final = Benchmark(
+    name="hooks",
+    summary="Bytes of hooks and averagers, steps on slow links, and what is learned.",
+    unit="ms",
+    options=_options,
+    measure=_measure,
+    table=_format,
+    draw=_draw,
+    title="a step; the ratio is ours / contender",
+)

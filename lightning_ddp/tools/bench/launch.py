@@ -1,0 +1,193 @@
+"""Time from starting a training script to its first batch: strategy "custom_ddp" beside Lightning's "ddp".
+
+Beside it stands what `import lightning_ddp` adds to the import of Lightning. Each sample starts a real
+script, which starts its other ranks itself, on the CPU, and is ended at its first batch; an import has a
+fresh process. Contenders take turns, and one run of each that is not counted warms the file cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.arguments import add_rounds_argument, add_timeout_argument, add_world_size_argument
+from lightning_ddp.tools.bench.benchmark import Benchmark, Result, format_comparisons
+from lightning_ddp.tools.report import progress_bar
+from lightning_ddp.tools.scripts import TRAINING, compiled_package, run_to_mark
+
+OURS: Final = "custom_ddp"
+STRATEGIES: Final = (OURS, "ddp")
+PARTS: Final = ("first_batch", "import")
+
+ALONE: Final = "alone"
+"""Lightning's import by itself."""
+WITH_OURS: Final = "with lightning_ddp"
+"""Lightning's import and this package's after it."""
+
+SCRIPT = TRAINING
+"""What is started."""
+
+_NAMESPACES = ("pytorch_lightning", "lightning")
+
+_IMPORTS: Final = """\
+import importlib, json, sys, time
+
+sys.path.insert(0, sys.argv[2])
+start = time.perf_counter()
+importlib.import_module(sys.argv[1])
+between = time.perf_counter()
+importlib.import_module("lightning_ddp")
+print(json.dumps([between - start, time.perf_counter() - start]))
+"""
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add_rounds_argument(parser, 10)
+    add_world_size_argument(parser, [2])
+    add_timeout_argument(parser, 120.0)
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=f"what is measured, any of {', '.join(PARTS)} (default: all)",
+    )
+
+
+def _measure(args: argparse.Namespace) -> Result:
+    starts: dict[str, dict[str, list[float]]] = {}
+    imports: dict[str, dict[str, list[float]]] = {}
+    with compiled_package() as package_root:
+        if "first_batch" in args.parts:
+            starts = _time_starts(args, package_root)
+        if "import" in args.parts:
+            imports = time_imports(args.rounds, package_root, timeout_s=args.timeout_s)
+    return Result(
+        samples=starts | imports,
+        references=dict.fromkeys(starts, OURS) | dict.fromkeys(imports, WITH_OURS),
+        settings={"rounds": args.rounds, "world_size": args.world_size, "parts": args.parts},
+        extra={"import_adds_ms": {subject: added_ms(rounds) for subject, rounds in imports.items()}},
+    )
+
+
+def _format(result: Result) -> str:
+    """A row for each start and contender, and what the import adds under them."""
+    lines = [format_comparisons(result.comparisons, ("start", "contender", "ours/contender"), "s")]
+    for subject, milliseconds in result.extra["import_adds_ms"].items():
+        lines.append(
+            f"{subject}: lightning_ddp adds {milliseconds:.1f} ms (median of the rounds' differences)"
+        )
+    return "\n".join(lines)
+
+
+def time_first_batch(script: Path, arguments: dict[str, Any], *, timeout_s: float) -> float:
+    """Run a script to its first training batch, end it there, and return the seconds from its start.
+
+    Args:
+        script: prints `FIRST_BATCH <seconds since the epoch>` at its first batch.
+        arguments: given to it as JSON.
+        timeout_s: seconds that it has to get there.
+
+    Raises:
+        ToolError: the script fails, is too slow or never prints the line. No process is left.
+    """
+    start, found = run_to_mark(script, arguments, "FIRST_BATCH", timeout_s=timeout_s, ends_there=True)
+    return float(found) - start
+
+
+def _time_starts(args: argparse.Namespace, package_root: str) -> dict[str, dict[str, list[float]]]:
+    sizes = tuple(dict.fromkeys(args.world_size))
+    samples = {_subject(size): {name: list[float]() for name in STRATEGIES} for size in sizes}
+    with progress_bar((1 + args.rounds * len(sizes)) * len(STRATEGIES), "bench launch") as bar:
+
+        def time_one(name: str, size: int) -> float:
+            arguments = {"strategy": name, "devices": size, "package_root": package_root}
+            seconds = time_first_batch(SCRIPT, arguments, timeout_s=args.timeout_s)
+            bar.update()
+            return seconds
+
+        for name in STRATEGIES:
+            time_one(name, min(sizes))
+        for number in range(args.rounds):
+            for size in sizes:
+                found = samples[_subject(size)]
+                for name in STRATEGIES if number % 2 else reversed(STRATEGIES):
+                    found[name].append(time_one(name, size))
+                if bar.disable:  # says how far a long run is where no bar does
+                    last = ", ".join(f"{name} {seconds[-1]:.1f} s" for name, seconds in found.items())
+                    text = f"bench launch: round {number + 1} of {args.rounds}, {_subject(size)}: {last}"
+                    print(text, file=sys.stderr, flush=True)
+    return samples
+
+
+def _subject(world_size: int) -> str:
+    return f"first batch, {world_size} devices"
+
+
+def time_imports(
+    num_rounds: int, package_root: str, *, timeout_s: float
+) -> dict[str, dict[str, list[float]]]:
+    """Import Lightning and then this package in fresh processes, one after the other.
+
+    Both names of Lightning take turns, where they are installed. A first round fills the file cache and is
+    not counted.
+
+    Returns:
+        "import <name>" -> `ALONE` and `WITH_OURS` -> seconds of each round.
+
+    Raises:
+        ToolError: a process fails or its deadline passes.
+    """
+    names = [name for name in _NAMESPACES if importlib.util.find_spec(name) is not None]
+    samples = {f"import {name}": {ALONE: list[float](), WITH_OURS: list[float]()} for name in names}
+    with progress_bar((num_rounds + 1) * len(names), "imports") as bar:
+        for round_index in range(num_rounds + 1):
+            for name in names if round_index % 2 else reversed(names):
+                alone, with_ours = _time_import(name, package_root, timeout_s)
+                if round_index > 0:
+                    samples[f"import {name}"][ALONE].append(alone)
+                    samples[f"import {name}"][WITH_OURS].append(with_ours)
+                bar.update()
+    return samples
+
+
+def added_ms(rounds: Mapping[str, Sequence[float]]) -> float:
+    """Median over the rounds of what this package's import adds, in milliseconds.
+
+    >>> added_ms({"alone": [1.0, 2.0, 1.0], "with lightning_ddp": [1.25, 2.5, 1.5]})
+    500.0
+    """
+    return 1e3 * statistics.median(
+        total - alone for alone, total in zip(rounds[ALONE], rounds[WITH_OURS], strict=True)
+    )
+
+
+def _time_import(name: str, package_root: str, timeout_s: float) -> tuple[float, float]:
+    command = [sys.executable, "-c", _IMPORTS, name, package_root]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ToolError(f"import {name} was still running after {timeout_s:g} s") from error
+    if done.returncode != 0:
+        raise ToolError(f"import {name} failed with status {done.returncode}:\n{done.stderr[-4000:]}")
+    alone, with_ours = json.loads(done.stdout.splitlines()[-1])
+    return alone, with_ours
+
+
+LAUNCH: Final = Benchmark(
+    name="launch",
+    summary='Time from starting a script to its first batch, beside Lightning\'s "ddp"; time of the import.',
+    unit="s",
+    options=_options,
+    measure=_measure,
+    table=_format,
+)

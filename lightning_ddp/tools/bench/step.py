@@ -1,0 +1,508 @@
+"""Time and peak memory of a training step: this package's BucketedDDP beside torch's DistributedDataParallel.
+
+Every contender trains its own copy of the same model on ranks of its own: what a wrapper changes in its
+process, such as what the C library does with freed memory, belongs to its figure. Contenders take turns of
+a few steps in an order that is shuffled each round, and sleep meanwhile; a barrier stands before each timed
+step. The time of a step is that of its slowest rank, the sample of a round is the median of its steps, and
+ratios are paired by round. The peak is that of the largest rank: on a CPU of its resident memory, in which
+memory that ranks share counts once for all of them; on CUDA that of the allocator. On a link (`--links`) all
+contenders share two processes, so that their memory is not told apart. Over 500 lines with options, table and
+what a rank does, which belong together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.arguments import (
+    add_device_argument,
+    add_models_argument,
+    add_rounds_argument,
+    add_timeout_argument,
+    add_world_size_argument,
+    positive_float,
+    positive_int,
+)
+from lightning_ddp.tools.bench.benchmark import Benchmark, Result, format_comparisons
+from lightning_ddp.tools.contenders import (
+    BARE,
+    CONTENDERS,
+    OURS,
+    TORCH_DEFAULT,
+    TORCH_FLAGS,
+    TrainingRun,
+    constructor_flags,
+)
+from lightning_ddp.tools.report import Comparisons, progress_bar
+from lightning_ddp.tools.scripts import TRAINING, compiled_package, run_to_mark
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightning_ddp.tools.ranks import RankContext, TorchrunRank
+
+DEFAULT_CONTENDERS: Final = (OURS, TORCH_DEFAULT, TORCH_FLAGS)
+FASTEST_TORCH: Final = "fastest_torch"
+"""Label of the ratio against whichever of torch's sets of flags has the lowest median on a model."""
+
+TRAINER_OURS: Final = "custom_ddp"
+STRATEGIES: Final = (TRAINER_OURS, "ddp")
+"""What takes turns inside a Trainer."""
+
+SCRIPT = TRAINING
+"""What is started for each turn of a Trainer."""
+
+_NUM_TRAINER_STEPS: Final = 8  # times --steps: a script's start is long, so that it is used for more of them
+_TOLERANCE: Final = 1e-3  # relative; rounding stays far below, no communication is 5 to 1000 times above
+_MOST_COMPARED: Final = 8192
+_MIB: Final = 2**20
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add_rounds_argument(parser, 30)
+    add_world_size_argument(parser, None)
+    add_timeout_argument(parser, 1800.0)
+    add_models_argument(parser)
+    add_device_argument(parser)
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=tuple(CONTENDERS),
+        default=list(DEFAULT_CONTENDERS),
+        metavar="NAME",
+        help=f"what takes turns, any of {', '.join(CONTENDERS)} (default: {' '.join(DEFAULT_CONTENDERS)})",
+    )
+    parser.add_argument(
+        "--links",
+        nargs="+",
+        type=positive_float,
+        metavar="MBIT",
+        help="between two network namespaces, on links of these speeds in Mbit/s (Linux, as root)",
+    )
+    parser.add_argument(
+        "--trainer",
+        type=positive_int,
+        metavar="N",
+        help="also N whole runs of a Trainer with each of the strategies custom_ddp and ddp, in turns",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=4,
+        metavar="N",
+        help="timed steps of each contender in a round (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=positive_int,
+        default=5,
+        metavar="N",
+        help="steps of each contender before the first round (default: %(default)s)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What `time_steps` measures."""
+
+    models: tuple[str, ...]
+    """Models, measured one after the other."""
+    contenders: tuple[str, ...]
+    """Contenders, which take turns within each round."""
+    num_rounds: int
+    """Rounds per model."""
+    num_steps: int
+    """Timed steps of each contender in a round."""
+    num_warmup_steps: int
+    """Steps of each contender before the first round; torch rebuilds its buckets after the first of them."""
+
+
+def _measure(args: argparse.Namespace) -> Result | None:
+    from lightning_ddp.tools.ranks import torchrun_rank
+
+    settings = StepSettings(
+        models=tuple(dict.fromkeys(args.models)),
+        contenders=tuple(dict.fromkeys(args.contenders)),
+        num_rounds=args.rounds,
+        num_steps=args.steps,
+        num_warmup_steps=args.warmup,
+    )
+    with torchrun_rank(args) as torchrun:
+        world_size = torchrun.world_size if torchrun is not None else default_world_size(args)
+        _check(args, settings, world_size, is_launched=torchrun is not None)
+        samples, peaks = _measure_steps(args, settings, world_size, torchrun)
+        trained = _measure_trainer(args, settings, world_size) if args.trainer is not None else {}
+    if torchrun is not None and torchrun.rank > 0:
+        return None
+    reference = reference_of(settings.contenders)
+    references = dict.fromkeys(samples, reference) | dict.fromkeys(trained, TRAINER_OURS)
+    flags = {name: constructor_flags(name) for name in settings.contenders}
+    result = Result(
+        samples=samples | trained,
+        references=references,
+        settings={"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup, "trainer": args.trainer}
+        | {"world_size": world_size, "device": args.device, "links": args.links, "flags": flags},
+        extra={"peak_mib": peaks},
+    )
+    steps = {subject: result.comparisons[subject] for subject in samples}
+    result.extra["geometric_mean"] = geometric_means(steps)
+    if trained:
+        in_trainer = [result.comparisons[subject]["ddp"].ratio for subject in trained]
+        result.extra["geometric_mean"]["Trainer ddp"] = statistics.geometric_mean(in_trainer)
+    return result
+
+
+def default_world_size(args: argparse.Namespace) -> int:
+    """The number of ranks that was asked for; else 2, on CUDA as many as there are GPUs for them."""
+    import torch
+
+    if args.world_size is not None:
+        return int(args.world_size)
+    return max(1, min(2, torch.cuda.device_count())) if args.device == "cuda" else 2
+
+
+def _check(args: argparse.Namespace, settings: StepSettings, world_size: int, *, is_launched: bool) -> None:
+    """Raises if what was asked for does not go together."""
+    if BARE in settings.contenders and world_size > 1:
+        raise ToolError(f"{BARE} averages nothing: measure it with --world-size 1")
+    if args.links is not None and (world_size != 2 or args.device != "cpu" or is_launched):
+        raise ToolError("--links joins two ranks on the CPU that it starts itself")
+    if args.trainer is not None and (args.links is not None or is_launched):
+        raise ToolError("--trainer starts its own scripts on this host: without --links, not by torchrun")
+
+
+def _measure_steps(
+    args: argparse.Namespace, settings: StepSettings, world_size: int, torchrun: TorchrunRank | None
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Milliseconds of each round, and MiB at the peak, of each model and contender."""
+    from lightning_ddp.tools.ranks import run_ranks
+
+    links = tuple(dict.fromkeys(args.links or [None]))
+    samples: dict[str, dict[str, list[float]]] = {}
+    peaks: dict[str, dict[str, float]] = {}
+    is_shown = torchrun is None or torchrun.rank == 0
+    total = len(links) * len(settings.models) * settings.num_rounds
+    with progress_bar(total, "bench step", is_shown=is_shown) as bar:
+        for mbit in links:
+            found = run_ranks(
+                time_steps,
+                settings,
+                world_size=world_size,
+                device=args.device,
+                timeout_s=args.timeout_s,
+                num_replicas=len(settings.contenders) if mbit is None else 1,
+                on_progress=bar.update,
+                torchrun=torchrun,
+                mbit=mbit,
+            )
+            for model, rounds in reduce_ranks([rank["seconds"] for rank in found], settings).items():
+                samples[model if mbit is None else f"{model}, {mbit:g} Mbit/s"] = rounds
+            for rank in found:
+                for model, contenders in rank["peak_bytes"].items():
+                    for name, peak in contenders.items():
+                        row = peaks.setdefault(model, {})
+                        row[name] = max(row.get(name, 0.0), peak / _MIB)
+    return samples, peaks
+
+
+RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
+"""What one process has timed: model -> contender -> round -> seconds of each timed step."""
+
+
+def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[str, dict[str, list[float]]]:
+    """Turn the seconds of each rank's steps into one figure per round: the median step of the slowest rank.
+
+    Args:
+        found: of all processes, each of which has timed some contenders.
+        settings: the models and contenders.
+
+    Returns:
+        Model -> contender -> milliseconds of each round.
+    """
+    samples: dict[str, dict[str, list[float]]] = {}
+    for model in settings.models:
+        samples[model] = {}
+        for name in settings.contenders:
+            ranks = [seconds[model][name] for seconds in found if name in seconds[model]]
+            samples[model][name] = [
+                1e3 * statistics.median(max(step) for step in zip(*of_round, strict=True))
+                for of_round in zip(*ranks, strict=True)
+            ]
+    return samples
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def reference_of(contenders: Sequence[str]) -> str:
+    """The contender that stands above the fraction line: ours, or the first if ours is left out."""
+    return OURS if OURS in contenders else contenders[0]
+
+
+def geometric_means(comparisons: Comparisons) -> dict[str, float]:
+    """Geometric mean over the models (and links) of reference / contender.
+
+    Returns:
+        One entry for each contender but the reference; where several are torch's, one more against whichever
+        of them has the lowest median on each model.
+    """
+    names = list(next(iter(comparisons.values())))
+    reference = reference_of(names)
+    means = {
+        name: statistics.geometric_mean(contenders[name].ratio for contenders in comparisons.values())
+        for name in names
+        if name != reference
+    }
+    rivals = [name for name in means if CONTENDERS[name].is_torch]
+    if len(rivals) > 1:
+        means[FASTEST_TORCH] = statistics.geometric_mean(
+            min((contenders[name] for name in rivals), key=lambda figures: figures.median).ratio
+            for contenders in comparisons.values()
+        )
+    return means
+
+
+def format_report(result: Result) -> str:
+    """Lay out the table of all models and contenders, with geometric means and flags under it.
+
+    Args:
+        result: with the settings "flags", and "peak_mib" and "geometric_mean" beside its samples.
+    """
+    flags: Any = result.settings["flags"]
+    means = dict(result.extra["geometric_mean"])
+    reference = reference_of(list(flags))
+    in_trainer = {s: row for s, row in result.comparisons.items() if result.reference(s) == TRAINER_OURS}
+    steps = {s: row for s, row in result.comparisons.items() if s not in in_trainer}
+    columns = {"peak MiB": result.extra["peak_mib"]}
+    trainer_mean = means.pop("Trainer ddp", None)
+    lines = [format_comparisons(steps, ("model", "contender", f"{reference}/contender"), "ms", columns), ""]
+    lines += [f"geometric mean of {reference}/{name}: {mean:.3f}" for name, mean in means.items()]
+    for name, values in flags.items():
+        described = ", ".join(f"{flag}={value}" for flag, value in values.items()) or "defaults"
+        lines.append(f"{name}: {described}")
+    if in_trainer:
+        headers = ("model", "strategy", f"{TRAINER_OURS}/strategy")
+        lines += ["", format_comparisons(in_trainer, headers, "ms"), ""]
+        lines.append(f"geometric mean of {TRAINER_OURS}/ddp: {trainer_mean:.3f}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- what each rank does
+
+
+def time_steps(context: RankContext, settings: StepSettings) -> dict[str, Any]:
+    """Time the training steps of all contenders on each model, in turns; all ranks, communicates.
+
+    Where there are as many replicas as contenders, each trains one of them; a single replica trains all.
+
+    Returns:
+        "seconds": model -> contender of this replica -> round -> seconds of each timed step on this rank;
+        "peak_bytes": model -> contender -> peak of memory, where the process has one contender.
+
+    Raises:
+        RuntimeError: a contender's gradients or buffers differ from those of the others.
+    """
+    from lightning_ddp.tools.ranks import RoundRobin
+
+    turns = RoundRobin(context.store, context.world_size)
+    is_alone = context.num_replicas > 1 or len(settings.contenders) == 1
+    mine = (settings.contenders[context.replica],) if is_alone else settings.contenders
+    found: dict[str, Any] = {"seconds": {}, "peak_bytes": {}}
+    for model in settings.models:
+        found["seconds"][model], peak = _time_model(context, settings, model, mine, turns)
+        if is_alone:
+            found["peak_bytes"][model] = {mine[0]: peak}
+    return found
+
+
+def _time_model(
+    context: RankContext, settings: StepSettings, model: str, mine: Sequence[str], turns: Any
+) -> tuple[dict[str, list[list[float]]], int]:
+    import torch.distributed as dist
+
+    from lightning_ddp.tools.models import build_workload
+    from lightning_ddp.tools.ranks import shuffled
+
+    runs: dict[str, TrainingRun] = {}
+    _forget_peak(context.device)
+    for name in settings.contenders:
+        with turns.take(is_mine=name in mine) as is_mine:
+            if is_mine:
+                runs[name] = TrainingRun(name, build_workload(model, rank=context.rank), context.device)
+                for _ in range(settings.num_warmup_steps):
+                    runs[name].step()
+    seconds: dict[str, list[list[float]]] = {name: [] for name in mine}
+    for round_index in range(settings.num_rounds):
+        for name in shuffled(settings.contenders, seed=round_index):
+            with turns.take(is_mine=name in mine) as is_mine:
+                if is_mine:
+                    runs[name].step()  # brings this contender's weights back into the caches
+                    times = [context.timed(runs[name].step) for _ in range(settings.num_steps)]
+                    seconds[name].append(times)
+        if context.replica == 0:
+            context.advance()
+    dist.barrier()  # what ranks share is in use by all of them
+    peak = _peak_bytes(context.device)
+    dist.barrier()
+    _compare(context, model, settings.contenders, runs, turns)
+    return seconds, peak
+
+
+def _compare(
+    context: RankContext, model: str, contenders: Sequence[str], runs: Mapping[str, TrainingRun], turns: Any
+) -> None:
+    """Checks that all contenders compute the same; those of all replicas, on each rank."""
+    import torch
+
+    from lightning_ddp.tools.models import build_workload
+
+    reference = TORCH_DEFAULT if TORCH_DEFAULT in contenders else contenders[0]
+    key = f"state/{model}/{context.rank}"
+    for name in sorted(contenders, key=lambda contender: contender != reference):
+        with turns.take(is_mine=name in runs) as is_mine:
+            if not is_mine:
+                continue
+            state = runs[name].state_after_one_step(build_workload(model, rank=context.rank))
+            found = {kind: _some(values) for kind, values in state.items()}
+            if name == reference:
+                context.store.set(key, json.dumps({kind: v.tolist() for kind, v in found.items()}))
+                continue
+            expected = json.loads(context.store.get(key))
+            check_agreement(name, found, reference, {k: torch.tensor(v) for k, v in expected.items()})
+
+
+def _some(values: Tensor) -> Tensor:
+    """Some of many elements, always the same ones."""
+    import torch
+
+    if values.numel() <= _MOST_COMPARED:
+        return values.cpu()
+    generator = torch.Generator().manual_seed(values.numel())
+    return values.cpu()[torch.randint(values.numel(), (_MOST_COMPARED,), generator=generator)]
+
+
+def check_agreement(
+    name: str, found: Mapping[str, Tensor], reference: str, expected: Mapping[str, Tensor]
+) -> None:
+    """Compare what a contender computed in one step with what another one did.
+
+    A wrapper that communicated nothing would be the fastest; this keeps it off the table. The step starts
+    from the same weights because from three ranks on sums are rounded in another order, and over many steps a
+    deep network makes of that rounding weights that have nothing in common.
+
+    Args:
+        name: the contender.
+        found: its averaged gradients and buffers, or some elements of each.
+        reference: the other contender.
+        expected: the same of that one.
+
+    Raises:
+        RuntimeError: values are not finite or differ by more than rounding.
+    """
+    for kind, values in found.items():
+        error = ((values - expected[kind]).norm() / expected[kind].norm()).item()
+        if not error <= _TOLERANCE:
+            raise RuntimeError(
+                f"the {kind} of {name} differ from those of {reference} by a relative {error:g} "
+                f"(at most {_TOLERANCE:g} expected): its times mean nothing"
+            )
+
+
+def _forget_peak(device: Any) -> None:
+    """Lets the peak of memory begin at what is in use now."""
+    import torch
+
+    gc.collect()  # the models before
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes(device: Any) -> int:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        # Not ru_maxrss: Linux carries it over exec, so a child starts from its parent's size at the fork.
+        peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:  # not Linux, where nothing is shared either
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak is not None
+    return 1024 * (int(peak[1]) - _kib_of_others())
+
+
+def _kib_of_others() -> int:
+    """The part of this process's shared memory that is the others': each page is split among its users."""
+    total, is_shared = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):  # "7f3c...-7f3d... rw-s 00000000 00:01 7 /memfd:..."
+            is_shared = rest.startswith("rw-s")
+        elif is_shared and name in ("Rss:", "Pss:"):
+            total += int(rest.split()[0]) * (1 if name == "Rss:" else -1)
+    return total
+
+
+# ---------------------------------------------------------------------- inside a Trainer
+
+
+def _measure_trainer(
+    args: argparse.Namespace, settings: StepSettings, world_size: int
+) -> dict[str, dict[str, list[float]]]:
+    """Trains every model under both strategies, a script each, in turns.
+
+    A Trainer owns its processes, so that strategies take turns by whole scripts: each trains some steps of
+    one model, and the median of those after the warm-up is the sample of its turn. Both train the same
+    weights and batches; a step lasts from `on_train_batch_start` to `on_train_batch_end` on rank 0.
+
+    Returns:
+        "<model>, Trainer" -> strategy -> milliseconds of each round.
+    """
+    samples = {f"{model}, Trainer": {name: list[float]() for name in STRATEGIES} for model in settings.models}
+    total = args.trainer * len(settings.models) * len(STRATEGIES)
+    with compiled_package() as package_root, progress_bar(total, "bench step --trainer") as bar:
+        for round_index in range(args.trainer):
+            for model in settings.models:
+                for name in STRATEGIES if round_index % 2 else reversed(STRATEGIES):
+                    arguments = {"strategy": name, "devices": world_size, "accelerator": args.device}
+                    arguments |= {"model": model, "package_root": package_root}
+                    seconds = _train(arguments, settings, args.timeout_s)
+                    samples[f"{model}, Trainer"][name].append(1e3 * statistics.median(seconds))
+                    bar.update()
+    return samples
+
+
+def _train(arguments: dict[str, Any], settings: StepSettings, timeout_s: float) -> list[float]:
+    """Seconds of each step of a script after its warm-up."""
+    num_steps = settings.num_warmup_steps + _NUM_TRAINER_STEPS * settings.num_steps
+    arguments = {**arguments, "num_steps": num_steps}
+    is_ours = arguments["strategy"] == TRAINER_OURS
+    _, found = run_to_mark(SCRIPT, arguments, "STEP_SECONDS", timeout_s=timeout_s, may_fail_later=not is_ours)
+    seconds: list[float] = json.loads(found)
+    if len(seconds) != num_steps:
+        raise ToolError(f"{arguments['strategy']} trained {len(seconds)} steps, {num_steps} expected")
+    return seconds[settings.num_warmup_steps :]
+
+
+STEP: Final = Benchmark(
+    name="step",
+    summary="Time and peak memory of a training step, beside torch's DistributedDataParallel.",
+    unit="ms",
+    options=_options,
+    measure=_measure,
+    table=format_report,
+    joins_torchrun=True,
+)

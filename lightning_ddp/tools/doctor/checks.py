@@ -1,0 +1,295 @@
+"""Checks of what was gathered: pure functions that end in findings, PASS, WARN or FAIL with what to do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_ddp.tools.doctor.measure import Line
+
+__all__ = ["Finding", "Level", "check_answers", "check_interface", "check_line", "name_ranks", "worst"]
+
+Answer = Mapping[str, Any]
+"""What `examine` returns for a rank, or `gather_facts` where it is alone."""
+
+Level = Literal["PASS", "WARN", "FAIL"]
+_LEVELS: tuple[Level, ...] = ("PASS", "WARN", "FAIL")
+
+_LEAST_SHARED_MEMORY = 1 << 30
+_LEAST_OPEN_FILES = 4096
+_LARGEST_CLOCK_SKEW_S = 1.0
+_LARGEST_RELATIVE_ERROR = 0.5
+_SLOW_BYTES_PER_S = 125e6
+_MUST_AGREE = ("torch", "pytorch-lightning", "lightning", "lightning_ddp")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the verdict."""
+
+    level: Level
+    check: str
+    """What was looked at, in a word or two."""
+    message: str
+    """What was found and, unless it passed, what to do."""
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    """The worst level.
+
+    >>> worst([Finding(level="PASS", check="a", message=""), Finding(level="WARN", check="b", message="")])
+    'WARN'
+    """
+    return max((finding.level for finding in findings), key=_LEVELS.index, default="PASS")
+
+
+def check_answers(answers: Sequence[Answer]) -> list[Finding]:
+    """All that is checked on every rank and between them."""
+    return [
+        *_check_versions(answers),
+        *_check_devices(answers),
+        *_on_each_host(answers, "shared memory", check_shared_memory),
+        *_on_each_host(answers, "limits", check_limits),
+        *_check_cpus(answers),
+        *_check_clocks(answers),
+        *_on_each_host(answers, "variables", check_variables),
+        *_findings_of_others(answers),
+    ]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> name_ranks([0]), name_ranks([3, 0, 1, 2, 7])
+    ('rank 0', 'ranks 0-3, 7')
+    """
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _groups(answers: Sequence[Answer], key: Callable[[Answer], Hashable]) -> dict[Any, list[int]]:
+    """Value -> ranks that have it."""
+    found: dict[Any, list[int]] = defaultdict(list)
+    for answer in answers:
+        found[key(answer)].append(answer["rank"])
+    return found
+
+
+# ---------------------------------------------------------------------- between the ranks
+
+
+def _check_versions(answers: Sequence[Answer]) -> list[Finding]:
+    findings = []
+    for name in _MUST_AGREE:
+        versions = _groups(answers, lambda answer, name=name: answer["packages"].get(name))  # type: ignore[misc]
+        if len(versions) > 1:
+            listed = "; ".join(f"{name_ranks(ranks)}: {version}" for version, ranks in versions.items())
+            findings.append(
+                Finding("FAIL", "versions", f"{name} differs ({listed}): install one version everywhere")
+            )
+    pythons = _groups(answers, lambda answer: answer["python"])
+    if len(pythons) > 1:
+        listed = "; ".join(f"{name_ranks(ranks)}: {version}" for version, ranks in pythons.items())
+        findings.append(Finding("WARN", "versions", f"Python differs ({listed}): use one environment"))
+    if findings:
+        return findings
+    packages = answers[0]["packages"]
+    listed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    return [Finding("PASS", "versions", f"Python {answers[0]['python']}, {listed}")]
+
+
+def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
+    findings = []
+    backends = _groups(answers, lambda answer: answer["backend"])
+    if len(backends) > 1:
+        listed = "; ".join(f"{name_ranks(ranks)}: {backend}" for backend, ranks in backends.items())
+        message = f"backends differ ({listed}): some nodes see no GPU; check drivers and CUDA_VISIBLE_DEVICES"
+        findings.append(Finding("FAIL", "devices", message))
+    for answer in answers:
+        if answer["devices"] and answer["local_rank"] >= len(answer["devices"]):
+            message = (
+                f"rank {answer['rank']} on {answer['host']} has local rank {answer['local_rank']}, but there"
+                f" are {len(answer['devices'])} GPUs: start at most that many processes on a node"
+            )
+            findings.append(Finding("FAIL", "devices", message))
+    if findings:
+        return findings
+    kinds = _groups(answers, lambda answer: tuple(answer["devices"]))
+    listed = "; ".join(
+        f"{name_ranks(ranks)}: {len(devices)} x {devices[0]}" if devices else f"{name_ranks(ranks)}: CPU"
+        for devices, ranks in kinds.items()
+    )
+    level: Level = "PASS" if len(kinds) == 1 else "WARN"
+    advice = "" if len(kinds) == 1 else "; the slowest kind sets the pace"
+    return [Finding(level, "devices", f"{listed}; backend {answers[0]['backend']}{advice}")]
+
+
+def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
+    findings = []
+    for host, ranks in _groups(answers, lambda answer: answer["host"]).items():
+        num_cpus = next(answer["num_cpus"] for answer in answers if answer["host"] == host)
+        if num_cpus < len(ranks):
+            message = (
+                f"{host}: {len(ranks)} ranks on {num_cpus} CPU cores take turns: give the job a core a rank"
+            )
+            findings.append(Finding("WARN", "CPU cores", message))
+        else:
+            message = f"{host}: {num_cpus} cores for {len(ranks)} rank(s)"
+            findings.append(Finding("PASS", "CPU cores", message))
+    return findings
+
+
+def _check_clocks(answers: Sequence[Answer]) -> list[Finding]:
+    clocks = {answer["rank"]: answer["clock"] for answer in answers if "clock" in answer}
+    if not clocks:
+        return []
+    rank = max(clocks, key=lambda r: abs(clocks[r]["offset_s"]))
+    offset, error = clocks[rank]["offset_s"], clocks[rank]["error_s"]
+    found = f"at most {abs(offset) * 1e3:.1f} ms from rank 0's (rank {rank}, +/- {error * 1e3:.1f} ms)"
+    if abs(offset) - error > _LARGEST_CLOCK_SKEW_S:
+        message = f"{found}: logs and time stamps of files will mislead; start chrony or ntpd on all nodes"
+        return [Finding("WARN", "clocks", message)]
+    return [Finding("PASS", "clocks", found)]
+
+
+def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
+    """What the other ranks have found on their way to rank 0, whose own findings are known."""
+    own = answers[0].get("findings", [])
+    found: dict[tuple[Level, str, str], list[int]] = defaultdict(list)
+    for answer in answers[1:]:
+        for finding in answer.get("findings", []):
+            if finding["level"] != "PASS" and finding not in own:
+                found[finding["level"], finding["check"], finding["message"]].append(answer["rank"])
+            elif (finding["level"], finding["check"]) == ("PASS", "master"):
+                found["PASS", "master", "reached"].append(answer["rank"])
+    return [
+        Finding(level, check, f"{name_ranks(ranks)}: {message}")
+        for (level, check, message), ranks in found.items()
+    ]
+
+
+# ---------------------------------------------------------------------- on each host
+
+
+def _on_each_host(
+    answers: Sequence[Answer], check: str, look: Callable[[Answer], tuple[Level, str]]
+) -> list[Finding]:
+    """One finding for all hosts where the same was found."""
+    seen: dict[tuple[Level, str], list[str]] = defaultdict(list)
+    for answer in answers:
+        hosts = seen[look(answer)]
+        if answer["host"] not in hosts:
+            hosts.append(answer["host"])
+    is_same = len(seen) == 1
+    return [
+        Finding(level, check, message if is_same else f"{', '.join(hosts)}: {message}")
+        for (level, message), hosts in seen.items()
+        if message
+    ]
+
+
+def check_shared_memory(answer: Answer) -> tuple[Level, str]:
+    """Workers of data loaders pass batches through it."""
+    memory = answer["shared_memory"]
+    if memory is None:
+        return "PASS", "no /dev/shm on this system"
+    found = f"/dev/shm has {_mib(memory['total'])}, {_mib(memory['free'])} free"
+    if memory["free"] < _LEAST_SHARED_MEMORY:
+        return "WARN", (
+            f"{found}: workers of data loaders die of a bus error when it is full. In a container use `docker"
+            " run --shm-size=8g` (Kubernetes: an emptyDir of medium Memory), else delete what is left in it"
+        )
+    return "PASS", found
+
+
+def check_limits(answer: Answer) -> tuple[Level, str]:
+    """Soft limits of the process."""
+    limits = answer["limits"]
+    found = ", ".join(f"{name} {'unlimited' if value is None else value}" for name, value in limits.items())
+    files, locked = limits["open files"], limits["locked memory"]
+    if files is not None and files < _LEAST_OPEN_FILES:
+        return "WARN", (
+            f"{found}: data loaders and sockets may run out of open files; `ulimit -n 65536` before the start"
+        )
+    if answer["devices"] and locked is not None:
+        return "WARN", f"{found}: InfiniBand needs `ulimit -l unlimited` (in SLURM: of slurmd)"
+    return "PASS", found
+
+
+def check_variables(answer: Answer) -> tuple[Level, str]:
+    """Settings that switch off what people then miss."""
+    variables = answer["variables"]
+    if variables.get("PL_RECONCILE_PROCESS") == "0":
+        return "WARN", "PL_RECONCILE_PROCESS=0: when a rank fails, the others will wait for it; unset it"
+    if variables.get("NCCL_P2P_DISABLE") == "1" or variables.get("NCCL_IB_DISABLE") == "1":
+        return "WARN", "NCCL_P2P_DISABLE or NCCL_IB_DISABLE is set: NCCL takes slower ways; unset it"
+    return "PASS", ""
+
+
+# ---------------------------------------------------------------------- the network
+
+
+def check_interface(
+    named: str | None, route: str | None, found: Mapping[str, str], *, num_nodes: int, variable: str
+) -> Finding:
+    """The interface by which ranks will send.
+
+    Args:
+        named: what the user's variable says.
+        route: the interface to the master; None if there is none.
+        found: interface -> address, of this host.
+        num_nodes: of the run.
+        variable: the name of the variable.
+    """
+    listed = ", ".join(f"{name} ({address})" for name, address in found.items())
+    if named is not None and found and named not in found:
+        message = f"{variable}={named}, but this host has {listed}: name one of them or unset the variable"
+        return Finding("FAIL", "interface", message)
+    chosen = named or route
+    if chosen is None:
+        message = (
+            f"no interface leads to the master; this host has {listed}: check MASTER_ADDR and the routes"
+        )
+        return Finding("FAIL" if num_nodes > 1 else "WARN", "interface", message)
+    if num_nodes > 1 and found.get(chosen, "").startswith("127."):
+        message = (
+            f"{chosen} is the loopback, which no other node reaches: MASTER_ADDR has to be an address of the"
+            f" first node on a network of all nodes; this host has {listed}"
+        )
+        return Finding("FAIL", "interface", message)
+    if named is not None and route is not None and named != route:
+        message = f"{variable}={named}, but the master is reached by {route}: unset it unless both lead there"
+        return Finding("WARN", "interface", message)
+    return Finding("PASS", "interface", f"{chosen} ({found.get(chosen, 'no IPv4 address')})")
+
+
+def check_line(line: Line | None, *, world_size: int, num_hosts: int) -> Finding:
+    """Whether the times of the all-reduces make sense."""
+    if line is None:
+        message = (
+            "the times do not rise with the size, so no line fits: measure again when the machine is idle"
+        )
+        return Finding("WARN", "all-reduce", message)
+    link = line.link_bytes_per_s(world_size)
+    found = f"{line.latency_s * 1e3:.3f} ms + size / {line.bytes_per_s / 1e9:.3g} GB/s"
+    if line.relative_error > _LARGEST_RELATIVE_ERROR:
+        message = (
+            f"{found}, but half of the times are more than {line.relative_error:.0%} away from that line"
+        )
+        return Finding("WARN", "all-reduce", f"{message}: something else uses the link or the cores")
+    if num_hosts > 1 and link < _SLOW_BYTES_PER_S:
+        message = f"{found}: less than 1 Gbit/s between nodes; is that the interface that you meant?"
+        return Finding("WARN", "all-reduce", message)
+    return Finding("PASS", "all-reduce", found)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.0f} MiB"

@@ -1,0 +1,193 @@
+"""Measurements of ranks together: clocks, times of all-reduces, and a line through them.
+
+The model is that of Hockney: a message takes a latency and a time for its bytes, t(n) = a + n / b. A ring
+all-reduce of n bytes among p ranks is 2 (p - 1) messages of n / p bytes one after the other, so that a is
+2 (p - 1) latencies, and the bandwidth of a link is b 2 (p - 1) / p.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp.comm.cost import TransferCost
+
+__all__ = ["Line", "Timing", "all_have", "all_reduce_sizes", "clock_offsets", "fit_line", "time_all_reduce"]
+
+_NUM_PINGS = 8
+_NUM_WARM_UPS = 3
+_SMALLEST_BYTES = 4 * 1024
+_LEAST_REPEATS, _MOST_REPEATS = 3, 30
+_SECONDS_A_SIZE = 0.3
+_LONGEST_CALL_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One size of message."""
+
+    num_bytes: int
+    seconds: float
+    """Median of the slowest rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """t(n) = latency + n / bandwidth, for the whole collective."""
+
+    latency_s: float
+    bytes_per_s: float
+    relative_error: float
+    """Median of |time - line| / time."""
+
+    def seconds(self, num_bytes: int) -> float:
+        """What the line says for a message."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+    def message_latency_s(self, world_size: int) -> float:
+        """Of one of the messages of a ring."""
+        return self.latency_s / max(1, 2 * (world_size - 1))
+
+    def link_bytes_per_s(self, world_size: int) -> float:
+        """Of a link of the ring, each way."""
+        return self.bytes_per_s * 2 * (world_size - 1) / world_size
+
+
+def fit_line(timings: Sequence[Timing]) -> Line | None:
+    """Fit the line of `TransferCost`; None with one size, or if the times do not rise.
+
+    >>> line = fit_line([Timing(num_bytes=n, seconds=1e-3 + n / 1e9) for n in (1000, 10**6, 10**7)])
+    >>> round(line.latency_s, 6), round(line.bytes_per_s)
+    (0.001, 1000000000)
+    """
+    if len({timing.num_bytes for timing in timings}) < 2:
+        return None
+    cost = TransferCost.fit([(timing.num_bytes, timing.seconds) for timing in timings])
+    if cost.seconds_per_byte == 0:
+        return None
+    errors = [abs(cost.seconds(timing.num_bytes) - timing.seconds) / timing.seconds for timing in timings]
+    return Line(
+        latency_s=cost.latency_s,
+        bytes_per_s=1 / cost.seconds_per_byte,
+        relative_error=statistics.median(errors),
+    )
+
+
+def all_reduce_sizes(largest_bytes: int) -> list[int]:
+    """4 KiB and then four times as much each, up to `largest_bytes`.
+
+    >>> all_reduce_sizes(100_000)
+    [4096, 16384, 65536]
+    """
+    sizes = [_SMALLEST_BYTES]
+    while sizes[-1] * 4 <= largest_bytes:
+        sizes.append(sizes[-1] * 4)
+    return sizes
+
+
+def time_all_reduce(
+    group: Any,
+    sizes: Sequence[int],
+    *,
+    device: torch.device,
+    timeout_s: float,
+    advance: Callable[[], object] = lambda: None,
+) -> list[Timing]:
+    """Times float32 all-reduces of several sizes, smallest first. All ranks of the group call it.
+
+    Each size is repeated for about a third of a second; the ranks agree how often. Larger sizes are left out
+    once one takes more than two seconds.
+
+    Args:
+        group: a process group of torch.
+        sizes: in bytes.
+        device: of the tensors.
+        timeout_s: of each all-reduce.
+        advance: called after each size.
+
+    Raises:
+        RuntimeError: an all-reduce failed or did not end in time.
+    """
+    timings = []
+    for num_bytes in sizes:
+        tensor = torch.zeros(num_bytes // 4, device=device)
+        for _ in range(_NUM_WARM_UPS):
+            _all_reduce(group, tensor, timeout_s)  # connections and memory
+        first = _agree(group, _all_reduce(group, tensor, timeout_s), device, timeout_s)
+        repeats = int(min(_MOST_REPEATS, max(_LEAST_REPEATS, _SECONDS_A_SIZE / first)))
+        durations = [_all_reduce(group, tensor, timeout_s) for _ in range(repeats)]
+        seconds = _agree(group, statistics.median(durations), device, timeout_s)
+        timings.append(Timing(num_bytes=num_bytes, seconds=seconds))
+        advance()
+        if first > _LONGEST_CALL_S:
+            break
+    return timings
+
+
+def _all_reduce(
+    group: Any, tensor: torch.Tensor, timeout_s: float, operation: Any = dist.ReduceOp.SUM
+) -> float:
+    """Seconds that it took, until the result is there."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = operation
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    start = time.perf_counter()
+    group.allreduce([tensor], options).wait(timedelta(seconds=timeout_s))
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter() - start
+
+
+def all_have(group: Any, has: bool, *, timeout_s: float) -> bool:
+    """Whether all ranks say so. All ranks of a CPU group call it.
+
+    Raises:
+        RuntimeError: a rank did not answer in time.
+    """
+    value = torch.tensor([float(has)])
+    _all_reduce(group, value, timeout_s, dist.ReduceOp.MIN)
+    return bool(value.item())
+
+
+def _agree(group: Any, seconds: float, device: torch.device, timeout_s: float) -> float:
+    """The largest value of all ranks."""
+    value = torch.tensor([seconds], dtype=torch.float64, device=device)
+    _all_reduce(group, value, timeout_s, dist.ReduceOp.MAX)
+    return float(value.item())
+
+
+def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -> tuple[float, float]:
+    """How far this rank's clock is ahead of rank 0's, and by how much that may be wrong; seconds.
+
+    Cristian's method: rank 0 answers with its time, which is taken for that of the middle of the round trip;
+    of several trips the shortest counts, half of which is the error. All ranks of a CPU group call it.
+
+    Raises:
+        RuntimeError: a message did not arrive in time.
+    """
+    limit = timedelta(seconds=timeout_s)
+    value = torch.zeros(1, dtype=torch.float64)
+    if rank == 0:
+        for other in range(1, world_size):
+            for _ in range(_NUM_PINGS):
+                group.recv([value], other, 0).wait(limit)
+                value.fill_(time.time())
+                group.send([value], other, 0).wait(limit)
+        return 0.0, 0.0
+    trips = []
+    for _ in range(_NUM_PINGS):
+        begun, start = time.perf_counter(), time.time()  # in this order the error below holds
+        group.send([value], 0, 0).wait(limit)
+        group.recv([value], 0, 0).wait(limit)
+        trip = time.perf_counter() - begun
+        trips.append((trip, start + trip / 2 - float(value.item())))
+    trip, offset = min(trips)
+    return offset, trip / 2

@@ -1,0 +1,435 @@
+"""Processes of ranks: starts them, watches them against a deadline, and leaves none behind.
+
+The parent hosts a store. Ranks meet in it, count their progress in it and leave their results there, so that
+there is one channel and nothing to drain while they run. Under torchrun each of its processes starts one rank
+of its own, and all meet in torchrun's store; between two network namespaces the store is a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import runpy
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.links import INTERFACE, enter_namespace, shaped_link
+from lightning_ddp.tools.sigterm import at_once, held_back
+
+__all__ = [
+    "FAILURE_KEY",
+    "RankContext",
+    "RoundRobin",
+    "TorchrunRank",
+    "Worker",
+    "host_store",
+    "run_ranks",
+    "shuffled",
+    "timed",
+    "torchrun_rank",
+]
+
+SettingsT = TypeVar("SettingsT")
+ItemT = TypeVar("ItemT")
+
+FAILURE_KEY: Final = "first_failure"
+"""Where the store has what made the first rank fail, its traceback included."""
+
+_HOST = "127.0.0.1"
+_PROGRESS_KEY = "progress"
+_POLL_INTERVAL_S = 0.25  # rare enough not to take the CPU from the ranks that are being timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """What a worker knows about its own process."""
+
+    rank: int
+    """Rank in the default process group."""
+    world_size: int
+    """Ranks of the default process group."""
+    replica: int = 0
+    """Which of the replicas this process belongs to."""
+    num_replicas: int = 1
+    """How many times the ranks have been started, each time with a process group of their own."""
+    device: torch.device
+    """The device of this rank; for CUDA also the current device."""
+    store: Store
+    """The parent's store."""
+
+    def advance(self) -> None:
+        """Count one unit of progress, on rank 0 only; one round trip to the parent."""
+        if self.rank == 0:
+            self.store.add(_PROGRESS_KEY, 1)
+
+    def synchronize(self) -> None:
+        """Wait for all work queued on the device; nothing to wait for on a CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, step: Callable[[], object]) -> float:
+        """Seconds of a step that all ranks begin together, until the device has done it; communicates."""
+        return timed(step, self.device)
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    """Time a step that all ranks begin together, until the device has done it; communicates."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    dist.barrier()
+    start = now()
+    step()
+    return now() - start
+
+
+Worker = Callable[[RankContext, SettingsT], object]
+"""What a rank runs: a function at module level that returns something JSON can hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunRank:
+    """What torchrun says about this process, and the store through which its ranks meet."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    port: int
+    store: Store
+    prefix: str
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    """Of the measurements, the same on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Meeting:
+    """Where ranks meet, and which of them are started here."""
+
+    address: tuple[str, int] | str
+    """Of the store: host and port, or a file."""
+    prefix: str = ""
+    world_size: int
+    num_local_ranks: int
+    num_replicas: int
+    first_rank: int = 0
+    first_local_rank: int = 0
+    namespaces: Sequence[str] = ()
+    device: str
+    timeout_s: float
+    preload: str | None = None
+
+    def open_store(self) -> Store:
+        """Connects to the store."""
+        limit = timedelta(seconds=self.timeout_s)
+        if isinstance(self.address, str):
+            store: Store = dist.FileStore(self.address, -1)
+            store.set_timeout(limit)
+        else:
+            store = TCPStore(*self.address, is_master=False, timeout=limit)
+        return PrefixStore(self.prefix, store) if self.prefix else store
+
+
+def host_store(timeout_s: float) -> TCPStore:
+    """Open a store on a free port of this host's loopback."""
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+
+def run_ranks(
+    worker: Worker[SettingsT],
+    settings: SettingsT,
+    *,
+    world_size: int,
+    device: str = "cpu",
+    timeout_s: float,
+    num_replicas: int = 1,
+    on_progress: Callable[[int], object] = lambda count: None,
+    torchrun: TorchrunRank | None = None,
+    mbit: float | None = None,
+    store: TCPStore | None = None,
+    preload: str | None = None,
+    start_method: str = "spawn",
+) -> list[Any]:
+    """Run a worker in fresh processes that share a process group.
+
+    Args:
+        worker: called in each process; must be importable by name.
+        settings: passed to each worker; must pickle.
+        world_size: number of ranks.
+        device: "cpu" (gloo) or "cuda" (NCCL, one GPU per process).
+        timeout_s: seconds after which all processes are killed.
+        num_replicas: how many times to do so at once, each time with a process group of their own.
+        on_progress: called a few times a second with the number of units of progress since its last call;
+            what it raises ends the ranks.
+        torchrun: the rank that is started here, where torchrun's other processes start theirs; all call it.
+        mbit: speed of a link between two network namespaces, one for each of the two ranks.
+        store: of `host_store`, where the caller wants to look into it.
+        preload: a Python file that each rank runs first.
+        start_method: "fork" spares processes all imports, but not where CUDA is in use.
+
+    Returns:
+        One result per rank, in the order of the ranks; those of one replica after those of the other; the
+        same in all processes of torchrun.
+
+    Raises:
+        ToolError: a process fails (the message holds its traceback), the deadline passes, there are too few
+            GPUs, or namespaces are not permitted. No process that was started here is left.
+    """
+    with ExitStack() as stack:
+        where: dict[str, Any] = {}
+        if torchrun is not None:
+            prefix = f"{torchrun.prefix}/{next(torchrun.numbers)}"
+            meeting_store: Store = PrefixStore(prefix, torchrun.store)
+            where = {"address": (torchrun.host, torchrun.port), "prefix": prefix, "num_local_ranks": 1}
+            where |= {"first_rank": torchrun.rank, "first_local_rank": torchrun.local_rank}
+        elif mbit is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_ddp_link_"))
+            path = str(Path(folder, "store"))  # in no namespace's network
+            meeting_store = dist.FileStore(path, -1)
+            where = {"address": path, "namespaces": stack.enter_context(shaped_link(mbit))}
+        else:
+            if device == "cuda" and torch.cuda.device_count() < world_size:
+                found = torch.cuda.device_count()
+                raise ToolError(f"--world-size {world_size} needs as many GPUs, found {found}")
+            meeting_store = opened = store or host_store(timeout_s)
+            where = {"address": (_HOST, opened.port)}
+        meeting = _Meeting(
+            world_size=world_size,
+            num_replicas=num_replicas,
+            device=device,
+            timeout_s=timeout_s,
+            preload=preload,
+            **{"num_local_ranks": world_size, **where},
+        )
+        return _run(worker, settings, meeting, meeting_store, on_progress, start_method)
+
+
+def _run(
+    worker: Worker[SettingsT],
+    settings: SettingsT,
+    meeting: _Meeting,
+    store: Store,
+    on_progress: Callable[[int], object],
+    start_method: str,
+) -> list[Any]:
+    num_processes = meeting.num_local_ranks * meeting.num_replicas
+    # A store in this process looks up the address of each that connects, and holds a lock of the C library
+    # while it does: a rank forked then could never take that lock.
+    all_made = multiprocessing.get_context(start_method).Barrier(num_processes)
+    context: ProcessContext | None = None
+    try:
+        with held_back():
+            context = start_processes(
+                _run_rank,
+                (worker, settings, meeting, all_made),
+                nprocs=num_processes,
+                join=False,
+                daemon=True,
+                start_method=start_method,
+            )
+        _watch(context, store, meeting, on_progress)
+    finally:
+        for process in context.processes if context is not None else ():
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [
+        json.loads(store.get(_result_key(replica, rank)))
+        for replica in range(meeting.num_replicas)
+        for rank in range(meeting.world_size)
+    ]
+
+
+def _watch(
+    context: ProcessContext, store: Store, meeting: _Meeting, on_progress: Callable[[int], object]
+) -> None:
+    deadline = time.monotonic() + meeting.timeout_s
+    seen = 0
+    try:
+        while not context.join(timeout=_POLL_INTERVAL_S):
+            count = store.add(_PROGRESS_KEY, 0)
+            on_progress(count - seen)
+            seen = count
+            if time.monotonic() > deadline:
+                raise ToolError(f"ranks were still running after {meeting.timeout_s:g} s and were killed")
+    except ProcessRaisedException as error:
+        # Not the text of `error`: it is that of the rank which ended first, often one that a peer took along.
+        first = store.get(FAILURE_KEY).decode() if store.check([FAILURE_KEY]) else str(error)
+        raise ToolError(first) from error
+    except ProcessExitedException as error:
+        rank = meeting.first_rank + error.error_index % meeting.num_local_ranks
+        raise ToolError(f"rank {rank} died: {error}") from error
+
+
+def _run_rank(
+    index: int, worker: Worker[SettingsT], settings: SettingsT, meeting: _Meeting, all_made: Barrier
+) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the parent's handler
+    all_made.wait()
+    replica, local = divmod(index, meeting.num_local_ranks)
+    if meeting.namespaces:
+        enter_namespace(meeting.namespaces[local])
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    torch.set_num_threads(1)  # ranks share the cores; more threads each would measure the scheduler
+    if meeting.preload is not None:
+        runpy.run_path(meeting.preload)
+    rank = meeting.first_rank + local
+    store = meeting.open_store()
+    device = torch.device(meeting.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", meeting.first_local_rank + local)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(f"process_group/{replica}", store),
+        rank=rank,
+        world_size=meeting.world_size,
+        timeout=timedelta(seconds=meeting.timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    context = RankContext(
+        rank=rank,
+        world_size=meeting.world_size,
+        replica=replica,
+        num_replicas=meeting.num_replicas,
+        device=device,
+        store=store,
+    )
+    try:
+        store.set(_result_key(replica, rank), json.dumps(worker(context, settings)))
+        dist.barrier()  # nobody leaves while another rank still communicates
+    except Exception:
+        # Before the group goes, which makes the others fail as well: the first entry is the cause.
+        text = f"rank {rank} (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
+        store.compare_set(FAILURE_KEY, "", text)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _result_key(replica: int, rank: int) -> str:
+    return f"result/{replica}/{rank}"
+
+
+class RoundRobin:
+    """Turns of replicas, one after the other, so that they share the processors. Who waits for a turn sleeps.
+
+    All processes ask for the same turns in the same order, each saying which are its own.
+
+    Args:
+        store: shared by all processes.
+        num_ranks: how many processes have one turn together.
+    """
+
+    def __init__(self, store: Store, num_ranks: int) -> None:
+        self._store = store
+        self._num_ranks = num_ranks
+        self._next = 0
+
+    @contextmanager
+    def take(self, *, is_mine: bool) -> Generator[bool, None, None]:
+        """Wait for the end of the turn before this one, if this process has part in it.
+
+        Args:
+            is_mine: whether it has.
+
+        Yields:
+            The same; the caller leaves the turn to the others if not.
+
+        Raises:
+            RuntimeError: the turn before does not end within the timeout of the store.
+        """
+        number = self._next
+        self._next += 1
+        if not is_mine:
+            yield False
+            return
+        if number:
+            self._store.wait([f"turn/{number - 1}"])
+        yield True
+        if self._store.add(f"turn/{number}/count", 1) == self._num_ranks:
+            self._store.set(f"turn/{number}", "over")
+
+
+def shuffled(items: Sequence[ItemT], *, seed: int) -> list[ItemT]:
+    """The items in an order that depends on the seed alone, hence is the same on all ranks."""
+    return random.Random(seed).sample(items, k=len(items))
+
+
+# ---------------------------------------------------------------------- torchrun
+
+
+@contextmanager
+def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, None, None]:
+    """Find torchrun's ranks, if it has started this process; yields None otherwise.
+
+    At the end of the block torchrun's processes wait for each other, unless it raised.
+
+    Args:
+        args: with `world_size` (None if it was not given), `device` and `timeout_s`.
+
+    Raises:
+        ToolError: the number that was asked for is not that of torchrun, its processes do not find each
+            other, or one has no GPU of its own.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield None
+        return
+    world_size = int(os.environ["WORLD_SIZE"])
+    if args.world_size not in (None, world_size):
+        raise ToolError(
+            f"--world-size {args.world_size}, but {world_size} ranks have been started: leave it out"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if args.device == "cuda" and torch.cuda.device_count() <= local_rank:
+        found = torch.cuda.device_count()
+        raise ToolError(f"local rank {local_rank} needs a GPU of its own, found {found}")
+    limit = timedelta(seconds=args.timeout_s)
+    try:
+        with at_once():
+            found_store, rank, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
+    except (ValueError, RuntimeError) as error:
+        raise ToolError(f"RANK is set, but the ranks do not find each other: {error}") from error
+    prefix = f"lightning_ddp_bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    yield TorchrunRank(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        host=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        store=found_store,
+        prefix=prefix,
+    )
+    store = PrefixStore(prefix, found_store)  # which rank 0 may host
+    if store.add("num_done", 1) == world_size:
+        store.set("all_done", "1")
+    with at_once():
+        store.wait(["all_done"])

@@ -1,0 +1,87 @@
+"""SIGTERM handler of the tools: unwinds the main thread once, so that processes and folders go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Final
+
+__all__ = ["at_once", "held_back", "unwinds_at_sigterm"]
+
+_STATUS: Final = 128 + signal.SIGTERM
+
+
+class _Handler:
+    """Turns the first SIGTERM into an exception, and lets nothing disturb the unwinding."""
+
+    def __init__(self) -> None:
+        self.num_holding = 0
+        self._has_come = False
+
+    def __call__(self, number: int, frame: types.FrameType | None) -> None:
+        self._has_come = True
+        self.raise_if_come()
+
+    def raise_if_come(self) -> None:
+        """Raises for a signal that has come, unless it is held back."""
+        if not self._has_come or self.num_holding > 0:
+            return
+        self._has_come = False
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(2, b"ended by SIGTERM\n")  # the main thread may be inside of a print
+        sys.exit(_STATUS)
+
+
+@contextmanager
+def unwinds_at_sigterm() -> Generator[None, None, None]:
+    """Raise `SystemExit` (status 143) for a SIGTERM to this block, in the main thread, which enters it; once.
+
+    In another thread than the main one, which alone may set handlers, it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = _set(_Handler())
+    try:
+        yield
+    finally:
+        _set(previous)
+
+
+@contextmanager
+def held_back() -> Generator[None, None, None]:
+    """Keep SIGTERM waiting until the end of the block: for starting what has to be ended again."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not isinstance(handler, _Handler):
+        yield
+        return
+    handler.num_holding += 1
+    try:
+        yield
+    finally:
+        handler.num_holding -= 1
+    handler.raise_if_come()
+
+
+@contextmanager
+def at_once() -> Generator[None, None, None]:
+    """Let SIGTERM end the process in this block: for waits in C++, where no exception would be raised."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not isinstance(handler, _Handler):
+        yield
+        return
+    _set(signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        _set(handler)
+
+
+def _set(handler: Callable[[int, types.FrameType | None], Any] | int | None) -> Any:
+    # None stands for a handler that was not set from Python
+    return signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,138 @@
+"""Training script whose start, steps or failure is timed; prints when something happens. Run as a file.
+
+Its argument is a JSON object with the keywords of `main`. With the strategy "ddp" it does not import this
+package, which it finds where it is told to.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def _say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def main(
+    *,
+    strategy: str,
+    package_root: str,
+    devices: int,
+    accelerator: str = "cpu",
+    num_steps: int = 1,
+    model: str | None = None,
+    fault: str | None = None,
+    victim: int = 0,
+    preload: str | None = None,
+) -> None:
+    """Trains, and prints `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
+
+    Args:
+        strategy: of the Trainer.
+        package_root: folder of this package.
+        devices: of the Trainer.
+        accelerator: of the Trainer.
+        num_steps: of the training.
+        model: of `lightning_ddp.tools.models`, whose steps are timed; None for a small one.
+        fault: "exception" or "kill" in the fourth step, or None.
+        victim: rank with the fault.
+        preload: a Python file that each rank runs first.
+    """
+    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # whose names are common
+    import pytorch_lightning as pl
+    import torch
+
+    if strategy == "custom_ddp":
+        sys.path.insert(0, package_root)
+        import lightning_ddp  # noqa: F401 (registers the strategy)
+    if preload:
+        runpy.run_path(preload)
+    models = _load_models(package_root) if model else None
+
+    class Probe(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = models.build_workload(model, rank=0).module if models else torch.nn.Linear(32, 2)
+            self.seconds: list[float] = []
+
+        def on_train_start(self) -> None:
+            rank = self.global_rank
+            inputs = models.build_workload(model, rank=rank).batch if models else torch.randn(8, 32)
+            self.inputs = inputs.to(self.device)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.global_rank == 0 and batch_idx == 0:
+                _say(f"FIRST_BATCH {time.time():.6f}")
+            if models:
+                self.trainer.strategy.barrier()
+                self.started_at = self.now()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if fault and batch_idx == 3 and self.global_rank == victim:
+                _say(f"FAULT {time.time():.6f}")
+                if fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("the fault of this benchmark")
+            return self.module(self.inputs).square().mean()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if models:
+                self.seconds.append(self.now() - self.started_at)
+
+        def now(self) -> float:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return time.perf_counter()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    class Witness(pl.Callback):
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            if trainer.global_rank != victim:
+                said = f"{type(exception).__name__} of {getattr(exception, 'rank', 'nobody')}"
+                _say(f"RANK {trainer.global_rank} RAISED {said}: LEARNED {time.time():.6f}")
+
+    probe = Probe()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator=accelerator,
+        devices=devices,
+        max_steps=num_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Witness()] if fault else [],
+    )
+    trainer.fit(probe, torch.utils.data.DataLoader(torch.zeros(devices * num_steps, 1)))  # type: ignore[arg-type]  # a tensor has length and items
+    if trainer.global_rank == 0:
+        _say(f"STEP_SECONDS {json.dumps(probe.seconds)}")
+
+
+def _load_models(package_root: str) -> Any:
+    """By its path, so that "ddp" runs without the package."""
+    import torch
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    path = Path(package_root, "lightning_ddp", "tools", "models.py")
+    spec = importlib.util.spec_from_file_location("bench_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    models = sys.modules["bench_models"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    return models
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
