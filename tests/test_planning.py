@@ -5,13 +5,11 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.parallel.buckets import ParameterSpec, cut_buckets, plan_buckets
 from lightning_ddp.tools.perf_model.planning import BackwardTimes, best_boundaries, safe_boundaries
 
 
@@ -132,15 +130,3 @@ def test_times_and_sizes_that_do_not_belong_together_are_refused(ready_s, num_by
             backward_s=1.0,
             cost=TransferCost(latency_s=0.0, seconds_per_byte=0.0),
         )
-
-
-def test_the_default_plan_is_found_again_by_where_its_buckets_end() -> None:
-    cpu = torch.device("cpu")
-    specs = [
-        ParameterSpec(name=str(n), shape=(n,), stride=(1,), dtype=torch.float32, device=cpu)
-        for n in (3, 9, 4, 4, 30)
-    ]
-    order = [4, 2, 3, 1, 0]
-    plan = plan_buckets(specs, order, caps_bytes=[16, 64])
-    sizes = [len(bucket.indices) for bucket in plan]
-    assert cut_buckets(specs, order, [sum(sizes[: i + 1]) for i in range(len(sizes))]) == plan

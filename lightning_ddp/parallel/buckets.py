@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
-__all__ = ["MIB", "BucketSpec", "ParameterSpec", "cut_buckets", "plan_buckets"]
+__all__ = ["MIB", "BucketSpec", "ParameterSpec", "plan_buckets"]
 
 MIB = 1024 * 1024
 
@@ -136,20 +135,6 @@ def plan_buckets(
         close(kind)
     closed.sort(key=lambda item: item[0])
     return tuple(_bucket(specs, indices) for _, indices in closed)
-
-
-def cut_buckets(
-    specs: Sequence[ParameterSpec], order: Sequence[int], ends: Iterable[int]
-) -> tuple[BucketSpec, ...]:
-    """The plan whose buckets are consecutive parts of `order`.
-
-    Args:
-        specs: all parameters, of one dtype and device, without sparse gradients.
-        order: a permutation of `range(len(specs))`.
-        ends: where in `order` each bucket ends, ascending; the last one is `len(order)`.
-    """
-    starts_and_ends = pairwise([0, *ends])
-    return tuple(_bucket(specs, order[start:end]) for start, end in starts_and_ends)
 
 
 def _bucket(specs: Sequence[ParameterSpec], indices: Sequence[int]) -> BucketSpec:
