@@ -12,7 +12,7 @@ from lightning_ddp.conf.store import install as install_configuration
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.hydra_parent import install as watch_hydra
 from lightning_ddp.launch.job_events import agree_before_job, end_job, give_files_back
-from lightning_ddp.launch.orphans import adopt_from_environment
+from lightning_ddp.launch.parent_death import adopt_from_environment
 from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
 from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from lightning_ddp import averaging as averaging
     from lightning_ddp import callbacks as callbacks
     from lightning_ddp import hooks as hooks
-    from lightning_ddp.parallel.module import BucketedDDP
-    from lightning_ddp.parallel.parallel_apply import parallel_apply
-    from lightning_ddp.parallel.replicas import DataParallel, data_parallel, replicate
-    from lightning_ddp.parallel.scatter import gather, scatter
+    from lightning_ddp.data_parallel.parallel_apply import parallel_apply
+    from lightning_ddp.data_parallel.replicate import DataParallel, data_parallel, replicate
+    from lightning_ddp.data_parallel.scatter import gather, scatter
+    from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -45,15 +45,15 @@ __all__ = [
 
 _CATALOGUES = ("averaging", "callbacks", "hooks")
 _LATER = {
-    "BucketedDDP": "module",
-    "DataParallel": "replicas",
-    "data_parallel": "replicas",
-    "gather": "scatter",
-    "parallel_apply": "parallel_apply",
-    "replicate": "replicas",
-    "scatter": "scatter",
+    "BucketedDDP": "ddp.module",
+    "DataParallel": "data_parallel.replicate",
+    "data_parallel": "data_parallel.replicate",
+    "gather": "data_parallel.scatter",
+    "parallel_apply": "data_parallel.parallel_apply",
+    "replicate": "data_parallel.replicate",
+    "scatter": "data_parallel.scatter",
 }
-"""Public name -> file of `parallel` that has it."""
+"""Public name -> file that has it."""
 
 
 if not TYPE_CHECKING:  # a checker that saw it would accept any name
@@ -70,7 +70,7 @@ if not TYPE_CHECKING:  # a checker that saw it would accept any name
             return importlib.import_module("lightning_ddp.trainer").trainer_class()
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"lightning_ddp.parallel.{_LATER[name]}"), name)
+        value = getattr(importlib.import_module(f"lightning_ddp.{_LATER[name]}"), name)
         globals()[name] = value
         return value
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ddp._lightning import Callback, LightningModule, Trainer, batches_that_stepped
+from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.reconciliation import current
-from lightning_ddp.observe.lateness import Lateness, SlowRanks, lateness
-from lightning_ddp.observe.record import StepRecord, StepRecorder
-from lightning_ddp.observe.recording import Recording, save
-from lightning_ddp.parallel.module import BucketedDDP
+from lightning_ddp.telemetry.lateness import Lateness, SlowRanks, lateness
+from lightning_ddp.telemetry.recording import Recording, save
+from lightning_ddp.telemetry.step_record import StepRecord, StepRecorder
 
 __all__ = ["CommunicationMonitor"]
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import fsspec  # type: ignore[import-untyped]  # has no stubs
 import torch
 
+from lightning_ddp import rank_files
 from lightning_ddp._lightning import AsyncCheckpointIO, DDPStrategy, LightningModule
 from lightning_ddp.comm.group import Group
-from lightning_ddp.communication import rank_files
-from lightning_ddp.communication.wiring import Communication
+from lightning_ddp.communication import Communication
 from lightning_ddp.errors import MissingGradientError
 
 if TYPE_CHECKING:
-    from lightning_ddp.parallel.module import BucketedDDP
+    from lightning_ddp.ddp.module import BucketedDDP
 
 __all__ = ["CommunicatingFit", "as_wrapper"]
 
@@ -33,7 +33,7 @@ _UNUSED = (
 def as_wrapper(model: object) -> BucketedDDP | None:
     """`model` if it is the wrapper that fitting puts around a module, else None."""
     # the engine is imported where a model is wrapped, when the other processes have been started
-    from lightning_ddp.parallel.module import BucketedDDP
+    from lightning_ddp.ddp.module import BucketedDDP
 
     return model if isinstance(model, BucketedDDP) else None
 

@@ -34,20 +34,20 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.hosts import Transport, check_transport
 from lightning_ddp.communicating_fit import CommunicatingFit, as_wrapper
-from lightning_ddp.communication.wiring import Communication, HookSpec
+from lightning_ddp.communication import Communication, HookSpec
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.init_method import check_meeting_place
-from lightning_ddp.reconcile.settings import ReconcileSettings
+from lightning_ddp.shm.hosts import Transport, check_transport
+from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.uneven_fit import UnevenFit, UnevenInputs
 
 if TYPE_CHECKING:
     # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
     # the other processes have been started, and do not wait for that. Together they take 25 ms.
+    from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.launch.step_stop import StepStop
-    from lightning_ddp.parallel.module import BucketedDDP
-    from lightning_ddp.reconcile.record import Where
+    from lightning_ddp.supervise.failure_record import Where
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
@@ -168,7 +168,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         store: dist.Store | None = None,
         debug: Literal["detail"] | None = None,
     ) -> None:
-        from lightning_ddp.parallel.options import bucket_caps_bytes, check_broadcast_buffers
+        from lightning_ddp.ddp.options import bucket_caps_bytes, check_broadcast_buffers
 
         check_transport(transport)
         check_broadcast_buffers(broadcast_buffers)
@@ -271,7 +271,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
     def setup_distributed(self) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
-        from lightning_ddp.launch.joining import join_run
+        from lightning_ddp.launch.init_process_group import join_run
         from lightning_ddp.launch.reconciliation import current
 
         reset_seed()
@@ -295,7 +295,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
     def _where(self) -> Where:
         """What this rank is doing, for the report of a failure."""
-        from lightning_ddp.reconcile.record import Where
+        from lightning_ddp.supervise.failure_record import Where
 
         module = self.lightning_module
         trainer = None if module is None else trainer_of(module)
@@ -320,7 +320,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             self.setup_optimizers(trainer)
             self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper; yet all ranks must evaluate one model
-            from lightning_ddp.parallel.states import broadcast_coalesced
+            from lightning_ddp.ddp.module_sync import broadcast_coalesced
 
             states = [*self.model.parameters(), *self.model.buffers()]
             broadcast_coalesced(self._joined_group(), states)
@@ -338,7 +338,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
         """Wraps `model`; unlike torch's class, ours is no subclass of DistributedDataParallel."""
-        from lightning_ddp.parallel.module import BucketedDDP
+        from lightning_ddp.ddp.module import BucketedDDP
 
         group = self._joined_group()
         # on the current stream: torch's class needs another one for graph capture, as it keeps AccumulateGrad

@@ -19,11 +19,11 @@ from lightning_ddp._lightning import (
     set_training_results,
 )
 from lightning_ddp.comm.group import Group
+from lightning_ddp.ddp.snapshot import copy_states, put_states
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.parallel.snapshot import copy_states, put_states
 
 if TYPE_CHECKING:
-    from lightning_ddp.parallel.uneven import Lockstep
+    from lightning_ddp.ddp.lockstep import Lockstep
 
 __all__ = ["UnevenFit", "UnevenInputs"]
 
@@ -57,7 +57,7 @@ class UnevenFit(DDPStrategy):
     def _setup_uneven_inputs(self, trainer: Trainer) -> None:
         self._lockstep = None
         if self._uneven_inputs is not None:
-            from lightning_ddp.parallel.uneven import Lockstep  # a run that does not look does without
+            from lightning_ddp.ddp.lockstep import Lockstep  # a run that does not look does without
 
             self._lockstep = Lockstep(
                 self._joined_group(),

@@ -19,7 +19,7 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import Averager, available_averagers, build_averager, parse_averager
 from lightning_ddp.averaging.base import refuse_sharded
 from lightning_ddp.comm.group import Group
-from lightning_ddp.communication.wiring import Communication
+from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError
 
 SHAPES = {"first": (6, 5), "bias": (4,), "second": (3, 2, 4)}
@@ -320,7 +320,7 @@ def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_average
 
 
 def test_a_tensor_larger_than_a_chunk_goes_in_several(monkeypatch):
-    monkeypatch.setattr("lightning_ddp.comm.chunks.CHUNK_NUMEL", 7)
+    monkeypatch.setattr("lightning_ddp.encoding.chunks.CHUNK_NUMEL", 7)
     check(
         {"name": "post_local_sgd", "start_step": 0, "period": 1}, 3, lambda step, x: average(x), num_steps=3
     )

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.comm.group import Group
+from lightning_ddp.ddp.hook_agreement import Disagreement, HookAgreement
 from lightning_ddp.errors import CommHookError, RankMismatchError
 from lightning_ddp.hooks import build_hook, parse_hook
-from lightning_ddp.parallel.hook_agreement import Disagreement, HookAgreement
 
 ONE_BUCKET_EACH_MB = 1e-6
 TIMEOUT = timedelta(seconds=1)

@@ -15,8 +15,8 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.cli import main
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.observe.record import BucketRecord, StepRecord
-from lightning_ddp.observe.recording import Recording, load_folder, save
+from lightning_ddp.telemetry.recording import Recording, load_folder, save
+from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.tools.bench.calibration import LinkCost
 from lightning_ddp.tools.bench.scaling import parse_contender
 from lightning_ddp.tools.links import can_shape_links

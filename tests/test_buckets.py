@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_ddp.ddp import layout, options
+from lightning_ddp.ddp import plan as buckets
+from lightning_ddp.ddp.bucket import Bucket
+from lightning_ddp.ddp.layout import BucketLayout
+from lightning_ddp.ddp.options import ReducerOptions
+from lightning_ddp.ddp.plan import ParameterSpec, plan_buckets
 from lightning_ddp.launch import children, environment
-from lightning_ddp.parallel import buckets, layout, options
-from lightning_ddp.parallel.buckets import ParameterSpec, plan_buckets
-from lightning_ddp.parallel.layout import BucketLayout
-from lightning_ddp.parallel.options import ReducerOptions
-from lightning_ddp.parallel.storage import Bucket
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 DEVICES = [torch.device("cpu"), torch.device("meta")]

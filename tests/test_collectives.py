@@ -13,9 +13,9 @@ from harness import run_threads
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.ddp.buffers import BufferSync
+from lightning_ddp.ddp.module_sync import broadcast_coalesced
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.parallel.buffers import BufferSync
-from lightning_ddp.parallel.states import broadcast_coalesced
 
 CPU = torch.device("cpu")
 

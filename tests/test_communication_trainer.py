@@ -15,9 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm.group import Group
-from lightning_ddp.communication.rank_files import load_state, rank_file, save_state
-from lightning_ddp.communication.wiring import Communication
+from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.rank_files import load_state, rank_file, save_state
 
 pytestmark = pytest.mark.xdist_group("communication_trainer")  # they share what the fixtures make
 SCRIPT = Path(__file__).parent / "harness" / "communication_script.py"

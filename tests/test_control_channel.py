@@ -19,15 +19,15 @@ from harness import run_ranks
 
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
 from lightning_ddp.launch.reconciliation import _find_server, open_server
-from lightning_ddp.reconcile.agreement import StepBoundary, StopAgreement
-from lightning_ddp.reconcile.inspection import Inspection
-from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
-from lightning_ddp.reconcile.report import render
-from lightning_ddp.reconcile.server import ControlServer
-from lightning_ddp.reconcile.settings import ReconcileSettings
-from lightning_ddp.reconcile.verdict import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
-from lightning_ddp.reconcile.watch import ServerAddress, Watch
-from lightning_ddp.reconcile.wire import LIMIT_BYTES, ProtocolError, Unpacker, pack
+from lightning_ddp.supervise.client import ServerAddress, Watch
+from lightning_ddp.supervise.desync import Inspection
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
+from lightning_ddp.supervise.failure_report import render
+from lightning_ddp.supervise.framing import LIMIT_BYTES, ProtocolError, Unpacker, pack
+from lightning_ddp.supervise.graceful_stop import StepBoundary, StopAgreement
+from lightning_ddp.supervise.server import ControlServer
+from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0

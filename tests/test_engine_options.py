@@ -18,13 +18,13 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.ddp.gradients import find_tensors
 from lightning_ddp.errors import (
     BackwardOrderError,
     ConfigurationError,
     MissingGradientError,
     UnsuitableModuleError,
 )
-from lightning_ddp.parallel.gradients import find_tensors
 
 KIB = 1024
 

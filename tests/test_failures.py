@@ -22,8 +22,8 @@ from user_script import ALL, order, read_notes, wait_for_notes
 
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError
 from lightning_ddp.launch.reconciliation import _is_of_backend
-from lightning_ddp.reconcile.record import FailureRecord
-from lightning_ddp.reconcile.wire import pack
+from lightning_ddp.supervise.failure_record import FailureRecord
+from lightning_ddp.supervise.framing import pack
 
 SCRIPT = Path(user_script.__file__)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")

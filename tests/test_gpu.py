@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.observe.record import StepRecord
+from lightning_ddp.telemetry.step_record import StepRecord
 
 pytestmark = [
     pytest.mark.gpu,

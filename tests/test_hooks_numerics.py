@@ -418,7 +418,7 @@ def test_pieces_do_not_change_the_result(world_size, spec, monkeypatch):
     """Several are under way at once; blocks of 8-bit codes begin anew in each, hence the bound for them."""
     inputs = inputs_of(world_size, 2)
     whole = reduce_steps(spec, inputs)[0][0]
-    monkeypatch.setattr("lightning_ddp.comm.wire.PIECE_NUMEL", 96)
+    monkeypatch.setattr("lightning_ddp.encoding.mean.PIECE_NUMEL", 96)
     for output, expected in zip(reduce_steps(spec, inputs)[0][0], whole, strict=True):
         for name in SHAPES:
             torch.testing.assert_close(

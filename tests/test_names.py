@@ -291,13 +291,13 @@ ours = {{name for name in sys.modules if name.startswith("lightning_ddp.")}}
 assert len(ours) <= {MOST_MODULES}, sorted(ours)
 others = {{*sys.modules}} - before - {{*ours, "lightning_ddp"}}
 assert len(others) <= {MOST_OTHER_MODULES}, sorted(others)
-for expensive in ("hydra", "lightning_ddp.parallel.module", "lightning_ddp.tools.bench"):
+for expensive in ("hydra", "lightning_ddp.ddp.module", "lightning_ddp.tools.bench"):
     assert expensive not in sys.modules, expensive
 assert "available_hooks" in dir(lightning_ddp.hooks) and "hooks" in dir(lightning_ddp)
 assert {{*lightning_ddp.__all__}} <= {{*dir(lightning_ddp)}}
 from lightning_ddp import *
 assert DataParallel is lightning_ddp.DataParallel
-assert BucketedDDP.__module__ == "lightning_ddp.parallel.module"
+assert BucketedDDP.__module__ == "lightning_ddp.ddp.module"
 assert not hasattr(lightning_ddp, "no_such_name")
 assert issubclass(lightning_ddp.Trainer, pl.Trainer)
 trainer = pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, logger=False)

@@ -16,8 +16,8 @@ import lightning_ddp
 from lightning_ddp import BucketedDDP
 from lightning_ddp.callbacks import CommunicationMonitor, summarize
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.observe.lateness import SlowRanks, lateness
-from lightning_ddp.observe.record import BucketRecord, StepRecord, StepRecorder
+from lightning_ddp.telemetry.lateness import SlowRanks, lateness
+from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord, StepRecorder
 
 MS = 1_000_000
 

@@ -41,9 +41,9 @@ from torch.nn.parallel import distributed as torch_ddp
 import lightning_ddp
 from lightning_ddp import _lightning
 from lightning_ddp.comm.group import without_engine_context
+from lightning_ddp.ddp.snapshot import unseen_by_autograd
+from lightning_ddp.ddp.torch_names import ReducerTorchNames, TorchNames, run_eagerly
 from lightning_ddp.errors import UnsupportedVersionError
-from lightning_ddp.parallel.snapshot import unseen_by_autograd
-from lightning_ddp.parallel.torch_compat import ReducerTorchNames, TorchNames, run_eagerly
 
 PACKAGE = Path(lightning_ddp.__file__).parent
 DEPENDENCIES = ("torch", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "torchmetrics")
@@ -236,7 +236,7 @@ def test_a_mode_sees_each_collective_with_its_name_and_its_group(world) -> None:
     ((name, groups),) = [entry for entry in seen if entry[0].startswith("c10d::")]
     assert name == "c10d::allreduce_"
     assert dist.ProcessGroup.unbox(groups[0]).size() == 1
-    from lightning_ddp.parallel.hook_agreement import _CHECKED
+    from lightning_ddp.ddp.hook_agreement import _CHECKED
 
     assert [known for known in _CHECKED if not hasattr(torch.ops.c10d, known.removeprefix("c10d::"))] == []
 
@@ -1275,11 +1275,11 @@ def test_private_names_of_lightning_are_in_one_file() -> None:
 
 def test_names_are_found_however_they_are_used() -> None:
     found = {name: {place.partition(":")[0] for place in places} for name, places in uses().items()}
-    assert found["_use_count"] == {"comm/parting.py"}, "called by a text"
+    assert found["_use_count"] == {"comm/interpreter_exit.py"}, "called by a text"
     assert found["_apply_overrides_to_config"] == {"conf/store.py"}, "patched"
     assert found["_flush_loggers"] == {"launch/hydra_child.py"}, "imported"
     assert "launch/hydra_parent.py" in found["_internal"], "in the name of a module"
     assert found["_wrapping_function"] == {"launch/launcher.py (inherited)"}, "overridden"
-    assert "parallel/joining.py (inherited)" in found["_join_config"], "inherited by a class above"
+    assert "ddp/join.py (inherited)" in found["_join_config"], "inherited by a class above"
     assert found["_interrupt"] == {"_lightning.py"}
     assert not {"_group", "_exit", "_target_"} & found.keys(), "ours, Python's, documented"

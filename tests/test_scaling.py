@@ -19,8 +19,8 @@ from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.hooks.base import Part
-from lightning_ddp.observe.record import BucketRecord, StepRecord
-from lightning_ddp.observe.recording import Recording
+from lightning_ddp.telemetry.recording import Recording
+from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.tools.perf_model import (
     HookModel,
     Network,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm import Group, sub_group
-from lightning_ddp.comm.channel import sibling_group
+from lightning_ddp.encoding.side_stream import sibling_group
 
 TIMEOUT_S = 6.0
 FAULT_AT = 3

@@ -257,7 +257,7 @@ ALLOWED_WAITS = {
     # torch's layer looks for ranks without a batch
     "sync_batchnorm": (3, "torch/nn/modules/_functions.py"),
     # asks the other ranks whether they have a batch
-    "uneven_inputs": (1, "lightning_ddp/parallel/uneven.py"),
+    "uneven_inputs": (1, "lightning_ddp/ddp/lockstep.py"),
 }
 """How often the host has to wait between two batches, and the file in which it does."""
 

@@ -19,20 +19,20 @@ from user_script import order, read_notes
 from lightning_ddp import BucketedDDP
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.activity import Activity, Lane
-from lightning_ddp.comm.channel import Channel
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError
-from lightning_ddp.launch.inspection import Inspector
-from lightning_ddp.observe.recording import load_folder
-from lightning_ddp.reconcile.accounts import Account, LaneAccount, explain, join_ranks, split_ranks
-from lightning_ddp.reconcile.agreement import StepBoundary
-from lightning_ddp.reconcile.inspection import ANSWER_WAIT_S, Inspection
-from lightning_ddp.reconcile.record import Identity, Where
-from lightning_ddp.reconcile.server import ControlServer
-from lightning_ddp.reconcile.settings import ReconcileSettings
-from lightning_ddp.reconcile.watch import ServerAddress, Watch
-from lightning_ddp.reconcile.wire import LIMIT_BYTES, pack
+from lightning_ddp.launch.desync_probe import Inspector
+from lightning_ddp.supervise.client import ServerAddress, Watch
+from lightning_ddp.supervise.desync import ANSWER_WAIT_S, Inspection
+from lightning_ddp.supervise.failure_record import Identity, Where
+from lightning_ddp.supervise.framing import LIMIT_BYTES, pack
+from lightning_ddp.supervise.graceful_stop import StepBoundary
+from lightning_ddp.supervise.server import ControlServer
+from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.status import Account, LaneAccount, explain, join_ranks, split_ranks
+from lightning_ddp.telemetry.recording import load_folder
 
 CPU = torch.device("cpu")
 TOKEN = "0123456789abcdef"
@@ -169,7 +169,7 @@ def test_a_rank_that_has_finished_fit_is_named() -> None:
 
 
 def test_a_rank_that_waits_for_one_that_has_come_to_the_end_is_told(monkeypatch) -> None:
-    monkeypatch.setattr("lightning_ddp.reconcile.watch._LOOK_AGAIN_S", 0.2)
+    monkeypatch.setattr("lightning_ddp.supervise.client._LOOK_AGAIN_S", 0.2)
     failures = []
 
     def part(member: Member, rank: int) -> None:

@@ -15,9 +15,9 @@ from torch import nn
 from lightning_ddp import BucketedDDP
 from lightning_ddp.cli import main
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.observe.record import BucketRecord, StepRecord
-from lightning_ddp.observe.recording import Recording, load_folder, save
-from lightning_ddp.observe.timeline import chrome_trace, lanes_of
+from lightning_ddp.telemetry.recording import Recording, load_folder, save
+from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
+from lightning_ddp.telemetry.timeline import chrome_trace, lanes_of
 
 MS = 1_000_000
 

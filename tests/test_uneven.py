@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp.comm.group import Group
+from lightning_ddp.ddp.lockstep import Lockstep, Turn
+from lightning_ddp.ddp.snapshot import ModuleSnapshot
 from lightning_ddp.errors import ConfigurationError, UnevenInputsError
-from lightning_ddp.parallel.snapshot import ModuleSnapshot
-from lightning_ddp.parallel.uneven import Lockstep, Turn
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.ddp.gradients import find_tensors, reached_parameters
 from lightning_ddp.errors import BackwardOrderError, MissingGradientError, RankMismatchError
-from lightning_ddp.parallel.gradients import find_tensors, reached_parameters
 
 ALL = ("a", "b", "c")
 

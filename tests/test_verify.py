@@ -107,7 +107,7 @@ def test_a_hook_that_makes_the_host_wait_is_found_on_simulated_devices(simulated
 # ---------------------------------------------------------------------- planted defects
 
 WRONG_DIVISOR = """
-from lightning_ddp.parallel.reduction import Reduction
+from lightning_ddp.ddp.reduction import Reduction
 
 sound = Reduction.set_divisor
 def set_divisor(self, divisor):
@@ -116,7 +116,7 @@ Reduction.set_divisor = set_divisor
 """
 
 SKIPPED_BUCKET = """
-from lightning_ddp.parallel.reduction import Reduction
+from lightning_ddp.ddp.reduction import Reduction
 
 sound = Reduction.launch
 def launch(self, bucket, on_slice):
@@ -146,7 +146,7 @@ StatefulHook.remember = remember
 """
 
 COPIED_TOO_LATE = """
-from lightning_ddp.parallel.reduction import Reduction
+from lightning_ddp.ddp.reduction import Reduction
 
 launch, wait = Reduction.launch, Reduction.wait
 def keep(self, bucket, on_slice):
@@ -160,7 +160,7 @@ Reduction.launch, Reduction.wait = keep, copy
 
 UNREPORTED_DEATH = """
 import os
-from lightning_ddp.launch.brood import Brood
+from lightning_ddp.launch.run import Brood
 
 os.environ["PL_RECONCILE_PROCESS"] = "0"
 Brood._on_failure = lambda self, child: None

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lightning_ddp.averaging.buffers import average_buffers, average_optimizer_state
-from lightning_ddp.comm.channel import Channel
-from lightning_ddp.comm.chunks import average_
+from lightning_ddp.comm.checks import require
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.options import require
-from lightning_ddp.comm.wire import PlainWire
+from lightning_ddp.encoding.chunks import average_
+from lightning_ddp.encoding.mean import PlainWire
+from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["STATE_FORMAT", "Averager", "AveragerOptions", "Track", "refuse_sharded"]

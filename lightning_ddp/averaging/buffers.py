@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.channel import Channel
-from lightning_ddp.comm.chunks import average_
 from lightning_ddp.comm.collectives import all_gather_objects
-from lightning_ddp.comm.wire import PlainWire
+from lightning_ddp.encoding.chunks import average_
+from lightning_ddp.encoding.mean import PlainWire
+from lightning_ddp.encoding.side_stream import Channel
 
 __all__ = ["average_buffers", "average_optimizer_state"]
 

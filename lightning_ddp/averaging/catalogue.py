@@ -12,8 +12,8 @@ from lightning_ddp.averaging.base import Averager, AveragerOptions
 from lightning_ddp.averaging.local_sgd import HierarchicalSGD, PostLocalSGD
 from lightning_ddp.averaging.outer import DiLoCo, SlowMo
 from lightning_ddp.averaging.streaming import StreamingDiLoCo
+from lightning_ddp.comm.checks import name_hint
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.options import name_hint
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["AveragerPlan", "available_averagers", "averager_options", "build_averager", "parse_averager"]

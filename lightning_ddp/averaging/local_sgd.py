@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Literal
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
-from lightning_ddp.comm.channel import Channel, part_group
-from lightning_ddp.comm.chunks import average_
-from lightning_ddp.comm.options import require
-from lightning_ddp.comm.wire import PlainWire
+from lightning_ddp.comm.checks import require
+from lightning_ddp.encoding.chunks import average_
+from lightning_ddp.encoding.mean import PlainWire
+from lightning_ddp.encoding.side_stream import Channel, part_group
 
 __all__ = ["HierarchicalSGD", "HierarchicalSGDOptions", "PostLocalSGD", "PostLocalSGDOptions"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.channel import Channel, part_group
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hook_identity import hook_name
-from lightning_ddp.comm.wire import PlainWire
+from lightning_ddp.encoding.mean import PlainWire
+from lightning_ddp.encoding.side_stream import Channel, part_group
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["NodeGradients"]

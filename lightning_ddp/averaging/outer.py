@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
-from lightning_ddp.comm.chunks import Segment, exchange, memory_view
-from lightning_ddp.comm.codecs import CastCodec, Int8Codec
-from lightning_ddp.comm.options import require
-from lightning_ddp.comm.wire import EncodedWire, Wire
+from lightning_ddp.comm.checks import require
+from lightning_ddp.encoding.chunks import Segment, exchange, memory_view
+from lightning_ddp.encoding.codecs import CastCodec, Int8Codec
+from lightning_ddp.encoding.mean import EncodedWire, Wire
 
 __all__ = ["DiLoCo", "DiLoCoOptions", "OuterAverager", "SlowMo", "SlowMoOptions"]
 

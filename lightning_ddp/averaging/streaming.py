@@ -13,8 +13,8 @@ import torch
 
 from lightning_ddp.averaging.base import Track
 from lightning_ddp.averaging.outer import DiLoCo, DiLoCoOptions
-from lightning_ddp.comm.chunks import CHUNK_NUMEL, memory_view
-from lightning_ddp.comm.options import require
+from lightning_ddp.comm.checks import require
+from lightning_ddp.encoding.chunks import CHUNK_NUMEL, memory_view
 
 __all__ = ["StreamingDiLoCo", "StreamingDiLoCoOptions"]
 

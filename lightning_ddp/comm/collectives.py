@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from lightning_ddp.comm.barriers import barrier, monitored_barrier
-from lightning_ddp.comm.calls import Handle
-from lightning_ddp.comm.exchanges import all_gather, all_gather_uneven, broadcast
-from lightning_ddp.comm.objects import all_gather_objects, broadcast_nested, broadcast_object
-from lightning_ddp.comm.personal import all_to_all
-from lightning_ddp.comm.point_to_point import recv, recv_object, send, send_object
-from lightning_ddp.comm.reductions import (
+from lightning_ddp.comm.all_reduce import (
     all_reduce,
     all_reduce_coalesced,
     reduce,
     reduce_op,
     reduce_scatter,
 )
-from lightning_ddp.comm.rooted import gather, scatter
+from lightning_ddp.comm.all_to_all import all_to_all
+from lightning_ddp.comm.barrier import barrier, monitored_barrier
+from lightning_ddp.comm.broadcast_gather import all_gather, all_gather_uneven, broadcast
+from lightning_ddp.comm.gather_scatter import gather, scatter
+from lightning_ddp.comm.handle import Handle
+from lightning_ddp.comm.objects import all_gather_objects, broadcast_nested, broadcast_object
+from lightning_ddp.comm.point_to_point import recv, recv_object, send, send_object
 from lightning_ddp.comm.subgroups import node_group, part_group, sibling_group, sub_group
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ddp.comm.interpreter_exit import note_sent
 from lightning_ddp.comm.interrupt import Interrupt
-from lightning_ddp.comm.parting import note_sent
 from lightning_ddp.comm.waits import Waits
 
 __all__ = ["Group", "without_engine_context"]

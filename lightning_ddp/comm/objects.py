@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.calls import Call, Handle, check_rank
-from lightning_ddp.comm.exchanges import numbers, start_gather
+from lightning_ddp.comm.broadcast_gather import numbers, start_gather
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.handle import Call, Handle, check_rank
 
 __all__ = ["all_gather_objects", "broadcast_nested", "broadcast_object"]
 

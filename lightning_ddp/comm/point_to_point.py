@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from lightning_ddp.comm.calls import Call, CallOptions, Handle, OnSlice, Wait, check_rank
-from lightning_ddp.comm.exchanges import numbers
+from lightning_ddp.comm.broadcast_gather import numbers
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.handle import Call, CallOptions, Handle, OnSlice, Wait, check_rank
 from lightning_ddp.comm.objects import to_bytes, to_tensor
 from lightning_ddp.comm.waits import InThread
 from lightning_ddp.errors import ConfigurationError

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.channel import Channel
 from lightning_ddp.comm.uploads import uploaded
-from lightning_ddp.comm.wire import Wire
+from lightning_ddp.encoding.mean import Wire
+from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["STATE_FORMAT", "Hook", "HookOptions", "NonFinitePayload", "Part", "StatefulHook"]

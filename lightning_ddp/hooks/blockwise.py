@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_ddp.comm.codecs import Fp8Codec, Int8Codec
-from lightning_ddp.comm.options import require
+from lightning_ddp.comm.checks import require
+from lightning_ddp.encoding.codecs import Fp8Codec, Int8Codec
 from lightning_ddp.hooks.base import Hook, HookOptions
 
 __all__ = ["FP8", "BlockOptions", "Int8"]

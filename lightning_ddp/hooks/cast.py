@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_ddp.comm.codecs import CastCodec
+from lightning_ddp.encoding.codecs import CastCodec
 from lightning_ddp.hooks.base import Hook
 
 __all__ = ["BF16", "FP16"]

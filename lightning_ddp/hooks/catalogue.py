@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.channel import Channel
-from lightning_ddp.comm.codecs import has_fp8
+from lightning_ddp.comm.checks import name_hint
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.options import name_hint
-from lightning_ddp.comm.wire import EncodedWire, PlainWire, Wire
+from lightning_ddp.encoding.codecs import has_fp8
+from lightning_ddp.encoding.mean import EncodedWire, PlainWire, Wire
+from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks.allreduce import AllReduce, NoOp
 from lightning_ddp.hooks.base import Hook, HookOptions

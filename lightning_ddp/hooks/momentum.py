@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp.comm.options import require
+from lightning_ddp.comm.checks import require
 from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook
 
 __all__ = ["MomentumHook", "MomentumOptions"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp.comm.options import require
+from lightning_ddp.comm.checks import require
 from lightning_ddp.comm.uploads import uploaded
 from lightning_ddp.hooks.base import Part
 from lightning_ddp.hooks.momentum import MomentumHook, MomentumOptions

@@ -23,6 +23,6 @@ def give_files_back(config: Any) -> None:
 
 def end_job(error: BaseException | None) -> BaseException | None:
     """See `brood.end_job`."""
-    from lightning_ddp.launch import brood
+    from lightning_ddp.launch import run as brood
 
     return brood.end_job(error)

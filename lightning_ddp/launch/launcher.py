@@ -29,12 +29,11 @@ from lightning_ddp._lightning import (
     teardown_trainer,
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
-from lightning_ddp.launch.brood import Brood, begin_anew, the_brood
 from lightning_ddp.launch.children import describe_exit
 from lightning_ddp.launch.command import ChildCommand, child_command
 from lightning_ddp.launch.hydra_parent import job_config, publish_to
 from lightning_ddp.launch.init_method import tcp_address
-from lightning_ddp.launch.orphans import PARENT_VARIABLE, die_with_parent
+from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.prelude import begin_run, child_environment
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
 from lightning_ddp.launch.rendezvous import (
@@ -47,14 +46,15 @@ from lightning_ddp.launch.rendezvous import (
     named_port,
     run_store,
 )
+from lightning_ddp.launch.run import Brood, begin_anew, the_brood
 from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.launch.slurm import check_tasks
 from lightning_ddp.launch.unpicklable import find_unpicklable
-from lightning_ddp.reconcile.alarm import Alarm
-from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
-from lightning_ddp.reconcile.server import ControlServer
-from lightning_ddp.reconcile.settings import ReconcileSettings
-from lightning_ddp.reconcile.verdict import ECHO_WAIT_S, EXIT_WAIT_S
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
+from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.server import ControlServer
+from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer

@@ -26,23 +26,23 @@ import torch.distributed as dist
 from lightning_ddp._lightning import stop_exceptions
 from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
+from lightning_ddp.comm.gloo_terminate import before_gloo_ends_the_process
 from lightning_ddp.comm.interrupt import Interrupt
-from lightning_ddp.comm.terminate import before_gloo_ends_the_process
 from lightning_ddp.errors import CollectiveError, ConfigurationError, LightningDDPError, PeerFailure
+from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.hydra_parent import restore
-from lightning_ddp.launch.inspection import Inspector
 from lightning_ddp.launch.interface import is_loopback
-from lightning_ddp.launch.orphans import outlive_parent
+from lightning_ddp.launch.parent_death import outlive_parent
 from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, handed_down
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
-from lightning_ddp.reconcile.agreement import StepBoundary
-from lightning_ddp.reconcile.alarm import Alarm
-from lightning_ddp.reconcile.record import FailureRecord, Identity, Where
-from lightning_ddp.reconcile.report import render, write_error_file
-from lightning_ddp.reconcile.server import ControlServer
-from lightning_ddp.reconcile.settings import ReconcileSettings
-from lightning_ddp.reconcile.verdict import ECHO_WAIT_S
-from lightning_ddp.reconcile.watch import ServerAddress, Watch
+from lightning_ddp.supervise.client import ServerAddress, Watch
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
+from lightning_ddp.supervise.failure_report import render, write_error_file
+from lightning_ddp.supervise.graceful_stop import StepBoundary
+from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.server import ControlServer
+from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.verdict import ECHO_WAIT_S
 
 __all__ = [
     "Reconciliation",
@@ -70,7 +70,7 @@ _OWN_WORD_S = 0.3
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
 _COMMUNICATE = ("/lightning_ddp/comm/", "/torch/distributed/")
-_RUNS_JOBS = "/lightning_ddp/comm/channel.py"
+_RUNS_JOBS = "/lightning_ddp/encoding/side_stream.py"
 
 
 def is_enabled() -> bool:

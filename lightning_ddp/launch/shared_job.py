@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_ddp.errors import RankMismatchError
 from lightning_ddp.launch import hydra_parent
-from lightning_ddp.launch.attempt import store_of_attempt
+from lightning_ddp.launch.elastic_restart import store_of_attempt
 from lightning_ddp.launch.resolved import answer_all, attach
 
 __all__ = ["agree_before_job", "give_files_back", "share_job"]

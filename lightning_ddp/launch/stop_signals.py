@@ -11,8 +11,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from lightning_ddp.reconcile.alarm import Alarm
-from lightning_ddp.reconcile.watch import Watch
+from lightning_ddp.supervise.client import Watch
+from lightning_ddp.supervise.interrupt_main import Alarm
 
 __all__ = ["StopSignals", "second_interrupt_ends"]
 

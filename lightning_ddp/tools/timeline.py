@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
         ToolError: the folder holds no recordings, or a process that records fails.
     """
     from lightning_ddp.errors import ConfigurationError
-    from lightning_ddp.observe.picture import draw
-    from lightning_ddp.observe.recording import load_folder
-    from lightning_ddp.observe.timeline import chrome_trace, lanes_of
+    from lightning_ddp.telemetry.picture import draw
+    from lightning_ddp.telemetry.recording import load_folder
+    from lightning_ddp.telemetry.timeline import chrome_trace, lanes_of
     from lightning_ddp.tools.ranks import run_ranks
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -125,7 +125,7 @@ def record_steps(context: RankContext, settings: RecordSettings) -> list[list[tu
     import socket
 
     from lightning_ddp.hooks import build_hook
-    from lightning_ddp.observe.recording import Recording, save
+    from lightning_ddp.telemetry.recording import Recording, save
     from lightning_ddp.tools.contenders import OURS, TrainingRun
     from lightning_ddp.tools.models import build_workload
 

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_ddp.comm import hosts
+from lightning_ddp.shm import hosts
 
 __all__ = ["free_port", "host_with"]
 

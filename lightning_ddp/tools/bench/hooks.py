@@ -301,7 +301,7 @@ def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list
     import torch.distributed as dist
 
     from lightning_ddp.comm.group import Group
-    from lightning_ddp.communication.wiring import Communication
+    from lightning_ddp.communication import Communication
     from lightning_ddp.tools.links import read_sent_bytes
     from lightning_ddp.tools.models import build_workload
     from lightning_ddp.tools.ranks import shuffled
@@ -376,7 +376,7 @@ def _train(
 
     from lightning_ddp import BucketedDDP
     from lightning_ddp.comm.group import Group
-    from lightning_ddp.communication.wiring import Communication
+    from lightning_ddp.communication import Communication
     from lightning_ddp.tools.bench.tasks import make_task
 
     group = Group(dist.group.WORLD)

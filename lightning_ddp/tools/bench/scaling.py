@@ -216,7 +216,7 @@ _Recorded = tuple[dict[str, "ModelFigures"], "LinkCost | None", int]
 
 def _record(args: argparse.Namespace) -> _Recorded:
     """Lets two ranks train the models without communication; then they probe the link between them."""
-    from lightning_ddp.observe.recording import load_folder
+    from lightning_ddp.telemetry.recording import load_folder
     from lightning_ddp.tools.bench.calibration import CalibrationSettings, LinkCost, calibrate
     from lightning_ddp.tools.perf_model import StepProfile
     from lightning_ddp.tools.ranks import run_ranks
@@ -240,7 +240,7 @@ def _record(args: argparse.Namespace) -> _Recorded:
 
 def _read(args: argparse.Namespace) -> _Recorded:
     """Takes the steps of a run of the user's, with matrices as large as the buckets."""
-    from lightning_ddp.observe.recording import load_folder
+    from lightning_ddp.telemetry.recording import load_folder
     from lightning_ddp.tools.perf_model import StepProfile, square_shapes
 
     recordings = load_folder(args.from_timeline)
@@ -252,7 +252,7 @@ def _read(args: argparse.Namespace) -> _Recorded:
 
 def _replanned(args: argparse.Namespace, figures: dict[str, ModelFigures]) -> dict[str, ModelFigures]:
     """The figures with each bucket plan that is asked for."""
-    from lightning_ddp.parallel.options import bucket_caps_bytes
+    from lightning_ddp.ddp.options import bucket_caps_bytes
     from lightning_ddp.tools.perf_model import cut_into_buckets
     from lightning_ddp.tools.perf_model.profile import num_bytes_of
 

@@ -11,8 +11,8 @@ from lightning_ddp.averaging import AveragerPlan
 from lightning_ddp.averaging.local_sgd import HierarchicalSGDOptions
 from lightning_ddp.averaging.outer import DiLoCoOptions
 from lightning_ddp.averaging.streaming import StreamingDiLoCoOptions
-from lightning_ddp.comm.chunks import CHUNK_NUMEL
 from lightning_ddp.comm.cost import TransferCost
+from lightning_ddp.encoding.chunks import CHUNK_NUMEL
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.tools.perf_model.network import Network
 from lightning_ddp.tools.perf_model.planning import BackwardTimes, best_boundaries, safe_boundaries

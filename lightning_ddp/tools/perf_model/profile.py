@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.observe.record import StepRecord
-from lightning_ddp.observe.recording import Recording
+from lightning_ddp.telemetry.recording import Recording
+from lightning_ddp.telemetry.step_record import StepRecord
 
 __all__ = ["Shapes", "StepProfile", "cut_into_buckets", "cut_sizes", "num_bytes_of", "square_shapes"]
 

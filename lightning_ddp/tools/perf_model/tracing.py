@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.channel import Channel
+from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.hooks.base import Part, StatefulHook
 from lightning_ddp.hooks.catalogue import HookPlan, make_hook, parse_hook
 from lightning_ddp.tools.perf_model.network import Kind

@@ -1,0 +1,356 @@
+"""Collectives that add up, or take the least or the largest: all_reduce, reduce, reduce_scatter.
+
+Every function here is called by all ranks of the group, in one order, and communicates. bool takes part as
+logical or (sum, max) and logical and (product, min), 8- and 16-bit integers that a backend does not know are
+added as 32-bit ones, complex numbers can only be added and averaged. The mean of integers is computed in
+floating point and written back as integers, as Lightning does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.handle import Call, CallOptions, Handle, check_rank
+from lightning_ddp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["all_reduce", "all_reduce_coalesced", "reduce", "reduce_op", "reduce_scatter"]
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_LOGICAL = {
+    "SUM": dist.ReduceOp.MAX,
+    "MAX": dist.ReduceOp.MAX,
+    "BOR": dist.ReduceOp.MAX,
+    "PRODUCT": dist.ReduceOp.MIN,
+    "MIN": dist.ReduceOp.MIN,
+    "BAND": dist.ReduceOp.MIN,
+}
+_WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32}
+
+
+def reduce_op(op: Any) -> Any:
+    """A `ReduceOp` from its name, or the operation itself.
+
+    Raises:
+        ConfigurationError: the name is unknown.
+    """
+    if op is None:
+        return dist.ReduceOp.SUM
+    if not isinstance(op, str):
+        return op
+    known = _REDUCE_OPS.get(op.lower())
+    if known is None:
+        raise ConfigurationError(f"unknown reduce_op {op!r}; there are {', '.join(sorted(_REDUCE_OPS))}")
+    return known
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reduction:
+    """What travels for a tensor, and how it comes back."""
+
+    sent: torch.Tensor
+    """Contiguous, of a type that backends know; may be a view of the tensor."""
+    op: Any
+    """For the backend."""
+    is_mean: bool
+    """Whether the sum is divided at the end."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, op: Any, *, in_place: bool = True) -> _Reduction:
+        """Raises ConfigurationError where the operation means nothing for the type."""
+        resolved = reduce_op(op)
+        # gloo has an average only since torch 2.12, and no backend has one that promotes integers
+        is_mean = bool(resolved == dist.ReduceOp.AVG)
+        sent = tensor.detach().contiguous()
+        if tensor.dtype == torch.bool:
+            logical = _LOGICAL.get(getattr(resolved, "name", ""))
+            if logical is None:
+                raise ConfigurationError(
+                    f"reduce_op {op!r} of bool: a truth value has only sum and max (any rank), product and"
+                    " min (every rank). Convert the tensor to numbers first."
+                )
+            sent, resolved = sent.view(torch.uint8), logical
+        elif tensor.is_complex() and not is_mean and resolved != dist.ReduceOp.SUM:
+            raise ConfigurationError(
+                f"reduce_op {op!r} of complex numbers: only 'sum' and 'mean' have a meaning"
+            )
+        sent = sent.to(_WIDENED.get(sent.dtype, sent.dtype))
+        if not in_place and sent.data_ptr() == tensor.data_ptr():
+            sent = sent.clone()
+        return cls(sent=sent, op=dist.ReduceOp.SUM if is_mean else resolved, is_mean=is_mean)
+
+    def finish(self, size: int) -> torch.Tensor:
+        """What was sent, reduced."""
+        if self.is_mean:
+            self.sent.copy_(self.sent / size)
+        return self.sent
+
+    def write_back(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """Puts the result into `tensor` and returns that."""
+        result = self.finish(size)
+        with torch.no_grad():
+            if result.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(result)
+        return tensor
+
+
+@overload
+def all_reduce(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Any = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor: ...
+@overload
+def all_reduce(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Any = ...,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[CallOptions],
+) -> Handle[torch.Tensor]: ...
+def all_reduce(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Any = "sum",
+    *,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+    label: str = "all_reduce",
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Reduces `tensor` over all ranks in place, in one collective, and returns it.
+
+    Args:
+        group: the ranks.
+        tensor: any shape; the same shape and dtype on all ranks.
+        op: a `ReduceOp` or 'sum', 'mean', 'avg', 'min', 'max', 'product'.
+        async_op: returns a `Handle` at once, whose `wait` returns the tensor.
+        timeout: deadline of this call; None for the group's own limit.
+        label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
+
+    Raises:
+        ConfigurationError: the operation is unknown, or means nothing for the type.
+        CollectiveTimeoutError: the deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    reduction = _Reduction.of(tensor, op)
+    work = call.start(lambda: group.all_reduce(reduction.sent, reduction.op, **call.limit))
+    handle = call.handle(call.wait_for(work), lambda: reduction.write_back(tensor, group.size))
+    return handle if async_op else handle.wait()
+
+
+def all_reduce_coalesced(
+    group: Group,
+    tensors: Sequence[torch.Tensor],
+    op: Any = "sum",
+    *,
+    timeout: timedelta | None = None,
+    label: str = "all_reduce_coalesced",
+) -> None:
+    """Reduces each of `tensors` in place, with one collective for all of one dtype and device.
+
+    Args:
+        group: the ranks.
+        tensors: of the same shapes and dtypes on all ranks, in one order.
+        op: as in `all_reduce`.
+        timeout: deadline of each collective.
+        label: as in `all_reduce`.
+
+    Raises:
+        ConfigurationError: as `all_reduce`.
+        CollectiveTimeoutError: a deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
+        if len(same) == 1:
+            all_reduce(group, same[0], op, timeout=timeout, label=label)
+            continue
+        flat = torch.cat([t.detach().reshape(-1) for t in same])
+        all_reduce(group, flat, op, timeout=timeout, label=label)
+        with torch.no_grad():
+            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
+
+
+@overload
+def reduce(
+    group: Group,
+    tensor: torch.Tensor,
+    dst: int = ...,
+    op: Any = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor: ...
+@overload
+def reduce(
+    group: Group,
+    tensor: torch.Tensor,
+    dst: int = ...,
+    op: Any = ...,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[CallOptions],
+) -> Handle[torch.Tensor]: ...
+def reduce(
+    group: Group,
+    tensor: torch.Tensor,
+    dst: int = 0,
+    op: Any = "sum",
+    *,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+    label: str = "reduce",
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Reduces `tensor` over all ranks, in place on group rank `dst`; on the others it stays as it was.
+
+    On a backend without a reduce it is an all-reduce of a copy.
+
+    Args:
+        group: the ranks.
+        tensor: any shape; the same shape and dtype on all ranks.
+        dst: the rank that gets the result.
+        op: as in `all_reduce`.
+        async_op: returns a `Handle` at once, whose `wait` returns the tensor.
+        timeout: deadline of this call; None for the group's own limit.
+        label: as in `all_reduce`.
+
+    Raises:
+        ConfigurationError: `dst` is no rank of the group, or the operation cannot be used.
+        CollectiveTimeoutError: the deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    check_rank(group, dst, "reduce to")
+    is_root = group.rank == dst
+    reduction = _Reduction.of(tensor, op, in_place=is_root)
+    sent = torch.view_as_real(reduction.sent) if tensor.is_complex() else reduction.sent
+    options = call.options(dist.ReduceOptions, rootRank=dst, rootTensor=0, reduceOp=reduction.op)
+    work = call.start_if_known(
+        "reduce",
+        lambda: group.process_group.reduce([sent], options),
+        kind=f"reduce to {dst}",
+        sent=[sent],
+    )
+    if work is None:
+        work = call.start(lambda: group.all_reduce(reduction.sent, reduction.op, **call.limit))
+    handle = call.handle(
+        call.wait_for(work), lambda: reduction.write_back(tensor, group.size) if is_root else tensor
+    )
+    return handle if async_op else handle.wait()
+
+
+@overload
+def reduce_scatter(
+    group: Group,
+    tensor: torch.Tensor | Sequence[torch.Tensor],
+    op: Any = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter(
+    group: Group,
+    tensor: torch.Tensor | Sequence[torch.Tensor],
+    op: Any = ...,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[CallOptions],
+) -> Handle[torch.Tensor]: ...
+def reduce_scatter(
+    group: Group,
+    tensor: torch.Tensor | Sequence[torch.Tensor],
+    op: Any = "sum",
+    *,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+    label: str = "reduce_scatter",
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Reduces over all ranks and leaves part r of the result on rank r.
+
+    On a backend without a reduce-scatter it is an all-reduce of which each rank keeps its part.
+
+    Args:
+        group: the ranks.
+        tensor: of shape (size * k, ...), whose k rows r * k and following are part r; or a list of `size`
+            tensors of one shape, part r at index r. The same shapes and dtype on all ranks.
+        op: as in `all_reduce`.
+        async_op: returns a `Handle` at once, whose `wait` returns the part.
+        timeout: deadline of this call; None for the group's own limit.
+        label: as in `all_reduce`.
+
+    Returns:
+        This rank's part: new memory of shape (k, ...), or of the shape of one tensor of the list.
+
+    Raises:
+        ConfigurationError: the first dimension or the length of the list does not fit the number of ranks,
+            or the operation cannot be used.
+        CollectiveTimeoutError: the deadline has passed.
+        CollectiveError: the backend failed.
+    """
+    first = tensor if isinstance(tensor, torch.Tensor) else (tensor[0] if tensor else torch.empty(0))
+    call = Call(group=group, device=first.device, label=label, timeout=timeout)
+    stacked = _parts(group, tensor)
+    reduction = _Reduction.of(stacked, op, in_place=False)
+    sent = reduction.sent.reshape(group.size, -1)
+    flat = torch.view_as_real(sent) if sent.is_complex() else sent
+    part = torch.empty_like(flat[0])
+    options = call.options(dist.ReduceScatterOptions, reduceOp=reduction.op)
+    work = call.start_if_known(
+        "_reduce_scatter_base",
+        lambda: group.process_group._reduce_scatter_base(part.view(-1), flat.view(-1), options),
+        kind="reduce_scatter",
+        sent=[flat],
+    )
+    if work is None:
+        part = flat[group.rank]
+        work = call.start(lambda: group.all_reduce(reduction.sent, reduction.op, **call.limit))
+    mine = torch.view_as_complex(part) if sent.is_complex() else part
+    result = _Reduction(sent=mine, op=reduction.op, is_mean=reduction.is_mean)
+    handle = call.handle(
+        call.wait_for(work),
+        lambda: result.finish(group.size).view(stacked.shape[1:]).to(stacked.dtype),
+    )
+    return handle if async_op else handle.wait()
+
+
+def _parts(group: Group, tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts of all ranks, in rank order: shape (size, *shape of a part)."""
+    if isinstance(tensor, torch.Tensor):
+        if tensor.dim() == 0 or tensor.shape[0] % group.size:
+            raise ConfigurationError(
+                f"reduce_scatter of shape {list(tensor.shape)} over {group.size} ranks: the first dimension"
+                " is no multiple of their number. Pad it, or use all_reduce."
+            )
+        return tensor.detach().reshape(group.size, tensor.shape[0] // group.size, *tensor.shape[1:])
+    kinds = {(t.shape, t.dtype) for t in tensor}
+    if len(tensor) != group.size or len(kinds) != 1:
+        raise ConfigurationError(
+            f"reduce_scatter of a list of {len(tensor)} tensors of {len(kinds)} kinds over {group.size}"
+            " ranks: expected one tensor a rank, all of one shape and dtype"
+        )
+    return torch.stack([t.detach() for t in tensor])

@@ -1,0 +1,335 @@
+"""Uneven inputs: ranks with different numbers of batches take their steps together, until the last is done.
+
+torch's `join` lets a rank that has run out answer the collectives of the others, so it has to know them all,
+and its optimizer stands still. Here such a rank repeats its last batch instead: whatever the step
+communicates, it communicates too. What the repetition must not change it does not: it adds zeros to the
+gradients, it is left out of reductions, and buffers and metrics are put back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from lightning_ddp.comm import collectives
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.uploads import uploaded
+from lightning_ddp.ddp.snapshot import ModuleSnapshot
+from lightning_ddp.errors import ConfigurationError, UnevenInputsError
+
+__all__ = ["Lockstep", "LockstepLoader", "Turn"]
+
+_NOTHING, _OLD, _FRESH = 0, 1, 2
+_UNSIZED = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One step of all ranks, as one of them sees it."""
+
+    is_replay: bool
+    """Whether this rank has run out and repeats a batch."""
+    num_active: int
+    """How many ranks have a batch of their own."""
+
+
+class Lockstep:
+    """The steps that all ranks of a group take together, as long as one of them has data.
+
+    All ranks make it and use it alike. The order of one step is: the loader's next batch (communicates),
+    `begin`, the forward inside `step`, the backward of `scale(loss)`, `restore`.
+
+    Args:
+        group: the ranks.
+        device: where the tensors of its exchanges live, as the backend needs it.
+        is_allowed: whether ranks may run out at different steps; otherwise that is an error on all ranks.
+        divide_by_initial_world_size: whether a rank that has run out counts in the mean of the gradients,
+            with zeros; otherwise the mean is over the ranks that have a batch.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        *,
+        is_allowed: bool = True,
+        divide_by_initial_world_size: bool = True,
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._is_allowed = is_allowed
+        self._counts_all = divide_by_initial_world_size
+        self._turns: deque[Turn] = deque()
+        self._is_due = False
+        self._is_stepping = False
+        self._is_waiting = False
+        self._last_batch: tuple[Any] | None = None
+        self._kept: ModuleSnapshot | None = None
+        self.turn = Turn(is_replay=False, num_active=group.size)
+
+    # ------------------------------------------------------------------ batches
+
+    def wrap(self, loader: Any) -> LockstepLoader:
+        """`loader`, as one that ends on all ranks at once. All ranks call it; communicates.
+
+        Raises:
+            ConfigurationError: some ranks know the length of theirs and others do not, or another loader
+                that was wrapped before has not been iterated over.
+        """
+        if self._is_waiting:
+            raise ConfigurationError(
+                "uneven_inputs takes one training dataloader, but there are several: which of them has run"
+                " out is not known for each. Combine the datasets in one dataloader."
+            )
+        mine = torch.tensor([_length(loader)], device=self._device)
+        lengths = [int(n) for n in collectives.all_gather(self._group, mine).view(-1).tolist()]
+        unsized = [rank for rank, length in enumerate(lengths) if length == _UNSIZED]
+        if unsized and len(unsized) < len(lengths):
+            raise ConfigurationError(
+                f"the training dataloader has no length on ranks {unsized}, but has one on the others. Give"
+                " it one on every rank, or on none."
+            )
+        self._is_waiting = True
+        return LockstepLoader(loader, self, None if unsized else max(lengths))
+
+    def restart(self) -> None:
+        """A new epoch begins: forgets what was fetched and not used."""
+        self._is_waiting = False
+        self._turns.clear()
+
+    def exchange(self, fresh: tuple[Any] | None, num_fetched: int) -> tuple[Any] | None:
+        """Tells all ranks whether this one has a batch. All ranks call it; communicates.
+
+        Args:
+            fresh: this rank's next batch in a tuple, or None when it has run out.
+            num_fetched: how many batches it had so far in this epoch.
+
+        Returns:
+            The batch to use in a tuple, or None when all ranks have run out.
+
+        Raises:
+            UnevenInputsError: on every rank, as one has run out and may not, or has nothing to repeat.
+        """
+        if fresh is not None:
+            # new containers: what a step does to its dict or list does not reach the repetition
+            self._last_batch = tree_map(lambda leaf: leaf, fresh)
+        stands = self._all_stands(_FRESH if fresh else _OLD if self._last_batch else _NOTHING)
+        num_active = stands.count(_FRESH)
+        self._is_due = True
+        if not num_active:
+            return None
+        self._check(stands, num_fetched)
+        self._turns.append(Turn(is_replay=fresh is None, num_active=num_active))
+        return fresh or tree_map(lambda leaf: leaf, self._last_batch)
+
+    def _all_stands(self, mine: int) -> list[int]:
+        told = torch.zeros(self._group.size, dtype=torch.int32)
+        told[self._group.rank] = mine
+        stands = uploaded(told, self._device)
+        self._group.wait(self._group.all_reduce(stands), self._device)
+        return [int(stand) for stand in stands.tolist()]
+
+    def _check(self, stands: Sequence[int], num_fetched: int) -> None:
+        empty = [rank for rank, stand in enumerate(stands) if stand == _NOTHING]
+        done = [rank for rank, stand in enumerate(stands) if stand != _FRESH]
+        if empty:
+            raise UnevenInputsError(
+                f"rank {self._group.rank}: ranks {empty} have no training batch at all, so nothing that they"
+                " could repeat while the others train. Give every rank at least one batch in the first epoch."
+            )
+        if done and not self._is_allowed:
+            raise UnevenInputsError(
+                f"rank {self._group.rank}: ranks {done} have run out of training batches, but the others have"
+                f" more; this rank has had {num_fetched} in this epoch. Give every rank as many, or let them"
+                ' differ with uneven_inputs="join".'
+            )
+
+    def forget(self) -> None:
+        """Lets go of the last batch and of the module's state, at the end of training."""
+        self._last_batch = None
+        self._kept = None
+
+    # ------------------------------------------------------------------ a step
+
+    def begin(self) -> None:
+        """The batch that was fetched first is used now. Counts once for each fetch."""
+        if self._is_due and self._turns:
+            self.turn = self._turns.popleft()
+            self._is_due = False
+
+    @contextmanager
+    def step(self, module: torch.nn.Module) -> Generator[None, None, None]:
+        """The forward of a step; leaves the buffers and metrics of `module` as they were if it is a replay.
+
+        Random numbers are not put back: ranks that were seeded alike draw alike, and have to go on so.
+        """
+        self._kept = ModuleSnapshot(module) if self.turn.is_replay else None
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            self.restore()
+
+    def restore(self) -> None:
+        """Puts buffers and metrics back once more, after a backward that ran parts of the forward again."""
+        if self._kept is not None and not self._is_stepping:
+            self._kept.restore()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The same loss, whose backward gives the gradients the weight of this rank in this step."""
+        if self.turn.is_replay:
+            factor = 0.0
+        elif self._counts_all or self.turn.num_active == self._group.size:
+            return loss
+        else:
+            factor = self._group.size / self.turn.num_active
+        scaled: torch.Tensor = _ScaleGradient.apply(loss, factor)  # type: ignore[no-untyped-call]
+        return scaled
+
+    # ------------------------------------------------------------------ reductions
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether this is the forward of a step in which some ranks have no batch of their own."""
+        return self._is_stepping and self.turn.num_active < self._group.size
+
+    def reduce(self, group: Group, tensors: Sequence[torch.Tensor], op: Any) -> None:
+        """Reduces `tensors` in place over those ranks of `group` that have a batch of their own.
+
+        All ranks of `group` call it, and all get the result; communicates. Ranks among which nobody has one
+        reduce what they hold.
+
+        Raises:
+            ConfigurationError: the name of the operation is unknown.
+        """
+        resolved = collectives.reduce_op(op)
+        num_active = self._num_active(group)
+        if not num_active:
+            collectives.all_reduce_coalesced(group, tensors, resolved)
+            return
+        is_mean = resolved == dist.ReduceOp.AVG
+        with torch.no_grad():
+            if self.turn.is_replay:
+                for tensor in tensors:
+                    tensor.detach().fill_(_neutral(resolved, tensor.dtype))
+            collectives.all_reduce_coalesced(group, tensors, dist.ReduceOp.SUM if is_mean else resolved)
+            if is_mean:
+                for tensor in tensors:
+                    tensor.detach().copy_(tensor / num_active)
+
+    def _num_active(self, group: Group) -> int:
+        if group is self._group:
+            return self.turn.num_active
+        count = torch.tensor(int(not self.turn.is_replay), device=self._device)
+        return int(collectives.all_reduce(group, count).item())
+
+
+class LockstepLoader:
+    """A loader with the length of the longest among the ranks, which ends on all of them at once.
+
+    Attributes are those of the loader inside, but for `state_dict` and `load_state_dict`: a checkpoint holds
+    the position of one rank only.
+    """
+
+    def __init__(self, loader: Any, lockstep: Lockstep, length: int | None) -> None:
+        self.__dict__.update(_loader=loader, _lockstep=lockstep, _length=length)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the loader inside."""
+        if name in ("_loader", "state_dict", "load_state_dict"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the loader inside."""
+        setattr(self._loader, name, value)
+
+    def __len__(self) -> int:
+        """The greatest length among the ranks.
+
+        Raises:
+            TypeError: the loaders have no length.
+        """
+        if self._length is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length")
+        length: int = self._length
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        """An epoch. Every step of it communicates."""
+        return _LockstepIterator(iter(self._loader), self._lockstep)
+
+
+class _LockstepIterator:
+    """One epoch of a `LockstepLoader`; fetches ahead of nobody."""
+
+    def __init__(self, batches: Iterator[Any], lockstep: Lockstep) -> None:
+        self._batches: Iterator[Any] | None = batches
+        self._lockstep = lockstep
+        self._num_fetched = 0
+        lockstep.restart()
+
+    def __iter__(self) -> _LockstepIterator:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._lockstep.exchange(self._fetch(), self._num_fetched)
+        if batch is None:
+            raise StopIteration
+        return batch[0]
+
+    def _fetch(self) -> tuple[Any] | None:
+        if self._batches is None:
+            return None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._batches = None  # not asked again: a loader may begin anew
+            return None
+        self._num_fetched += 1
+        return (batch,)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity whose backward multiplies; times 0 is 0, also for gradients that are not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor if ctx.factor else torch.zeros_like(grads[0]), None
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # as torch's DataLoader over an IterableDataset raises
+        return _UNSIZED
+
+
+def _neutral(op: Any, dtype: torch.dtype) -> float:
+    """What leaves the result of a reduction as it is."""
+    if op == dist.ReduceOp.PRODUCT:
+        return 1
+    if op == dist.ReduceOp.BAND:
+        return 1 if dtype == torch.bool else -1 if dtype.is_signed else int(torch.iinfo(dtype).max)
+    if op not in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        return 0
+    is_min = bool(op == dist.ReduceOp.MIN)
+    if dtype.is_floating_point:
+        return float("inf") if is_min else float("-inf")
+    if dtype == torch.bool:
+        return is_min
+    limits = torch.iinfo(dtype)
+    return int(limits.max if is_min else limits.min)

@@ -1,0 +1,123 @@
+"""Mixed precision inside the wrapper: parameters, inputs and buffers in a low precision during a step.
+
+The parameters that optimizer, checkpoint and user see stay in full precision. For the time from forward to
+the end of backward their data are low-precision copies; gradients are reduced in `reduce_dtype` and arrive
+in full precision. The configuration is that of torch's DDP (`_MixedPrecision`, experimental there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils._pytree import tree_map
+
+from lightning_ddp.ddp.gradients import find_tensors
+from lightning_ddp.errors import ConfigurationError
+
+__all__ = ["MixedPrecision", "MixedPrecisionConfig"]
+
+
+class MixedPrecisionConfig(Protocol):
+    """The fields of torch's configuration; each is a floating-point dtype, or None to cast nothing."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+
+
+class MixedPrecision:
+    """Swaps parameters for low-precision copies and back. Casts buffers once, here.
+
+    Args:
+        config: the dtypes.
+        module: the wrapped module.
+        ignored: qualified names of parameters and buffers that are left alone.
+
+    Raises:
+        ConfigurationError: a dtype is not a floating-point one.
+    """
+
+    def __init__(
+        self, config: MixedPrecisionConfig, module: torch.nn.Module, ignored: frozenset[str] = frozenset()
+    ) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            dtype = getattr(config, name, None)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ConfigurationError(f"mixed_precision.{name}={dtype}: expected a floating-point dtype")
+        self.config = config
+        self.is_cast = False
+        """Whether the parameters are low-precision copies at the moment."""
+        self._params = [
+            cast(Any, p)  # two attributes are kept on it, under torch's names
+            for name, p in module.named_parameters()
+            if name not in ignored and p.is_floating_point()
+        ]
+        for p in self._params:
+            p._mp_param = torch.empty(0, dtype=config.param_dtype or p.dtype, device=p.device)
+            p._fp_param = p.data
+        if config.buffer_dtype is not None:
+            for name, buffer in module.named_buffers():
+                if name not in ignored and buffer.is_floating_point():
+                    buffer.data = buffer.to(config.buffer_dtype)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Type in which gradients travel; None for that of each parameter."""
+        return self.config.reduce_dtype or self.config.param_dtype
+
+    def cast_parameters(self) -> None:
+        """Before forward: low-precision copies take the place of the parameters, and of their gradients."""
+        dtype = self.config.param_dtype
+        if dtype is None or self.is_cast:
+            return
+        for p in self._params:
+            p._fp_param = p.data
+            p._mp_param = p.data.to(dtype)
+            self._swap(p, p._mp_param)
+        self.is_cast = True
+
+    def restore_parameters(self) -> None:
+        """After backward: parameters and gradients are in full precision again."""
+        if not self.is_cast:
+            return
+        for p in self._params:
+            self._swap(p, p._fp_param)
+            p._mp_param = torch.empty(0, dtype=p._mp_param.dtype, device=p.device)
+        self.is_cast = False
+
+    @staticmethod
+    def _swap(parameter: Any, data: torch.Tensor) -> None:
+        grad = parameter.grad
+        parameter.grad = None  # it has to be of the parameter's type, before and after
+        parameter.data = data
+        if grad is not None:
+            parameter.grad = grad.to(data.dtype)
+            if grad.is_cuda:  # it may have been made on another stream, where its memory would be used again
+                grad.record_stream(torch.cuda.current_stream(grad.device))
+
+    def restore_after_backward(self, outputs: Any) -> None:
+        """Restores the parameters at the end of a backward from `outputs`, synchronised or not; or at once,
+        if there will be none."""
+        tensors = [t for t in find_tensors(outputs) if t.requires_grad]
+        if not tensors:
+            self.restore_parameters()
+        for tensor in tensors:
+            tensor.register_hook(self._queue_restore())
+
+    def _queue_restore(self) -> Callable[[torch.Tensor], None]:
+        def start(_grad: torch.Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.restore_parameters)
+
+        return start
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Floating-point tensors in nested containers, in the parameters' low precision."""
+        dtype = self.config.param_dtype
+
+        def low(leaf: Any) -> Any:
+            is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return leaf.to(dtype) if is_float else leaf
+
+        return inputs if dtype is None else tree_map(low, inputs)

@@ -1,0 +1,502 @@
+"""`BucketedDDP`: data parallelism over processes, with the reducer in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.distributed.utils import _to_kwargs
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.ddp import torch_messages as torch_words
+from lightning_ddp.ddp.buffers import BufferHook, Buffers, BufferSettings
+from lightning_ddp.ddp.delayed import DelayedAllReduce
+from lightning_ddp.ddp.in_backward import OptimizersInBackward
+from lightning_ddp.ddp.join import UnevenInputs
+from lightning_ddp.ddp.logging_data import LoggingData
+from lightning_ddp.ddp.mixed_precision import MixedPrecision, MixedPrecisionConfig
+from lightning_ddp.ddp.module_checks import (
+    check_backend,
+    check_device_ids,
+    check_hook,
+    check_process_group,
+    trainable_parameters,
+)
+from lightning_ddp.ddp.module_sync import broadcast_coalesced, verify_across_ranks
+from lightning_ddp.ddp.options import ReducerOptions, bucket_caps_bytes
+from lightning_ddp.ddp.parameter_slots import ParameterPlaces
+from lightning_ddp.ddp.plan import ParameterSpec
+from lightning_ddp.ddp.reducer import Reducer
+from lightning_ddp.ddp.reduction import CommHook
+from lightning_ddp.ddp.sparse import sparse_parameters
+from lightning_ddp.ddp.torch_names import TorchNames, run_eagerly, tell_dynamo
+from lightning_ddp.errors import CommHookError, ConfigurationError
+from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
+from lightning_ddp.telemetry.step_record import StepRecorder
+
+__all__ = ["BucketedDDP"]
+
+_OF_THIS_PROCESS = (
+    "_group",
+    "_module_buffers",
+    "_places",
+    "_signals",
+    "_active_ranks",
+    "_delayed",
+    "_log",
+    "reducer",
+    "device_mesh",
+)
+
+
+class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
+    """Averages a module's gradients over the ranks of a process group during backward.
+
+    Usable wherever `torch.nn.parallel.DistributedDataParallel` is, with its names. Wrap the module after it
+    is on its device; call the wrapper instead of the module; step the optimizer as with one process.
+
+    After a synchronised backward `.grad` of every parameter holds the mean over the ranks. With
+    `gradient_as_bucket_view` it is a view of a bucket: do not `detach_()` it. A second backward through it
+    (`create_graph=True`) is refused. Names in the module's attribute `_ddp_params_and_buffers_to_ignore` are
+    left alone. Parameters that `torch.func.functional_call` replaces for a forward are not averaged.
+
+    `broadcast_buffers="auto"` computes what a copy of rank 0's buffers before each forward would: BatchNorm
+    layers in training mode normalise with their batch and only write their running statistics, and those of
+    rank 0 depend on rank 0's history alone, so copying them before a layer evaluates is early enough.
+    Modules with any other buffer take the copy before each forward. Between two copies the statistics of the
+    other ranks are those of their own batches; `sync_buffers()` copies rank 0's at once.
+
+    Args:
+        module: on one device per process, or on several CUDA devices; the same on all ranks, with at least
+            one parameter that requires a gradient. Its parameters must not be replaced afterwards.
+        device_ids: for a module on one CUDA device, that device: inputs of `forward` are moved there.
+            None (default) leaves inputs alone.
+        output_device: kept for torch's signature; must be the device of the module, or None.
+        dim: kept for torch's signature; only 0.
+        broadcast_buffers: 'auto', the default; True for a copy before each forward that follows a
+            synchronised one; False for none, and none at construction.
+        init_sync: whether construction verifies the parameters across ranks and broadcasts rank 0's
+            parameters and buffers. If False, the caller vouches that all ranks hold the same values.
+        process_group: the ranks; None for the default group.
+        bucket_cap_mb: cap of a bucket in MiB (the first one has 1 MiB); None for 25, and for smaller first
+            ones where CPU ranks are on several hosts, so that the network has work early.
+        find_unused_parameters: whether parameters may take no part in the loss, on some ranks or on all. The
+            graph of the outputs is searched after each forward. A parameter that no rank used keeps its
+            `.grad`; one that some used gets the mean, with zeros from the others.
+        check_reduction: deprecated in torch, without effect; only False.
+        gradient_as_bucket_view: whether `.grad` is a view of the bucket after a synchronised backward,
+            which saves a copy and the memory of one gradient per parameter; None for yes.
+        static_graph: whether every step has the graph of the first one. It is learned there: communication
+            starts after that backward, later during it. Parameters may be unused, or get several gradients
+            in one backward (re-entrant checkpointing); a graph that changes is an error.
+        delay_all_reduce_named_params: (name, parameter) pairs that are no part of the buckets; their
+            gradients are averaged all at once when that of `param_to_hook_all_reduce` is ready.
+        param_to_hook_all_reduce: see there; both or none.
+        mixed_precision: torch's `_MixedPrecision`: parameters, inputs and buffers in low precision from
+            forward to the end of backward; gradients arrive in full precision.
+        device_mesh: one-dimensional; its ranks instead of `process_group`.
+        skip_all_reduce_unused_params: with `find_unused_parameters`, a bucket of which nothing was used is
+            not reduced. All ranks must leave the same parameters unused in each step.
+        bucket_cap_mb_list: caps of the first bucket, the second ..., in MiB; the last one holds for all that
+            follow. Instead of `bucket_cap_mb`.
+        batched_grad_copy: True for one copy a bucket, False for one a gradient; None (default) copies
+            gradients of 256 KiB and more when they arrive, and the smaller ones of a bucket together.
+        forward_sync_buffers: True or False as `broadcast_buffers`, but construction always copies buffers.
+        raises_at_once: whether parameters that all ranks miss in the first backward are an error there.
+            If False it is a `MissingGradientWarning` there and the error in the second step, as torch's DDP
+            lets one backward pass. In all other steps, and where ranks differ, it is an error at once.
+        interrupt: a failure that another thread may report; every wait raises it within 0.1 s.
+        transport: how gradients on the CPU travel. 'auto': through memory that the ranks of a host share,
+            and between hosts by gloo, one rank a host; through the process group where that cannot be, and
+            between ranks that are threads of one process. A thread reduces beside the backward if a host has
+            two processors a rank; else that would slow both down, and the backward ends first.
+            'shared_memory': the same, or an error. 'gloo': through the process group.
+
+    Raises:
+        ConfigurationError: an argument cannot be used, or the group cannot reduce the module's gradients.
+        UnsuitableModuleError: no parameter requires a gradient, or one is lazy.
+        RankMismatchError: the ranks hold different models.
+
+    Construction communicates (all ranks call it), as do `forward` in training with buffers, and backward.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | Literal["auto"] | None = None,
+        init_sync: bool = True,
+        process_group: Any | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool | None = None,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: MixedPrecisionConfig | None = None,
+        device_mesh: Any | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        *,
+        raises_at_once: bool = False,
+        interrupt: Interrupt | None = None,
+        transport: Transport = "auto",
+    ) -> None:
+        super().__init__()
+        check_transport(transport)
+        if dim != 0:
+            raise ConfigurationError(f"dim={dim}: inputs are scattered along dimension 0 only")
+        if check_reduction:
+            raise ConfigurationError(
+                "check_reduction=True: deprecated in torch and without effect; leave it out"
+            )
+        if skip_all_reduce_unused_params and not find_unused_parameters:
+            raise ConfigurationError("skip_all_reduce_unused_params=True needs find_unused_parameters=True")
+        delayed = dict(delay_all_reduce_named_params or ())
+        if bool(delayed) != (param_to_hook_all_reduce is not None):
+            raise ConfigurationError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce go together: pass both or none"
+            )
+        caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        group = check_process_group(process_group, device_mesh)
+        self.parameters_to_ignore = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *delayed}
+        named = trainable_parameters(module, self.parameters_to_ignore, may_be_none=bool(delayed))
+        self.module = module
+        self.device = next(iter([p for _, p in named] or module.parameters())).device
+        self.dim = dim
+        self._passing_sync_batchnorm_handle(module)
+        self.device_ids = check_device_ids(device_ids, output_device, [p for _, p in named])
+        self.output_device = self.device_ids[0] if self.device_ids else None
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._buffer_settings = BufferSettings.of(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers = self._buffer_settings.in_forward
+        self.gradient_as_bucket_view = gradient_as_bucket_view is not False
+        self.asked_for_views = bool(gradient_as_bucket_view)
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.mixed_precision = mixed_precision
+        self.transport = transport
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.bucket_bytes_cap_list = [int(mb * 1024 * 1024) for mb in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap = max(caps_bytes)
+        self._group = Group(group, interrupt, transport=transport)
+        check_backend(self._group, module, named)
+        token = "unverified"
+        if init_sync:
+            settings = {
+                "find_unused_parameters": find_unused_parameters,
+                "static_graph": static_graph,
+                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+                "bucket_cap_mb": bucket_cap_mb,
+                "bucket_cap_mb_list": bucket_cap_mb_list and list(bucket_cap_mb_list),
+                "delay_all_reduce_named_params": list(delayed) or None,
+                "transport": transport,
+                "reduce_dtype": str(getattr(mixed_precision, "reduce_dtype", None)),
+            }
+            token = verify_across_ranks(
+                self._group, [ParameterSpec.of(n, p) for n, p in named], self.device, settings
+            )
+        self._mixed = None
+        if mixed_precision is not None:
+            self._mixed = MixedPrecision(mixed_precision, module, frozenset(self.parameters_to_ignore))
+        low_dtype = self._mixed.config.param_dtype if self._mixed is not None else None
+        self._options = ReducerOptions(
+            caps_bytes=caps_bytes,
+            are_caps_default=bucket_cap_mb is None and not bucket_cap_mb_list,
+            # a parameter of low precision cannot hold the gradient in full precision meanwhile
+            gradient_as_bucket_view=self.gradient_as_bucket_view and not low_dtype,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            raises_at_once=raises_at_once,
+            early_copy_bytes=ReducerOptions.early_copy_for(batched_grad_copy),
+            dtype=self._mixed.reduce_dtype if self._mixed is not None else None,
+        )
+        self._connect(token, find_hosts(self._group, self.device))
+        self._delayed = None
+        if param_to_hook_all_reduce is not None:
+            params = list(delayed.values())
+            self._delayed = DelayedAllReduce(
+                self._group, params, param_to_hook_all_reduce, lambda: self.require_backward_grad_sync
+            )
+        if init_sync:
+            broadcast_coalesced(self._group, self.states())
+            if self._buffer_settings.at_construction:
+                self._module_buffers.copy()
+        self._log = LoggingData(self)
+
+    def _connect(self, token: str, hosts: Hosts | None) -> None:
+        """Makes what belongs to this process and its group. Communicates where ranks share hosts."""
+        ignored = frozenset(self.parameters_to_ignore)
+        named = trainable_parameters(self.module, ignored, may_be_none=True)
+        sparse = sparse_parameters(self.module.modules())
+        self._module_buffers = Buffers(self._group, self.module, ignored, self._buffer_settings)
+        self._places = ParameterPlaces(self.module, named)
+        self._has_prepared = False
+        self._connect_join()
+        self.reducer = Reducer(
+            [p for _, p in named],
+            [n for n, _ in named],
+            self._group,
+            device=self.device,
+            token=token,
+            options=self._options,
+            sparse=frozenset(i for i, (_, p) in enumerate(named) if id(p) in sparse),
+            hosts=hosts,
+        )
+        if self._mixed is not None:
+            self.reducer.before_finish = self._mixed.restore_parameters
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to this process: the group, the reducer and its hooks."""
+        return {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickled or copied wrapper on the default process group. Does not communicate.
+
+        All ranks are expected to restore the same. A communication hook has to be registered again, and
+        gradients travel through the process group.
+
+        Raises:
+            ConfigurationError: there is no default process group.
+        """
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._group = Group(check_process_group(None, None), transport=self.transport)
+        self._delayed = None
+        self._connect("restored", None)
+        self._log = LoggingData(self)
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        """Refuses synchronised batch normalisation on the CPU, at once; torch's name of that check."""
+        layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
+        if layers and self.device.type == "cpu":
+            raise ConfigurationError(
+                f"{torch_words.SYNC_BATCHNORM}, and this one is on the CPU:"
+                f" {', '.join(map(repr, layers))}. Leave out sync_batchnorm, or use BatchNorm."
+            )
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks over which gradients are averaged."""
+        return self._group.process_group
+
+    def update_process_group(self, process_group: Any) -> None:
+        """Goes on with other ranks, for example after a rank was lost. All ranks of the new group call it.
+
+        The buckets are planned anew; gradients stay. The ranks must hold the same parameters. Communicates
+        only to share memory. A communication hook has to be told by its owner.
+
+        Args:
+            process_group: the new ranks.
+        """
+        group = Group(process_group, self._group.interrupt, transport=self.transport)
+        check_backend(group, self.module, list(zip(self._places.names, self._places.parameters, strict=True)))
+        state, hook = self.reducer.state_and_hook
+        step = self.reducer.step
+        self.reducer.close()
+        self._group = group
+        self._connect(f"updated/{step}/{process_group.size()}", find_hosts(self._group, self.device))
+        if hook is not None:
+            self.reducer.set_hook(state, hook)
+        if self._delayed is not None:
+            self._delayed.group = self._group
+
+    def states(self) -> list[torch.Tensor]:
+        """The parameters that are the same on all ranks."""
+        ignored = self.parameters_to_ignore
+        return [p for name, p in self.module.named_parameters() if name not in ignored]
+
+    # ------------------------------------------------------------------ forward
+
+    @run_eagerly
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module; the next backward is synchronised unless inside `no_sync`."""
+        tell_dynamo()
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        with self._inside_forward():
+            output = self.module(*inputs, **kwargs)
+        return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not self._has_prepared:
+            self._prepare()
+        is_training = torch.is_grad_enabled()
+        if is_training and self.require_backward_grad_sync:
+            self.reducer.failures.check_usable()
+            if self.reducer.recorder is not None:
+                self.reducer.recorder.start_forward()
+            if self.reducer.times.start_forward():
+                self._log.publish()
+        self._notify_joined(is_training)
+        if is_training:
+            self.reducer.rebuild()
+        self._sync_buffers_if_due("before_forward")
+        if self.device_ids:
+            moved = _to_kwargs(inputs, kwargs, self.device, False)
+            inputs, kwargs = moved[0][0], moved[1][0]
+        if self._mixed is not None:
+            self._mixed.cast_parameters()
+            inputs, kwargs = self._mixed.cast_inputs((inputs, kwargs))
+        return inputs, kwargs
+
+    def _post_forward(self, output: Any) -> Any:
+        if self.reducer.recorder is not None and torch.is_grad_enabled():
+            self.reducer.recorder.end_forward()
+        self._sync_buffers_if_due("after_forward")
+        self._module_buffers.note_forward()
+        if self._mixed is not None:
+            self._mixed.restore_after_backward(output)
+        replaced = self._places.replaced()
+        if replaced:
+            self._places.expect_restored(output, replaced, self._group.rank)
+        if replaced and len(replaced) == len(self._places.names):
+            return output  # functional_call: none of our parameters takes part
+        self.prepare_for_backward(output, absent=replaced)
+        return output
+
+    def _prepare(self) -> None:
+        """Before the first forward."""
+        self._has_prepared = True
+        params = self._places.parameters
+        if OptimizersInBackward.are_used(params):
+            self.reducer.after_bucket = OptimizersInBackward(params).step
+
+    def prepare_for_backward(self, outputs: Any = None, *, absent: Iterable[int] = ()) -> None:
+        """Makes the next backward a synchronised one, unless inside `no_sync`.
+
+        `forward` calls it. Call it by hand before a backward whose loss was not computed by this wrapper's
+        `forward`, as with manual optimisation in Lightning. Does not communicate.
+
+        Args:
+            outputs: what that backward starts from: tensors in nested containers.
+            absent: positions of parameters that get no gradient on any rank.
+        """
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.require_forward_param_sync = True
+            if self._delayed is not None:
+                self._delayed.prepare()
+            self._set_divisor()
+            self.reducer.arm(outputs, absent)
+        else:
+            self.require_forward_param_sync = False
+
+    # ------------------------------------------------------------------ buffers
+
+    def _sync_buffers_if_due(
+        self, where: Literal["before_forward", "after_forward"], *, has_input: bool = True
+    ) -> None:
+        follows_sync = self.require_forward_param_sync
+        if self._module_buffers.are_due(where, follows_sync=follows_sync, is_joining=self._is_joining):
+            self.sync_buffers(has_input=has_input)
+
+    def sync_buffers(self, *, has_input: bool = True) -> None:
+        """Copies the buffers of rank 0 to all ranks now, or runs the buffer hook. All ranks call it.
+
+        Inside `join()` they come from the highest rank that has input left.
+
+        Args:
+            has_input: whether this rank is one of those.
+        """
+        src = self._signals.agree_on_source(has_input) if self._is_joining else 0
+        self.reducer.futures += self._module_buffers.sync(src)
+
+    def register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, torch.Tensor]], Any],
+        *,
+        location: Literal["before_forward", "after_forward"] = "after_forward",
+    ) -> None:
+        """Lets `hook(state, buffers)` bring the buffers together, instead of the copy from rank 0.
+
+        Args:
+            state: handed to the hook in each call.
+            hook: called on all ranks in each forward that follows a synchronised one, with the buffers by
+                qualified name. It changes them in place. It may return futures, which the end of the next
+                synchronised backward waits for.
+            location: when it is called.
+
+        Raises:
+            ConfigurationError: the location is another one.
+            TypeError: the hook is not callable.
+        """
+        if not callable(hook):
+            raise TypeError(f"buffer hook {hook!r} must be callable")
+        if location not in ("before_forward", "after_forward"):
+            raise ConfigurationError(f"location={location!r}: expected 'before_forward' or 'after_forward'")
+        self._module_buffers.hook = BufferHook(hook=hook, state=state, location=location)
+
+    # ------------------------------------------------------------------ synchronisation
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Gradients accumulate on each rank without communication, for backwards of forwards in here."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Lets `hook(state, bucket)` reduce the gradients instead of the built-in mean.
+
+        Args:
+            state: handed to the hook in each call.
+            hook: called on every rank once for each full bucket, in launch order, in the thread of
+                backward. `bucket` has the methods of torch's `GradBucket`. It returns a
+                `torch.futures.Future` of the reduced flat gradient: a tensor of the buffer's size and
+                dtype (or a list of that one tensor). The hook divides by the world size itself.
+
+        Raises:
+            TypeError: the hook is not callable.
+            ConfigurationError: its annotations say that it is for something else.
+            CommHookError: a hook is registered already.
+        """
+        with self._log.errors_noted():
+            check_hook(hook)
+            if self.reducer.has_hook:
+                raise CommHookError(f"{torch_words.ALREADY_REGISTERED} There is one hook a wrapper.")
+        self.reducer.set_hook(state, hook)
+
+    def teardown(self) -> None:
+        """Takes the hooks off the parameters, so that the module can be used without this wrapper."""
+        self.reducer.close()
+        if self._delayed is not None:
+            self._delayed.remove_hooks()
+
+    def record_steps(self, num_steps: int = 256) -> StepRecorder:
+        """From now on keeps what the last synchronised steps did, on this rank. Does not communicate.
+
+        Args:
+            num_steps: how many are kept; 0 for none, as in the beginning.
+
+        Returns:
+            The recorder, with the `records`. With 0, one that gets no more.
+        """
+        recorder = StepRecorder(self.device, max(num_steps, 1))
+        self.reducer.recorder = recorder if num_steps else None
+        return recorder
+
+    def logging_data(self) -> dict[str, Any]:
+        """What this wrapper is made of and how long its steps take. Does not communicate.
+
+        Returns:
+            Settings and sizes (in bytes) from construction, figures of the last step, and means of how long
+            forward, backward, its communication and the part of that hidden behind computation take, in
+            seconds: `avg_forward_compute_time_s`, `avg_backward_compute_time_s`, `avg_backward_comm_time_s`,
+            `avg_backward_compute_comm_overlap_time_s`. The times come from the first ten steps and every
+            hundredth after, and are absent before the second step.
+        """
+        data: dict[str, Any] = self._log.collect()
+        return data

@@ -1,0 +1,470 @@
+"""The reducer: autograd hooks -> bucket full -> launch in order -> finish.
+
+One hook a parameter counts it as ready. A full bucket is averaged over the ranks asynchronously while
+backward goes on; buckets are launched in index order, so that all ranks issue their collectives in one
+order whatever order their gradients have. A callback of the autograd engine waits for them at the end of
+backward. After the first synchronised backward the buckets are planned again, in the order in which the
+gradients became ready on rank 0 (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.ddp.autograd_hooks import GradientHooks
+from lightning_ddp.ddp.backward_state import BackwardState
+from lightning_ddp.ddp.bucket import Bucket
+from lightning_ddp.ddp.double_backward import refuse_double_backward
+from lightning_ddp.ddp.gradient_errors import BackwardFailures
+from lightning_ddp.ddp.gradients import Arrivals, ExpectedGradients, UsageExchange, find_tensors
+from lightning_ddp.ddp.layout import BucketLayout
+from lightning_ddp.ddp.missing_gradients import MissingGradients
+from lightning_ddp.ddp.options import ReducerOptions
+from lightning_ddp.ddp.plan import BucketSpec
+from lightning_ddp.ddp.reduction import CommHook, Reduction
+from lightning_ddp.ddp.torch_names import ReducerTorchNames
+from lightning_ddp.errors import CommHookError, MissingGradientError
+from lightning_ddp.shm.hosts import Hosts
+from lightning_ddp.shm.shared_memory import SharedMemory
+from lightning_ddp.telemetry.run_times import RunTimes
+from lightning_ddp.telemetry.step_record import StepRecorder
+
+__all__ = ["Reducer"]
+
+
+class Reducer(ReducerTorchNames):
+    """Averages the gradients of `parameters` over the ranks of `group`, in buckets.
+
+    Args:
+        parameters: all of them require gradients; on all ranks the same, in one order.
+        names: their qualified names.
+        group: the ranks.
+        device: where small tensors of the exchange between ranks live.
+        token: the same on all ranks, different for every reducer.
+        options: how gradients are bucketed and what is expected of a backward.
+        sparse: positions of the parameters whose gradients are sparse tensors.
+        hosts: where the ranks are, if those of a host are to share memory; None if that is of no interest.
+            Where some share a host, construction communicates.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        group: Group,
+        *,
+        device: torch.device,
+        token: str,
+        options: ReducerOptions,
+        sparse: frozenset[int] = frozenset(),
+        hosts: Hosts | None = None,
+    ) -> None:
+        if hosts is not None and len(hosts.by_host) > 1:
+            options = options.for_network()
+        self.options = options
+        memory = SharedMemory(group, hosts) if hosts is not None and hosts.are_shared else None
+        self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, memory=memory)
+        if memory is not None and not memory.connect():
+            memory = None
+        self.times = RunTimes(device)
+        self._params = self.layout.params
+        self._group = group
+        self._device = device
+        self._reduction = Reduction(group, device, token, memory)
+        board = MissingGradients(group, token, device)
+        self.failures = BackwardFailures(
+            group, board, self.layout.names, raises_at_once=options.raises_at_once
+        )
+        self._expected = ExpectedGradients(
+            self._params, finds_unused=options.find_unused_parameters, is_static=options.static_graph
+        )
+        self._lock = threading.Lock()
+        self._beginning = threading.RLock()  # autograd has a thread for each device
+        self.usage = UsageExchange(group, len(self._params), device)
+        self._arrivals = Arrivals(
+            self.layout,
+            self._expected,
+            self._reduction,
+            self.usage,
+            self.failures,
+            skips_unused=options.skip_all_reduce_unused_params,
+        )
+        self._hooks = GradientHooks(self)
+        weakref.finalize(self, self._hooks.remove).atexit = False  # else its hooks keep the buckets
+        self._backward: BackwardState | None = None
+        self.before_finish: Callable[[], None] | None = None
+        """Called at the end of a synchronised backward, before gradients are written."""
+        self.after_bucket: Callable[[Bucket], None] | None = None
+        """Called with each bucket once its means are in `.grad`, while later ones are still on their way."""
+        self.futures: list[Any] = []
+        """What else the end of the next synchronised backward waits for."""
+        self.recorder: StepRecorder | None = None
+        """What is told of each moment of a step, if somebody wants to know."""
+        self.step = -1  # number of the synchronised backward that runs or ran last
+        self.has_rebuilt = False
+        """Whether the buckets were planned anew after the first synchronised backward."""
+        self.order: list[int] = []
+        """Parameters in the order in which their gradients became ready on rank 0, as of that."""
+        self.absent: frozenset[int] | None = None
+        """Parameters without a gradient in the last synchronised backward."""
+        self.is_absent_static = True
+        """Whether these were always the same."""
+        self.num_reduced = 0
+        """Buckets reduced in the last synchronised backward."""
+        self._first_order: list[int] | None = None
+        self._add_hooks()
+
+    # ------------------------------------------------------------------ plan
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The present buckets, in launch order."""
+        return self.layout.buckets
+
+    def close(self) -> None:
+        """Takes its hooks off the parameters, and ends the thread that reduces, if there is one."""
+        self._hooks.remove()
+        self._reduction.close()
+
+    def make_static(self) -> None:
+        """Takes every step to have the graph of the first one, which is still to come."""
+        with self._hooks_renewed():
+            self._expected.is_static = self._expected.is_learning = True
+
+    def rebuild(self) -> bool:
+        """Plans the buckets anew, once, in the order in which gradients became ready on rank 0.
+
+        Called before each forward on all ranks. Communicates before the second synchronised step.
+
+        Returns:
+            Whether the buckets have changed.
+        """
+        if self._first_order is None:
+            if not self._are_hooks_learning or self._expected.is_learning:
+                return False
+            # this rank had no input yet in the step after which all of them planned anew
+            self._apply([bucket.spec for bucket in self.buckets])
+            return True
+        arrived = list(dict.fromkeys(self._first_order))
+        present = set(arrived)
+        rest = [i for i in range(len(self._params) - 1, -1, -1) if i not in present]
+        order = torch.tensor(arrived + rest, dtype=torch.int64, device=self._device)
+        self._first_order = None
+        self.has_rebuilt = True
+        self._group.wait(self._group.broadcast(order, 0), self._device)
+        self.order = [int(i) for i in order.tolist()]
+        plan = self.layout.plan(self.order)
+        if self.layout.holds(plan) and not self._expected.is_static:
+            return False  # a static graph's hooks must stop learning, even where the plan stays
+        self._apply(plan)
+        return True
+
+    def _note_order(self, order: Sequence[int]) -> None:
+        """A synchronised backward ends; the first one tells the order of the gradients.
+
+        Args:
+            order: indices of the parameters whose gradients have come; may hold some twice, and lack some.
+        """
+        if not self.has_rebuilt and not self._expected.may_lack:
+            self._first_order = list(order)
+
+    def _apply(self, plan: Sequence[BucketSpec]) -> None:
+        several = frozenset(i for i, count in enumerate(self._expected.counts) if count > 1)
+        with self._hooks_renewed():
+            self.layout.apply(plan, several)
+
+    @contextmanager
+    def _hooks_renewed(self) -> Generator[None, None, None]:
+        """For changes of the buckets or of what is expected: hooks are off meanwhile, new ones on after."""
+        self._hooks.remove()
+        yield
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
+        expected = self._expected
+        note = self.usage.unsynced.add if expected.finds_unused else None
+        self._are_hooks_learning = expected.is_learning
+        self._hooks.add(self.layout, is_learning=expected.is_learning, note_unsynced=note)
+
+    # ------------------------------------------------------------------ start of a backward
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a communication hook reduces the buckets."""
+        return self._reduction.has_hook
+
+    def set_hook(self, state: Any, hook: CommHook) -> None:
+        """Lets `hook` reduce the buckets from the next backward on."""
+        self._reduction.set_hook(state, hook)
+        if self.layout.is_shared:  # a hook may do anything with its tensor, such as to resize it
+            with self._hooks_renewed():
+                self.layout.leave_shared_memory()
+            if self._backward is not None and self._backward.is_armed:
+                self._arm_buckets(self._backward)
+
+    @property
+    def state_and_hook(self) -> tuple[Any, CommHook | None]:
+        """The communication hook with its state; (None, None) where there is none."""
+        return self._reduction.state_and_hook
+
+    def set_divisor(self, divisor: int) -> None:
+        """Makes the built-in mean a sum divided by `divisor`, from the next backward on."""
+        self._reduction.set_divisor(divisor)
+
+    def arm(self, outputs: Any = None, absent: Iterable[int] = ()) -> None:
+        """Expects every parameter's gradient in the next backward.
+
+        Does not communicate, unless the last backward was interrupted: then it waits for what that had
+        launched.
+
+        Args:
+            outputs: what the backward will start from, in nested containers. With `find_unused_parameters`
+                its graph tells early which parameters get no gradient.
+            absent: parameters that get no gradient on any rank, besides those with `requires_grad` off.
+
+        Raises:
+            BackwardOrderError, MissingGradientError: the ranks cannot go on after an earlier step.
+        """
+        self.failures.check_usable()
+        interrupted, self._backward = self._backward, None
+        if interrupted is not None and interrupted.is_running:
+            self._drain(interrupted)
+            self._withdraw(interrupted)
+        state = BackwardState()
+        tensors = [t for t in find_tensors(outputs) if t.requires_grad]
+        self._expected.prepare(tensors, absent)
+        self._arm_buckets(state)
+        self._backward = state
+        for tensor in tensors:
+            tensor.register_hook(self._make_start_hook())
+
+    def _arm_buckets(self, state: BackwardState) -> None:
+        for bucket in self.buckets:
+            bucket.arm(self._expected.num_in(bucket), state.ready)
+
+    def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
+        """A hook for an output: it runs first, and in the outermost of nested backwards."""
+        owner = weakref.ref(self)
+
+        def start(_grad: torch.Tensor) -> None:
+            reducer = owner()
+            if reducer is not None and reducer._backward is not None and reducer._backward.is_armed:
+                reducer.begin()
+
+        return start
+
+    def disarm(self) -> None:
+        """Lets gradients accumulate without synchronisation until `arm`."""
+        if self._backward is not None:
+            self._backward.is_armed = False
+        for bucket in self.buckets:
+            bucket.armed = False
+
+    def _drain(self, state: BackwardState) -> None:
+        """Waits for what a backward that has failed has launched; its results are not used."""
+        for bucket in self.buckets[: state.num_taken]:
+            if bucket.work is not None:
+                with suppress(CommHookError):
+                    self._wait(bucket, state)
+
+    def _withdraw(self, state: BackwardState) -> None:
+        ready = set(state.ready)
+        for bucket in self.buckets:
+            bucket.withdraw(ready)
+
+    def _count_step(self, state: BackwardState) -> None:
+        self.step += 1
+        state.step = self.step
+        state.begun_at = time.monotonic()
+
+    def begin(self) -> BackwardState:
+        """The first event of a synchronised backward. In every thread it returns once that is dealt with."""
+        with self._beginning:
+            state = self._backward
+            assert state is not None  # buckets are armed, so a forward has made it
+            if not state.is_running:
+                self._begin(state)
+            return state
+
+    def _begin(self, state: BackwardState) -> None:
+        self.times.start_backward()
+        self._count_step(state)
+        state.creates_graph = torch.is_grad_enabled()
+        if self.recorder is not None:
+            self.recorder.start_backward(self.step)
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        expected = self._expected
+        if expected.is_learning:
+            return
+        for bucket in self._arrivals.start():
+            self._fill(bucket, state)
+        if not expected.are_counted:  # who counts wants to know what none has used
+            for bucket in self.buckets:
+                bucket.open()
+
+    # ------------------------------------------------------------------ gradients arrive
+
+    def progress(self, bucket: Bucket) -> None:
+        """A bucket got its first or its last gradient."""
+        state = self.begin()
+        if bucket.num_pending < 0:
+            raise self._arrivals.ready_twice(state)
+        if bucket.num_pending == 0:
+            self._fill(bucket, state)
+
+    def _fill(self, bucket: Bucket, state: BackwardState) -> None:
+        """All that this bucket can get is there: it and those that waited for it are launched, in order."""
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.ready(bucket.index(), bucket.flat.numel() * bucket.flat.element_size())
+        if bucket.streams is not None:
+            bucket.streams.join()
+        if not bucket.is_skipped:
+            with torch.no_grad():
+                try:
+                    bucket.copy_late(self._reduction.scale)
+                except TypeError as error:
+                    self._arrivals.take_undefined(bucket, range(bucket.size), error, state)
+                    bucket.copy_late(self._reduction.scale)
+        bucket.is_full = True
+        with self._lock:
+            while state.num_taken < len(self.buckets) and self.buckets[state.num_taken].is_full:
+                following = self.buckets[state.num_taken]
+                if following.streams is not None:  # it may have become full on another stream
+                    following.streams.join()
+                self.times.start_comm()
+                with self.failures.noted():
+                    self._reduction.launch(following, state, self._watch(state))
+                if recorder is not None:
+                    recorder.launched(state.num_taken, following.work)
+                state.num_taken += 1
+
+    def copy_early(self, bucket: Bucket, position: int) -> None:
+        """A large gradient is there: into the bucket while it is in the cache."""
+        with torch.no_grad():
+            try:
+                bucket.copy_early(position, self._reduction.scale)
+            except TypeError as error:
+                self._arrivals.take_undefined(bucket, [position], error, self.begin())
+
+    # ------------------------------------------------------------------ end of a backward
+
+    def _finish(self) -> None:
+        """Called by the autograd engine when all gradients of this backward are there."""
+        state = self._backward
+        assert state is not None
+        self.times.end_backward()
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.end_backward()
+        self.disarm()
+        if self._expected.is_learning:
+            self._learn(state)
+        elif state.num_taken < len(self.buckets):
+            self._complete(state)
+        absent = self._arrivals.absent()
+        exchange = self._arrivals.start_exchange(absent)
+        self._note_absent(absent, state.num_launched)
+        if not state.is_skipped:
+            self._note_order(state.ready)
+        if self.before_finish is not None:
+            self.before_finish()
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                self._wait(bucket, state)
+                if recorder is not None:
+                    recorder.done(bucket.index())
+            with torch.no_grad():
+                bucket.copy_out()
+            if self.after_bucket is not None:
+                self.after_bucket(bucket)
+        if self._device.type == "cuda":
+            label = f"averaging of gradients, backward {state.step}"
+            self._group.watch_device(self._device, label, state.begun_at, self._watch(state))
+        self._arrivals.settle(absent, exchange)
+        while self.futures:
+            self._group.wait_future(self.futures.pop())
+        if state.creates_graph:
+            refuse_double_backward(self._params)
+        self.times.end_comm()
+        if recorder is not None:
+            recorder.finish()
+        self._backward = None
+
+    def _note_absent(self, absent: Sequence[int], num_reduced: int) -> None:
+        missing = frozenset(absent)
+        self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
+        self.absent = missing
+        self.num_reduced = num_reduced
+
+    def _complete(self, state: BackwardState) -> None:
+        """Backward is over and buckets are not full: parameters were not used, or it is an error."""
+        full, error = self._arrivals.complete(state)
+        if error is not None:
+            self._raise(error, state)
+        for bucket in full:
+            self._fill(bucket, state)
+
+    def _raise(self, error: MissingGradientError, state: BackwardState) -> None:
+        self._backward = None
+        if error.num_launched is not None:  # the same on all ranks
+            self._drain(state)
+        self._withdraw(state)
+        try:
+            raise error
+        finally:
+            del error  # else it and this frame keep each other, and the process group, alive
+
+    def _learn(self, state: BackwardState) -> None:
+        """First step of a static graph: nothing was launched yet."""
+        self._arrivals.learn(state.ready)
+        for bucket in self.buckets:
+            self._fill(bucket, state)
+
+    def check_finished(self) -> None:
+        """Raises if the last synchronised backward was interrupted.
+
+        Raises:
+            BackwardOrderError: it was.
+        """
+        if self._backward is not None and self._backward.is_running:
+            raise self.failures.interrupted(self._backward.step)
+
+    def shadow_backward(self) -> None:
+        """Takes part in the communication of one synchronised backward of the others, with zeros.
+
+        For a rank that has no input left. Its gradients stay as they are. Communicates as their backward.
+        """
+        state = BackwardState()
+        self._count_step(state)
+        zeros = [bucket.zeros() for bucket in self.buckets]
+        for bucket in zeros:
+            self._reduction.launch(bucket, state, self._watch(state))
+        is_counted = self._expected.are_counted and self.usage.settled is None
+        used = self.usage.start_idle() if is_counted else None
+        for bucket in zeros:
+            if bucket.work is not None:
+                self._wait(bucket, state)
+        if used is not None:
+            self.usage.finish(used, is_needed=False, is_static=self._expected.is_static)
+        self._note_order(())
+
+    def reduce_sum(self, bucket: Bucket) -> Any:
+        """Starts the sum of a bucket over the ranks, for hooks that go on from there; returns its work."""
+        return self._group.all_reduce(bucket.buffer())
+
+    def _wait(self, bucket: Bucket, state: BackwardState) -> None:
+        with self.failures.noted():
+            self._reduction.wait(bucket, state, self._watch(state))
+
+    def _watch(self, state: BackwardState) -> Callable[[float], None]:
+        """Looks, in the waits of this backward, at what other ranks miss."""
+        return self.failures.board.watch(state.step, state.num_taken)

@@ -1,0 +1,223 @@
+"""A line of collectives beside the engine's: its own group, its own thread, one order, counted bytes.
+
+A compressing hook needs several collectives a bucket, each on what the last one gave. Issuing the second from
+a callback of the first lets the callbacks of two buckets run in different orders on different ranks, and
+waiting inside a callback takes the backend's own threads away. A `Channel` does neither: jobs are queued in
+launch order, which is the same on all ranks, and one thread runs them one after the other. Its group is its
+own, so that what the engine or the user issues meanwhile cannot get between them. Where no second group can
+be made, `submit` runs the job at once: in the one order that all ranks have.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.subgroups import part_group, sibling_group
+from lightning_ddp.comm.waits import JOB_MARK
+from lightning_ddp.encoding.staging import Staging, open_staging
+from lightning_ddp.errors import LightningDDPError
+from lightning_ddp.shm.background import Deferred
+
+__all__ = ["Channel", "part_group", "sibling_group"]
+
+_Job = Callable[[], torch.Tensor | None]
+
+
+class Channel:
+    """Runs jobs that communicate, one after the other, in a thread that lives while there are any.
+
+    Beside a group that torch does not know and that has no store, it has neither a group of its own nor a
+    thread.
+
+    The collectives here are for jobs: they wait for their result, and count the bytes that this rank sends
+    when the backend uses a ring (as gloo and NCCL do for large tensors).
+
+    Args:
+        group: the ranks; the channel makes a group of its own beside it. All ranks construct it.
+        device: where the tensors are.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group = sibling_group(group, device)
+        """The channel's own group: for jobs."""
+        self._has_own_group = self.group is not group
+        self.device = device
+        self.rank = group.rank
+        self.size = group.size
+        self.num_bytes_sent = 0
+        self.busy_s = 0.0
+        """Seconds that jobs have taken, waits included."""
+        self.wait_s = 0.0
+        """Seconds of them in which a job waited for a collective."""
+        self._jobs: deque[tuple[_Job, torch.futures.Future[torch.Tensor], Any]] = deque()
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._failure: Exception | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging: Staging | None = None
+        self._is_staging_known = False
+
+    # ------------------------------------------------------------------ jobs
+
+    def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        """Waits in the calling thread for what `submit` returned; raises what the job raised."""
+        since = time.monotonic()
+        result: torch.Tensor = self.group.wait_future(future)
+        self.group.watch_device(self.device, "exchange of parameters", since)
+        return result
+
+    def submit(self, job: _Job) -> torch.futures.Future[torch.Tensor]:
+        """Queues a job; all ranks queue the same ones in the same order. Returns the future of its result.
+
+        On CUDA the job runs on the channel's stream, after what the current stream holds now, and a stream
+        that waits for the future goes on after all that the job has queued, whatever the job returns: a
+        tensor of the channel's device, or None for one without elements. Once a job has failed the later
+        ones fail in the same way, as the ranks no longer agree on what comes next.
+        """
+        devices: list[int | str | torch.device] | None = [self.device] if self._stream is not None else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        setattr(future, JOB_MARK, True)
+        event = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        if not self._has_own_group:
+            self._run(job, future, event)
+            return future
+        with self._lock:
+            self._jobs.append((job, future, event))
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._work, name="lightning_ddp channel", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        busy = self.group.interrupt.activity.busy if self.group.interrupt is not None else set()
+        busy.add(threading.get_ident())
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._is_running = False
+                    busy.discard(threading.get_ident())
+                    return
+                job, future, event = self._jobs.popleft()
+            self._run(job, future, event)
+            del job, future, event  # a thread that waits must not keep gradients
+
+    def _run(self, job: _Job, future: torch.futures.Future[torch.Tensor], event: Any) -> None:
+        if self._failure is not None:
+            self._fail(future, self._failure)
+            return
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                if self._stream is not None:
+                    torch.cuda.set_device(self.device)
+                    self._stream.wait_event(event)
+                start = time.perf_counter()
+                result = job()
+                self.busy_s += time.perf_counter() - start
+                future.set_result(self._anchored(result))
+        except (LightningDDPError, RuntimeError) as error:
+            self._fail(future, error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the thread that waits gets it)
+            wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            self._fail(future, wrapped)
+
+    def _anchored(self, result: torch.Tensor | None) -> torch.Tensor:
+        """The value of a job's future: such a future waits for the devices of its value, and for no other."""
+        if result is None:
+            return torch.empty(0, device=self.device)
+        if result.device.type != self.device.type:
+            raise RuntimeError(
+                f"a job of the channel on {self.device} returned a tensor on {result.device}, so that nobody"
+                " could wait for what it has queued: return one of that device, or None"
+            )
+        return result
+
+    def _fail(self, future: torch.futures.Future[torch.Tensor], error: Exception) -> None:
+        self._failure = self._failure or error
+        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a value
+
+    # ------------------------------------------------------------------ collectives, for jobs
+
+    def _find_staging(self) -> Staging | None:
+        """Memory that the ranks share, once a job has asked for it; communicates the first time."""
+        if not self._is_staging_known:
+            self._staging = open_staging(self.group, self.device)
+            self._is_staging_known = True
+        return self._staging
+
+    def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """1-D tensors that are all-reduced with the fewest copies; for one job at a time, until it ends."""
+        staging = self._find_staging()
+        lent = staging.lend(count, numel, dtype) if staging is not None else None
+        return lent or [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Callable[[], torch.Tensor]:
+        """Starts to reduce a contiguous tensor in place (by default, the sum); returns its wait."""
+        staging = self._find_staging() if op is None else None
+        if staging is None:
+            work = self.group.all_reduce(tensor, op)
+        else:
+            begin = partial(Deferred, partial(staging.all_reduce, tensor))
+            work = self.group.start("all_reduce", (tensor,), begin)
+        self._count(2 * (self.size - 1) / self.size, tensor)
+        return lambda: self._finish(work, tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> torch.Tensor:
+        """Reduces a contiguous tensor in place over the ranks (by default the sum) and returns it."""
+        return self.start_all_reduce(tensor, op)()
+
+    def start_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to send row r to rank r, of (size, k).
+
+        Returns:
+            What waits, and returns (size, k) whose row r is what rank r had for this one.
+        """
+        received = torch.empty_like(rows)
+        process_group = self.group.process_group
+        work = self.group.start(
+            "all_to_all", (rows,), lambda: process_group.alltoall_base(received, rows, [], [])
+        )
+        self._count((self.size - 1) / self.size, rows)
+        return lambda: self._finish(work, received)
+
+    def _finish(self, work: Any, result: torch.Tensor) -> torch.Tensor:
+        self._wait(work)
+        return result
+
+    def _wait(self, work: Any) -> None:
+        start = time.perf_counter()
+        self.group.wait(work, self.device)
+        self.wait_s += time.perf_counter() - start
+
+    def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to gather; returns what waits, and returns what `all_gather` does."""
+        gathered = tensor.new_empty(self.size * tensor.numel())
+        flat = tensor.view(-1)
+        process_group = self.group.process_group
+        work = self.group.start("all_gather", (flat,), lambda: process_group._allgather_base(gathered, flat))
+        self._count(self.size - 1, tensor)
+        return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The contiguous tensors of all ranks, stacked in rank order: shape (size, *tensor.shape)."""
+        return self.start_all_gather(tensor)()
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """The value of a tensor of one element, for the host, which sees failures while it waits for it."""
+        if self._stream is None:
+            return tensor.item()
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        self.group.wait_device(self.device)
+        return copy.item()
+
+    def _count(self, factor: float, tensor: torch.Tensor) -> None:
+        self.num_bytes_sent += round(factor * tensor.numel() * tensor.element_size())

@@ -1,0 +1,328 @@
+"""This rank's part in questions between ranks: it says what it is doing, and asks what the others do.
+
+Everything goes through the control channel. The answers come in its thread, so that a rank answers while its
+main thread waits, computes or hangs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_ddp.comm.activity import Entry, Lane, Waiting
+from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.waits import SLICE_S
+from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
+from lightning_ddp.supervise.client import Message, Watch
+from lightning_ddp.supervise.desync import ANSWER_WAIT_S
+from lightning_ddp.supervise.failure_record import Where
+from lightning_ddp.supervise.status import Account, LaneAccount, join_ranks
+
+__all__ = ["Inspector"]
+
+_LONGEST_TEXT = 200
+_MOST_LANES = 6
+_ASK_WAIT_S = ANSWER_WAIT_S + 2.0
+_OF_OTHERS = ("/torch/", "/lightning_ddp/", "/pytorch_lightning/", "/lightning/", "/lib/python")
+_MOST_FRAMES = 200
+
+
+class _Answer:
+    """What a thread waits for from the server."""
+
+    def __init__(self) -> None:
+        self.has_come = threading.Event()
+        self.message: Message = {}
+
+
+class Inspector:
+    """One for a process; made in its main thread.
+
+    Args:
+        interrupt: where the activity of this rank is noted.
+        where: tells step and phase. Any thread.
+    """
+
+    def __init__(self, interrupt: Interrupt, where: Callable[[], Where]) -> None:
+        self._interrupt = interrupt
+        self._where = where
+        self._main = threading.get_ident()
+        self._watch: Watch | None = None
+        self._answers: dict[tuple[str | None, int], _Answer] = {}
+        self._listeners: dict[str, Callable[[int, Any], None]] = {}
+        self._num_runs = 0
+        self._is_active = False
+        self._run_name = "its run"
+        self._left_at = time.monotonic()
+
+    def attach(self, watch: Watch) -> None:
+        """There is a control channel: a wait that takes too long can be explained from now on."""
+        self._watch = watch
+        self._interrupt.explain = self.explain
+        self._interrupt.look = self.look
+
+    def set_deadline(self, timeout: timedelta | None) -> None:
+        """A collective may take so long; None for as long as it likes.
+
+        It is a second less, as the backend has the same limit, and what it does then breaks connections.
+        """
+        limit_s = float("inf") if timeout is None else timeout.total_seconds()
+        self._interrupt.deadline_s = max(limit_s - 1.0, limit_s / 2)
+
+    def compare_before_each(self, is_on: bool) -> None:
+        """Whether every collective waits until all ranks are about to start the same one.
+
+        Raises:
+            ConfigurationError: there is no control channel, over which they would tell each other.
+        """
+        if is_on and self._watch is None and dist.get_world_size() > 1:
+            raise ConfigurationError(
+                'debug="detail" needs the control channel, which PL_RECONCILE_PROCESS=0 has switched off'
+            )
+        self._interrupt.compare = self.compare if is_on and self._watch is not None else None
+
+    # ------------------------------------------------------------------ runs
+
+    def enter(self, name: str) -> None:
+        """A run, such as a fit, begins."""
+        self._num_runs += 1
+        self._is_active, self._run_name = True, name
+        self._post_run()
+
+    def leave(self) -> None:
+        """The run has ended. Does nothing the second time."""
+        if self._is_active:
+            self._is_active, self._left_at = False, time.monotonic()
+            self._post_run()
+
+    def _post_run(self) -> None:
+        if self._watch is not None:
+            self._watch.post(
+                "active", is_active=self._is_active, run=self._num_runs, name=self._run_name[:_LONGEST_TEXT]
+            )
+
+    # ------------------------------------------------------------------ in the thread of the channel
+
+    def on_message(self, message: Message) -> None:
+        """A message that the watch does not know itself."""
+        kind = message["kind"]
+        if kind == "roll_call" and self._watch is not None:
+            self._watch.post("account", id=message.get("id"), **self.account().to_message())
+        elif kind in ("go", "findings"):
+            answer = self._answers.get((message.get("lane"), message.get("number", 0)))
+            if answer is not None:
+                answer.message = message
+                answer.has_come.set()
+        elif kind == "told":
+            listener = self._listeners.get(message.get("topic", ""))
+            if listener is not None:
+                listener(message["from"], message.get("value"))
+
+    def account(self) -> Account:
+        """What this rank is doing. Any thread."""
+        activity, where = self._interrupt.activity, self._where()
+        wait, now = activity.wait(), time.monotonic()
+        is_main = wait is not None and not wait.is_side
+        if self._interrupt.error is not None:
+            state, label, since = "ending", None, activity.since
+        elif wait is not None and is_main:
+            state, label, since = "starts" if wait.is_start else "waits", wait.label, wait.since
+        elif not self._is_active and self._num_runs:
+            state, label, since = "finished", self._run_name, self._left_at
+        elif activity.on_device is not None:
+            state, label, since = "waits", activity.on_device.label, activity.on_device.since
+        else:
+            state, label, since = "runs", wait.label if wait is not None else None, activity.since
+        entry = activity.entry()
+        return Account(
+            rank=self._watch.identity.rank if self._watch is not None else 0,
+            state=state,
+            label=None if label is None else _cut(label),
+            lane=entry.lane.name if entry is not None else None,
+            number=entry.number if entry is not None else 0,
+            for_s=now - since,
+            step=where.step,
+            phase=where.phase,
+            at=self._place() if state == "runs" else None,
+            lanes=tuple(_lane_account(lane) for lane in activity.lanes[-_MOST_LANES:]),
+            blocked_on=tuple(activity.blocked_on()),
+        )
+
+    def _place(self) -> str | None:
+        """The line of the user's program at which the main thread is."""
+        frame: types.FrameType | None = sys._current_frames().get(self._main)
+        innermost = frame
+        for _ in range(_MOST_FRAMES):
+            if frame is None:
+                break
+            if not any(part in frame.f_code.co_filename for part in _OF_OTHERS):
+                return _name_of(frame)
+            frame = frame.f_back
+        return _name_of(innermost) if innermost is not None else None
+
+    # ------------------------------------------------------------------ asked by a thread that waits
+
+    def explain(self, waiting: Waiting) -> BaseException:
+        """The error of a wait whose deadline has passed; asks all ranks, which takes up to a few seconds.
+
+        Raises:
+            PeerFailure: the run has failed meanwhile.
+        """
+        message = self._ask(waiting.entry or self._interrupt.activity.entry())
+        waited_s = time.monotonic() - waiting.begun_at
+        missing = message.get("missing", [])
+        told = _tell(message)
+        absent = f"; missing: rank{'s' * (len(missing) > 1)} {join_ranks(missing)}" if missing else ""
+        rank = self._watch.identity.rank if self._watch is not None else 0
+        limit_s = self._interrupt.deadline_s
+        return CollectiveTimeoutError(
+            f"rank {rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"
+            f" deadline of {limit_s:g} s{absent}\n{told}\nLook at what the missing ranks do there. If they"
+            " only need longer, give the strategy a longer timeout.",
+            label=waiting.label,
+            rank=rank,
+            waited_s=waited_s,
+            missing=missing,
+        )
+
+    def _ask(self, entry: Entry | None) -> Message:
+        """What the server finds where the ranks disagree."""
+        key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
+        answer = self._answers.setdefault(key, _Answer())
+        if self._watch is not None:
+            self._watch.post("ask", lane=key[0], number=key[1])
+        deadline = time.monotonic() + _ASK_WAIT_S
+        while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
+            self._interrupt.check()
+        self._answers.pop(key, None)
+        return answer.message
+
+    def look(self, entry: Entry) -> CollectiveMismatchError | None:
+        """The error of ranks that wait for different collectives; asks all ranks, from one of them.
+
+        Raises:
+            PeerFailure: the run has failed meanwhile.
+        """
+        if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
+            return None
+        message = self._ask(entry)
+        return self._mismatch(entry, message) if message.get("is_contradiction") is True else None
+
+    def mismatch(self) -> CollectiveMismatchError:
+        """The error where gloo has found that the ranks call different collectives. Any thread.
+
+        Raises:
+            PeerFailure: the run has failed meanwhile.
+        """
+        activity = self._interrupt.activity
+        entry = activity.entry() or activity.last_started()
+        return self._mismatch(entry, self._ask(entry))
+
+    def _mismatch(self, entry: Entry | None, message: Message) -> CollectiveMismatchError:
+        rank = self._watch.identity.rank if self._watch is not None else 0
+        return CollectiveMismatchError(
+            f"rank {rank}: the ranks have called different collectives.\n{_tell(message)}\nAll ranks have to"
+            " call the same ones in the same order: look for self.log(..., sync_dist=True), a barrier or an"
+            ' all_gather that only some of them reach. CustomDDPStrategy(debug="detail") names the first'
+            " difference before any data moves.",
+            label=entry.name() if entry is not None else "collective",
+            rank=rank,
+            waited_s=time.monotonic() - entry.since if entry is not None else 0.0,
+            missing=message.get("missing", []),
+        )
+
+    def compare(self, entry: Entry) -> None:
+        """Returns once all ranks of its group are about to start this collective.
+
+        Raises:
+            CollectiveMismatchError: they are not; says who is about to do what.
+            CollectiveTimeoutError: not all have come within the deadline.
+            PeerFailure: the run has failed meanwhile.
+        """
+        watch, lane = self._watch, entry.lane
+        if watch is None:
+            return
+        answer = self._answers[lane.name, entry.number] = _Answer()
+        run = self._num_runs + (not self._is_active)  # between two runs the next one counts
+        activity = self._interrupt.activity
+        activity.begin(entry.name(), entry, is_start=True)
+        try:
+            watch.post(
+                "call",
+                lane=lane.name,
+                ranks=_cut(join_ranks(lane.ranks)),
+                number=entry.number,
+                text=_cut(entry.text()),
+                run=run,
+            )
+            while not answer.has_come.wait(SLICE_S):
+                self._interrupt.check()
+                self._interrupt.check_deadline()
+        finally:
+            activity.advance()
+            self._answers.pop((lane.name, entry.number), None)
+        if answer.message["kind"] == "go":
+            return
+        raise CollectiveMismatchError(
+            f"rank {watch.identity.rank}: the ranks are about to call different collectives; none of them"
+            f" was started.\n{_tell(answer.message)}\nAll ranks have to call the same collectives, in the"
+            " same order, on tensors of the same shapes and dtypes.",
+            label=entry.name(),
+            rank=watch.identity.rank,
+            waited_s=time.monotonic() - entry.since,
+            missing=answer.message.get("missing", []),
+        )
+
+    # ------------------------------------------------------------------ messages between ranks
+
+    def tell(self, rank: int, topic: str, value: Any) -> bool:
+        """Sends `value`, in types that JSON has and below 60 KiB, to a rank; whether there is a channel.
+
+        Returns at once. Not a collective; values of a rank arrive in order, and none after a failure.
+        """
+        if self._watch is not None:
+            self._watch.post("tell", to=rank, topic=topic, value=value)
+        return self._watch is not None
+
+    def listen(self, topic: str, listener: Callable[[int, Any], None] | None) -> None:
+        """Has `listener(rank, value)` called, in the channel's thread, for what ranks tell this one."""
+        if listener is None:
+            self._listeners.pop(topic, None)
+        else:
+            self._listeners[topic] = listener
+
+
+def _tell(message: Message) -> str:
+    if not message:
+        return "  the control channel has not answered"
+    return f"  {message.get('sentence')}\n{message.get('table')}"
+
+
+def _cut(text: str) -> str:
+    """At most `_LONGEST_TEXT` characters, that still differ where long texts do."""
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[: _LONGEST_TEXT - 12]}... {zlib.crc32(text.encode()):08x}"[:_LONGEST_TEXT]
+
+
+def _lane_account(lane: Lane) -> LaneAccount:
+    recent = list(lane.recent)
+    return LaneAccount(
+        name=lane.name,
+        ranks=_cut(join_ranks(lane.ranks)),
+        number=lane.number,
+        calls={entry.number: _cut(entry.text()) for entry in recent},
+    )
+
+
+def _name_of(frame: types.FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"[:_LONGEST_TEXT]

@@ -1,0 +1,132 @@
+"""Joining a run: first the control channel, so that a rank that dies is known; then the process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp._lightning import ClusterEnvironment
+from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.launch.init_method import meet, tcp_address
+from lightning_ddp.launch.interface import backend_names, choose_interface
+from lightning_ddp.launch.parent_death import is_child
+from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
+from lightning_ddp.launch.rendezvous import (
+    STORE_VARIABLE,
+    existing_group,
+    find_store,
+    handed_down,
+    join_default_group,
+)
+from lightning_ddp.launch.shared_job import share_job
+from lightning_ddp.supervise.failure_record import Identity
+from lightning_ddp.supervise.settings import ReconcileSettings
+
+__all__ = ["join_run"]
+
+_LONGEST_WAIT_S = 1800.0
+
+_external_store: Any = None
+"""The store at which the ranks met, where no launcher of this package has started them."""
+
+
+def join_run(
+    backend: str,
+    *,
+    environment: ClusterEnvironment,
+    num_nodes: int,
+    timeout: timedelta | None,
+    device: torch.device,
+    settings: ReconcileSettings,
+    init_method: str | None = None,
+    given_store: Any | None = None,
+) -> Any:
+    """Connects this process to the others of its run and returns the default process group.
+
+    All ranks call it; it returns once all have. What exists already is used again.
+
+    Args:
+        backend: 'gloo', 'nccl' ...
+        environment: tells rank, world size and the address of the first node.
+        num_nodes: nodes of the run.
+        timeout: of the rendezvous and of collectives; None for torch's own.
+        device: this process's device.
+        settings: times of reconciliation.
+        init_method: where the ranks meet; None for the launcher's store, else `env://`.
+        given_store: a store of the user's that all ranks reach, instead.
+
+    Raises:
+        ConfigurationError: a group of another size exists already, or there is no such backend.
+        RendezvousError: the others cannot be reached.
+        PeerFailure: one of them failed meanwhile.
+    """
+    global _external_store
+    rank, world_size = environment.global_rank(), environment.world_size()
+    group = existing_group(world_size)
+    if group is not None:
+        _name_interface(environment, init_method, backend)
+        if _external_store is not None:
+            share_job(_external_store, rank=rank)
+        return group
+    ours = current()
+    has_launcher = handed_down(STORE_VARIABLE) is not None
+    is_elsewhere = given_store is not None or _is_elsewhere(init_method, has_launcher)
+
+    def meet_elsewhere() -> Any:
+        if given_store is not None:
+            return dist.PrefixStore("lightning_ddp", given_store)
+        assert init_method is not None  # or it would not be elsewhere
+        with remember_connections():
+            return meet(init_method, rank, world_size, timeout)
+
+    # the control channel is found through the launcher's store, so that a failure to meet ends all ranks
+    if ours.num_before:
+        # by a connection of its own: the other one was shut down with those of the process group
+        store = dist.PrefixStore(f"after{ours.num_before}", ours.met_at.clone())
+    else:
+        store = find_store(environment, timeout) if has_launcher or not is_elsewhere else meet_elsewhere()
+        ours.met_at = store
+    if is_enabled() and world_size > 1:
+        identity = Identity(rank=rank, node_rank=environment.node_rank())
+        if rank == 0 and (ours.num_before or not has_launcher):
+            address = tcp_address(init_method)
+            ours.server = open_server(
+                environment.main_address if address is None else address[0],
+                store,
+                identity=identity,
+                world_size=world_size,
+                num_nodes=num_nodes,
+                settings=settings,
+            )
+        timeout_s = _LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
+        ours.connect(store, identity, settings, is_child=is_child(), timeout_s=timeout_s)
+    if has_launcher and is_elsewhere and not ours.num_before:
+        store = ours.met_at = meet_elsewhere()
+    if not has_launcher and world_size > 1:
+        _external_store = store
+        share_job(store, rank=rank)
+    _name_interface(environment, init_method, backend)
+    if timeout is not None and "nccl" in backend_names(backend) and current().watch is not None:
+        # this package says first what is late; NCCL's watchdog, which ends the process, is the last resort
+        timeout += timedelta(seconds=settings.failure_grace_s)
+    return join_default_group(
+        backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
+    )
+
+
+def _name_interface(environment: ClusterEnvironment, init_method: str | None, backend: str) -> None:
+    """Has the groups that are made in this run use the interface that leads to the first node."""
+    if environment.world_size() > 1:
+        address = tcp_address(init_method)
+        main_address = environment.main_address if address is None else address[0]
+        current().set_while_running(choose_interface(main_address, backend))
+
+
+def _is_elsewhere(init_method: str | None, has_launcher: bool) -> bool:
+    """Whether the ranks meet neither in the launcher's store nor at `env://`."""
+    if init_method is None or init_method.startswith("env://"):
+        return False
+    return not (has_launcher and tcp_address(init_method) is not None)  # the launcher listens there

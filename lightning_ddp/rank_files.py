@@ -1,0 +1,153 @@
+"""Where hooks and averagers leave their state: in the checkpoint, and in a file beside it for each rank.
+
+What is the same on all ranks stands in the checkpoint under "lightning_ddp". Residuals and the optimizer
+state of local training differ between ranks and are as large as the model: gathering them would need the
+memory and the network for world size times the model on rank 0, so each rank writes its own beside the
+checkpoint, as `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files still loads everywhere;
+only what they held begins anew.
+
+The token is another one for each saving and stands in the checkpoint: files and checkpoint are replaced
+together, in the moment in which the checkpoint is. Before, all ranks have written their files; afterwards
+they remove those of earlier savings, and what a run has left that was killed in between.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ddp.comm.collectives import all_gather_objects, barrier, broadcast_object
+from lightning_ddp.comm.group import Group
+from lightning_ddp.communication import Communication
+
+__all__ = ["KEY", "is_of_rank", "load_state", "rank_file", "save_state"]
+
+KEY = "lightning_ddp"
+"""Entry of the checkpoint."""
+
+
+_TOKEN_CHARACTERS = 8
+_ERROR_CHARACTERS = 200
+
+
+def rank_file(checkpoint: str | Path, rank: int, token: str) -> str:
+    """The file of one rank beside a checkpoint.
+
+    >>> rank_file("runs/last.ckpt", 3, "0123456789abcdef")
+    'runs/last.ckpt.rank3.01234567.pt'
+    """
+    return f"{checkpoint}.rank{rank}.{token[:_TOKEN_CHARACTERS]}.pt"
+
+
+def is_of_rank(file: str, checkpoint: str, rank: int) -> bool:
+    """Whether a file is one of a rank beside a checkpoint, of whatever saving; both without their folder.
+
+    >>> is_of_rank("last.ckpt.rank3.01234567.pt", "last.ckpt", 3)
+    True
+    """
+    return file.startswith(f"{checkpoint}.rank{rank}.") and file.endswith(".pt")
+
+
+def save_state(
+    communication: Communication,
+    checkpoint: MutableMapping[str, Any],
+    path: str | Path,
+    group: Group,
+    device: torch.device,
+    write: Callable[[dict[str, Any], str], None],
+) -> None:
+    """Adds the shared state to `checkpoint` and writes this rank's file. All ranks call it; communicates.
+
+    It returns once all have written theirs.
+
+    Args:
+        communication: with the parameters in agreement.
+        checkpoint: to be written by rank 0 afterwards.
+        path: where it will be.
+        group: the ranks.
+        device: of their collectives.
+        write: writes a dict to a path.
+    """
+    if not communication.has_state:
+        return
+    state = communication.shared_state(group.size)
+    state["token"] = broadcast_object(group, uuid.uuid4().hex, 0, device)
+    state["name"] = Path(path).name
+    own = communication.own_state()
+    state["has_rank_files"] = any(all_gather_objects(group, bool(own), device))
+    if state["has_rank_files"]:
+        header = {"format": state["format"], "token": state["token"], "rank": group.rank}
+        write({**header, "world_size": group.size, **own}, rank_file(path, group.rank, state["token"]))
+        barrier(group, device, "files of the ranks")
+    checkpoint[KEY] = state
+
+
+def load_state(
+    communication: Communication,
+    checkpoint: MutableMapping[str, Any],
+    path: str | Path | None,
+    group: Group,
+    names: Iterable[str],
+    read: Callable[[str], dict[str, Any]],
+) -> list[str]:
+    """Takes over what `save_state` has saved. Does not communicate.
+
+    Args:
+        communication: of the run that resumes.
+        checkpoint: as loaded.
+        path: where it was loaded from; None if that is not known.
+        group: the ranks.
+        names: qualified names of the parameters.
+        read: reads a dict from a path; raises FileNotFoundError where there is none.
+
+    Returns:
+        What could not be kept, one sentence each.
+
+    Raises:
+        ConfigurationError: the format is not known.
+    """
+    shared = checkpoint.get(KEY)
+    if shared is None:
+        if communication.has_state:
+            return ["the checkpoint holds no state of hooks or averagers: they begin anew"]
+        return []
+    notes = []
+    own = None
+    if shared["has_rank_files"]:
+        own, note = _read_own(shared, path, group, read)
+        notes += [note] if note else []
+    return notes + communication.load(shared, own, names)
+
+
+def _read_own(
+    shared: MutableMapping[str, Any],
+    path: str | Path | None,
+    group: Group,
+    read: Callable[[str], dict[str, Any]],
+) -> tuple[dict[str, Any] | None, str | None]:
+    """This rank's file, or why it cannot be used."""
+    reset = f"rank {group.rank}: residuals and optimizer state of its own begin anew"
+    if shared["world_size"] != group.size:
+        return None, f"{reset}: they were saved by {shared['world_size']} ranks, and the run has {group.size}"
+    if path is None:
+        return None, f"{reset}: the place of the checkpoint is not known"
+    # a link or a copy of the checkpoint has another name than its files
+    places = (path, Path(path).parent / shared["name"], Path(path).resolve())
+    candidates = [rank_file(place, group.rank, shared["token"]) for place in places]
+    problems = [f"{candidates[0]} is missing"]
+    for candidate in dict.fromkeys(candidates):
+        try:
+            own = read(candidate)
+            if (own["token"], own["rank"]) == (shared["token"], group.rank):
+                return own, None
+            problems.insert(0, f"{candidate} is of rank {own['rank']}, or of another checkpoint")
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # noqa: BLE001 (torch and pickle raise many kinds for a damaged file)
+            text = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+            problems.insert(0, f"{candidate} cannot be read ({text})")
+    return None, f"{reset}: {problems[0]}"

@@ -1,0 +1,337 @@
+"""All-reduce between CPU ranks of one host through memory that they share, and between hosts through gloo.
+
+Each rank's tensors lie in arenas that all ranks of the host map. Once all have theirs ready, each adds up its
+share of the elements over the ranks, in rank order, and writes the sum into the tensors of all: every element
+is read once and written once on each rank, and all ranks get the same bits. Between hosts the first rank of
+each one all-reduces the host's sum with the others by gloo, and its neighbours copy the result.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.objects import all_gather_objects
+from lightning_ddp.comm.subgroups import sub_group
+from lightning_ddp.comm.waits import SLICE_S
+from lightning_ddp.shm import semaphore as semaphores
+from lightning_ddp.shm.arena import Arena, Lifeline, OwnArena, open_arena
+from lightning_ddp.shm.background import check_not_ending
+from lightning_ddp.shm.hosts import Hosts, give_up
+from lightning_ddp.shm.sums import Chunks, add_in_float32, add_in_place
+
+__all__ = ["SharedMemory"]
+
+_CPU = torch.device("cpu")
+_CHUNK_NUMEL = 32 * 1024
+"""Elements that are added at a time: they stay in the cache, and torch starts no threads for them."""
+_SHARE_ALIGNMENT = 16
+_MAX_PLANS = 512
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+_NOTHING = -1
+# where things lie in a rank's control arena; a cache line each
+_CALL, _IS_CLOSED, _SEMAPHORES = 0, 64, 128
+
+_Ticket = tuple[int, int, bytes]
+
+
+class SharedMemory:
+    """All-reduces of the ranks of a group, one after the other; all ranks make the same calls in one order.
+
+    Make tensors with `zeros`, then `connect`, then `all_reduce` them. Calls come from one thread at a time.
+
+    Args:
+        group: the ranks.
+        hosts: where they are.
+    """
+
+    def __init__(self, group: Group, hosts: Hosts) -> None:
+        self._group = group
+        self._hosts = hosts
+        self._ranks = hosts.neighbours
+        self._me = self._ranks.index(group.rank)
+        self._others = [i for i in range(len(self._ranks)) if i != self._me]
+        self._arenas: list[list[Arena]] = [[] for _ in self._ranks]
+        self._own: list[OwnArena] = []
+        self._obstacle: str | None = None
+        self._has_more_hosts = len(hosts.by_host) > 1
+        self._leaders: Group | None = None
+        self._timeout_s = group.timeout_s(_CPU)
+        self._plans: dict[Any, Chunks] = {}
+        self._number = 0
+        self._failure: BaseException | None = None
+        self._on_slice: Callable[[float], None] | None = None
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all ranks are on this host, so that an all-reduce is a matter of memory alone."""
+        return not self._has_more_hosts
+
+    @property
+    def has_spare_processor(self) -> bool:
+        """Whether a thread that reduces finds a processor that nobody computes on."""
+        return self._hosts.has_spare_processor
+
+    # ------------------------------------------------------------------ set-up
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor in memory that `connect` will share; in plain memory where there is none to share."""
+        try:
+            arena = OwnArena(numel * dtype.itemsize)
+        except OSError as error:
+            self._obstacle = f"no {numel * dtype.itemsize} bytes of shared memory: {error}"
+            return torch.zeros(numel, dtype=dtype)
+        self._own.append(arena)
+        return arena.view(dtype, 0, numel)
+
+    def connect(self) -> bool:
+        """Maps the memory of the neighbours. All ranks call it once, after `zeros`; communicates.
+
+        Returns:
+            Whether all ranks could, the same on all of them. If not, the log of rank 0 says why.
+
+        Raises:
+            ConfigurationError: they could not, and shared memory was asked for.
+        """
+        if self._has_more_hosts and self._group.store is None:
+            self._obstacle = "the group has no store for a group of one rank a host"
+        try:
+            self._own.insert(0, self._make_control())
+        except OSError as error:
+            self._obstacle = f"no shared memory: {error}"
+        offers = self._tell([arena.ticket for arena in self._own])
+        if offers is not None:
+            try:
+                self._open(offers)
+            except OSError as error:
+                self._obstacle = f"memory of another process cannot be mapped: {error}"
+            offers = self._tell([])
+        for arena in self._own:
+            arena.close_descriptor()
+        if offers is not None and self._has_more_hosts:
+            self._leaders = sub_group(self._group, self._hosts.leaders, _CPU)
+        return offers is not None
+
+    def _tell(self, tickets: list[_Ticket]) -> list[list[_Ticket]] | None:
+        """The tickets of all ranks; None, after a line in the log, if one of them cannot go on."""
+        answers = all_gather_objects(self._group, (self._obstacle, tickets), _CPU)
+        for rank, (obstacle, _) in enumerate(answers):
+            if obstacle is not None:
+                give_up(self._group, f"rank {rank}: {obstacle}", is_fault=True)
+                return None
+        return [offered for _, offered in answers]
+
+    def _make_control(self) -> OwnArena:
+        control = OwnArena(_SEMAPHORES + len(self._ranks) * semaphores.SEMAPHORE_BYTES)
+        for index in range(len(self._ranks)):
+            semaphores.create(control.address + _semaphore(index))
+        weakref.finalize(self, _close, control.integers(_IS_CLOSED, 1), os.getpid())
+        return control
+
+    def _open(self, tickets: Sequence[Sequence[_Ticket]]) -> None:
+        pids = [self._hosts.pids[rank] for rank in self._ranks]
+        for index, rank in enumerate(self._ranks):
+            if index == self._me:
+                self._arenas[index] = list(self._own)
+            else:
+                self._arenas[index] = [open_arena(pids[index], ticket) for ticket in tickets[rank]]
+        self._lifeline = Lifeline(pids)
+        weakref.finalize(self, self._lifeline.close)
+        controls = [arenas[0] for arenas in self._arenas]
+        self._calls = [control.integers(_CALL, 5) for control in controls]
+        self._are_closed = [control.integers(_IS_CLOSED, 1) for control in controls]
+        self._posts = [controls[i].address + _semaphore(self._me) for i in self._others]
+        self._waits = [(controls[self._me].address + _semaphore(i), i) for i in self._others]
+
+    # ------------------------------------------------------------------ all-reduce
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """In which of this rank's arenas a contiguous tensor lies, and where; None if in none."""
+        for number, arena in enumerate(self._own):
+            offset = arena.offset_of(tensor)
+            if number and offset is not None:
+                return number, offset
+        return None
+
+    def all_reduce(self, tensor: torch.Tensor, on_slice: Callable[[float], None] | None = None) -> None:
+        """Replaces a contiguous tensor from `zeros`, or a part of one, by the sum over the ranks.
+
+        Waits for the other ranks. Numbers of 16 bits are added in float32 from three ranks on.
+
+        Args:
+            tensor: what is added.
+            on_slice: called now and then with the seconds for which another rank is waited for; may raise.
+
+        Raises:
+            ValueError: it lies elsewhere.
+            RuntimeError: another rank is gone, came too late, or reduces something else.
+            BaseException: what the group's interrupt holds, or `on_slice` raised.
+        """
+        place = self.place_of(tensor)
+        if place is None:
+            raise ValueError("this tensor is not in shared memory")
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        self._call((*place, real.numel(), _DTYPES.index(real.dtype)), on_slice)
+
+    def all_reduce_nothing(
+        self, numel: int, dtype: torch.dtype, on_slice: Callable[[float], None] | None = None
+    ) -> None:
+        """Takes part in an all-reduce of the others to which this rank has nothing to add.
+
+        Args:
+            numel: elements of their tensors.
+            dtype: type of their tensors.
+            on_slice: as of `all_reduce`.
+
+        Raises:
+            RuntimeError, BaseException: as `all_reduce`.
+        """
+        if dtype.is_complex:
+            numel, dtype = 2 * numel, dtype.to_real()
+        self._call((_NOTHING, 0, numel, _DTYPES.index(dtype)), on_slice)
+
+    def _call(self, call: tuple[int, int, int, int], on_slice: Callable[[float], None] | None) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._number += 1
+        self._on_slice = on_slice
+        try:
+            self._run(call)
+        except BaseException as error:
+            self._failure = error  # the ranks no longer agree on what comes next
+            raise
+        finally:
+            self._on_slice = None
+
+    def _run(self, call: tuple[int, int, int, int]) -> None:
+        mine = self._calls[self._me]
+        for position, value in enumerate((self._number, *call)):
+            mine[position] = value
+        self._meet()
+        calls = [tuple(other) for other in self._calls]
+        self._check_same(calls)
+        self._add_share(calls)
+        self._meet()
+        if self._has_more_hosts:
+            self._sum_over_hosts(calls)
+
+    def _sum_over_hosts(self, calls: Sequence[tuple[int, ...]]) -> None:
+        """The host's sum is in the tensor of the first rank that has one; afterwards all have the sum."""
+        views = [self._view(index, call) for index, call in enumerate(calls)]
+        contributions = [view for view in views if view is not None]
+        if self._leaders is not None:
+            _, _, _, numel, code = calls[self._me]
+            host_sum = contributions[0] if contributions else torch.zeros(numel, dtype=_DTYPES[code])
+            self._leaders.wait(self._leaders.all_reduce(host_sum), _CPU, lambda _: check_not_ending())
+        self._meet()
+        own = views[self._me]
+        if own is not None and own is not contributions[0]:
+            own.copy_(contributions[0])
+        self._meet()
+
+    def _view(self, index: int, call: tuple[int, ...]) -> torch.Tensor | None:
+        _, arena, offset, numel, code = call
+        return None if arena == _NOTHING else self._arenas[index][arena].view(_DTYPES[code], offset, numel)
+
+    def _add_share(self, calls: Sequence[tuple[int, ...]]) -> None:
+        key = tuple(call[1:] for call in calls)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._plan(calls)
+        is_wide = len(calls) > 2 and bool(plan) and plan[0][0].dtype in (torch.float16, torch.bfloat16)
+        add = add_in_float32 if is_wide else add_in_place
+        add(plan, gives_all=not self._has_more_hosts)
+
+    def _plan(self, calls: Sequence[tuple[int, ...]]) -> Chunks:
+        """This rank's share of the elements, cut into chunks."""
+        numel = calls[0][3]
+        share = -(-numel // (len(calls) * _SHARE_ALIGNMENT)) * _SHARE_ALIGNMENT
+        views = [self._view(index, call) for index, call in enumerate(calls)]
+        mine = slice(min(self._me * share, numel), min((self._me + 1) * share, numel))
+        parts = [view[mine].split(_CHUNK_NUMEL) for view in views if view is not None]
+        return [chunk for chunk in zip(*parts, strict=True) if chunk[0].numel()]
+
+    def _check_same(self, calls: Sequence[tuple[int, ...]]) -> None:
+        for index, call in enumerate(calls):
+            if call[3:] != calls[0][3:] or call[0] != calls[0][0]:
+                first, other = (f"{c[3]} elements of {_DTYPES[c[4]]}" for c in (calls[0], call))
+                raise RuntimeError(
+                    f"rank {self._group.rank}: in all-reduce {self._number} rank {self._ranks[0]} has {first}"
+                    f" and rank {self._ranks[index]} has {other}: the ranks do not reduce the same"
+                )
+
+    # ------------------------------------------------------------------ waits
+
+    def _meet(self) -> None:
+        """Returns once all ranks of the host have called it; what they wrote before is there then."""
+        for address in self._posts:
+            semaphores.post(address)
+        for address, index in self._waits:
+            if not semaphores.try_wait(address):
+                self._wait(address, index)
+
+    def _wait(self, address: int, index: int) -> None:
+        activity = self._group.interrupt.activity if self._group.interrupt is not None else None
+        if activity is None or activity.of_this_thread() is not None:  # it waits for a work of the group
+            self._wait_in_slices(address, index)
+            return
+        activity.begin(f"rank {self._ranks[index]} in shared memory")
+        try:
+            self._wait_in_slices(address, index)
+        finally:
+            activity.advance()
+
+    def _wait_in_slices(self, address: int, index: int) -> None:
+        start = time.monotonic()
+        while not semaphores.wait(address, SLICE_S):
+            self._group.check()
+            if self._group.interrupt is not None:
+                self._group.interrupt.check_deadline()
+            check_not_ending()
+            is_gone = not self._lifeline.is_alive(index) or self._are_closed[index][0]
+            if is_gone and not semaphores.try_wait(address):  # it may have come before it went
+                self._raise_gone(index)
+            if is_gone:
+                return
+            if self._on_slice is not None:
+                self._on_slice(time.monotonic() - start)
+            if time.monotonic() - start > self._timeout_s:
+                raise RuntimeError(
+                    f"rank {self._group.rank}: rank {self._ranks[index]} did not come to all-reduce"
+                    f" {self._number} over shared memory within {self._timeout_s:g} s"
+                )
+
+    def _raise_gone(self, index: int) -> NoReturn:
+        rank = self._ranks[index]
+        raise RuntimeError(
+            f"rank {self._group.rank}: connection closed by peer: rank {rank} (pid {self._hosts.pids[rank]})"
+            f" left before all-reduce {self._number} over shared memory was done"
+        )
+
+
+def _semaphore(index: int) -> int:
+    """Where in a rank's control arena lies the semaphore that its neighbour `index` posts."""
+    return _SEMAPHORES + index * semaphores.SEMAPHORE_BYTES
+
+
+def _close(is_closed: memoryview, pid: int) -> None:
+    if os.getpid() == pid:  # a fork of the process has not left
+        is_closed[0] = 1

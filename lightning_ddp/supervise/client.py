@@ -1,0 +1,332 @@
+"""A process's end of the control channel: one thread that listens, reports and, when it must, interrupts."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_ddp.errors import RendezvousError
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
+from lightning_ddp.supervise.fork import close_in_forked_child
+from lightning_ddp.supervise.framing import UNREACHABLE, Unpacker, keep_alive, pack
+from lightning_ddp.supervise.graceful_stop import StepBoundary
+from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.stall import REPORTS_A_TIMEOUT, silent
+
+__all__ = ["Message", "ServerAddress", "Watch"]
+
+_RECEIVE_BYTES = 64 * 1024
+_FLUSH_WAIT_S = 1.0
+_LOOK_AGAIN_S = 5.0
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAddress:
+    """Where the control server listens."""
+
+    host: str
+    """Name or address."""
+    port: int
+    """Port."""
+    token: str
+    """The run's secret."""
+    identity: Identity
+    """The process that it runs in, to be named if it vanishes."""
+
+
+class Watch:
+    """Connects a process to the control server, and learns of the first failure.
+
+    Args:
+        server: where to connect.
+        identity: this process.
+        settings: times.
+        boundary: where this rank stops if all do.
+        on_failure: called once, in the watching thread, with the first failure of the run.
+        where: tells what this rank is doing; asked by the watching thread, where stalls are looked for.
+        parent: the process that started this one, if it is ours: its end is noticed.
+        on_message: called in the watching thread with each message of a kind that is not the watch's own.
+
+    Raises:
+        RendezvousError: the server cannot be reached.
+    """
+
+    def __init__(
+        self,
+        server: ServerAddress,
+        identity: Identity,
+        settings: ReconcileSettings,
+        *,
+        boundary: StepBoundary,
+        on_failure: Callable[[FailureRecord], None],
+        where: Callable[[], Where] = Where,
+        parent: Identity | None = None,
+        on_message: Callable[[Message], None] = lambda message: None,
+    ) -> None:
+        self.identity = identity
+        self.failure: FailureRecord | None = None
+        self._server = server
+        self._settings = settings
+        self._boundary = boundary
+        self._on_failure = on_failure
+        self._where = where
+        self._on_message = on_message
+        self._last_beat = time.monotonic()
+        self._unpacker = Unpacker()
+        self._outbox: deque[bytes] = deque()
+        self._num_posted = self._num_sent = 0
+        self._next_report = 0.0
+        self._sent = threading.Condition()
+        self._learned = threading.Event()
+        self._all_here = threading.Event()
+        self._all_left = threading.Event()
+        self._who: list[int] | None = None
+        self._who_answered = threading.Event()
+        self._is_closed = self._is_deaf = False
+        self._connection = self._connect()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._parent = parent
+        self._parent_fd = _open_pid(parent)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._send_posted)
+        self._selector.register(self._connection, selectors.EVENT_READ, self._receive)
+        if self._parent_fd is not None:
+            self._selector.register(self._parent_fd, selectors.EVENT_READ, self._lost_parent)
+        close_in_forked_child(self._close_descriptors)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="control-watch")
+        self._thread.start()
+
+    def _connect(self) -> socket.socket:
+        where = (self._server.host, self._server.port)
+        try:
+            connection = socket.create_connection(where, timeout=self._settings.heartbeat_timeout_s)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank {self.identity.rank}: cannot reach the control server at {where[0]}, port {where[1]}:"
+                f" {error}. Check that the first node is up and that no firewall is in between."
+            ) from error
+        connection.settimeout(None)
+        keep_alive(connection, self._settings.heartbeat_timeout_s)
+        with suppress(OSError):  # at once: the server does not wait long; reading will say what is wrong
+            connection.sendall(pack({"kind": "hello", "token": self._server.token, **asdict(self.identity)}))
+        return connection
+
+    # ------------------------------------------------------------------ called by the main thread
+
+    def post(self, kind: str, **content: Any) -> None:
+        """Queues a message; returns at once. Also safe in a signal handler."""
+        self._outbox.append(pack({"kind": kind, **content}))
+        self._num_posted += 1
+        with suppress(OSError):  # full of wake-ups: then the thread wakes anyway; or closed
+            self._wake_sender.send(b"x")
+
+    def flush(self, timeout_s: float = _FLUSH_WAIT_S) -> bool:
+        """Waits until all that was posted is handed to the kernel; returns whether it is."""
+        posted = self._num_posted
+        with self._sent:
+            return self._sent.wait_for(lambda: self._num_sent >= posted, timeout=timeout_s)
+
+    def report(self, record: FailureRecord, *, is_echo: bool) -> None:
+        """Tells the server of a failure of this process, and waits until that is on its way."""
+        self.post("echo" if is_echo else "failed", **record.to_message())
+        self.flush()
+
+    def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
+        """The first failure of the run, waiting up to `timeout_s` seconds for it."""
+        self._learned.wait(timeout_s)
+        return self.failure
+
+    def wait_for_all(self, timeout_s: float, check: Callable[[], None]) -> None:
+        """Waits until every rank of the run is connected.
+
+        Args:
+            timeout_s: how long.
+            check: called every now and then; raises if the run has failed.
+
+        Raises:
+            RendezvousError: not all came in time; names the missing ranks.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._all_here.wait(0.05):
+            check()
+            if time.monotonic() > deadline:
+                self.post("who")
+                self._who_answered.wait(_FLUSH_WAIT_S)
+                raise RendezvousError(
+                    f"rank {self.identity.rank}: after {timeout_s:g} s not all ranks have arrived; there are"
+                    f" {self._who}. Check that the program was started on every node."
+                )
+
+    @property
+    def launcher(self) -> Identity | None:
+        """The rank that has started this one, if the server runs in it."""
+        is_rank_0 = self._parent == self._server.identity and self._server.identity.rank == 0
+        return self._parent if is_rank_0 else None
+
+    @property
+    def has_met(self) -> bool:
+        """Whether every rank of the run has been connected."""
+        return self._all_here.is_set()
+
+    def leave_run(self, end: Callable[[], None], timeout_s: float) -> None:
+        """Waits until all ranks have ended a run (a fit, a test ...), or one of them has failed.
+
+        Args:
+            end: tells the server that this rank has ended it.
+            timeout_s: how long; then this rank leaves alone, and its end is no failure any more.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._all_left.clear()
+        end()
+        while self.failure is None and not self._all_left.wait(min(timeout_s, _LOOK_AGAIN_S)):
+            if time.monotonic() >= deadline:
+                self.post("bye")
+                return
+            self.post("look")  # whether one of them waits for what this rank will never call
+
+    def close(self) -> None:
+        """Says goodbye: the end of this process is no failure any more."""
+        self.post("bye")
+        self.flush()
+        self._is_closed = True
+        self.post("bye")  # wakes the thread
+        self._thread.join(timeout=_FLUSH_WAIT_S)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            for key, _ in self._selector.select(self._report_progress()):
+                if not self._is_deaf or key.fileobj is self._wake_receiver:
+                    key.data()
+        self._close_descriptors()
+
+    def _report_progress(self) -> float | None:
+        """Tells the server what this rank is doing, if it is time; returns the seconds until then."""
+        if self._settings.stall_timeout_s is None or self._is_deaf:
+            return None
+        interval = self._settings.stall_timeout_s / REPORTS_A_TIMEOUT
+        now = time.monotonic()
+        if now >= self._next_report:
+            is_late = now - self._next_report > interval  # this process was stopped itself
+            self._next_report = now + interval
+            self.post("progress", **asdict(self._where()))
+            if is_late:
+                self._last_beat = now
+            elif now - self._last_beat > self._settings.stall_timeout_s:
+                self._learn(silent(self._server.identity, self._settings.stall_timeout_s), is_news=True)
+        return max(0.0, self._next_report - now)
+
+    def _stop_listening(self) -> None:
+        """All that can be learned is known; what remains is to send what is posted."""
+        if not self._is_deaf:
+            self._is_deaf = True
+            self._selector.unregister(self._connection)
+            if self._parent_fd is not None:
+                self._selector.unregister(self._parent_fd)
+
+    def _send_posted(self) -> None:
+        self._wake_receiver.recv(4096)
+        while self._outbox:
+            with suppress(OSError):  # the server is gone: reading says so too, and that is handled
+                self._connection.sendall(self._outbox[0])
+            self._outbox.popleft()
+            with self._sent:
+                self._num_sent += 1
+                self._sent.notify_all()
+
+    def _receive(self) -> None:
+        try:
+            data = self._connection.recv(_RECEIVE_BYTES)
+        except OSError as error:
+            self._lost_server(error)
+            return
+        if not data:
+            self._lost_server(None)
+            return
+        try:
+            for message in self._unpacker.feed(data):
+                self._handle(message)
+        except Exception as error:  # noqa: BLE001 (without this thread the rank would hear of nothing)
+            text = f"control channel: {type(error).__name__}: {error}"
+            self._learn(FailureRecord.of_identity(self._server.identity, text))
+
+    def _handle(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "failure":
+            self._learn(FailureRecord.from_message(message))
+        elif kind == "all_here":
+            self._all_here.set()
+        elif kind == "left":
+            self._all_left.set()
+        elif kind == "beat":
+            self._last_beat = time.monotonic()
+        elif kind == "here":
+            self._who = message.get("ranks")
+            self._who_answered.set()
+        elif kind == "hold":
+            self.post("position", position=self._boundary.hold())
+        elif kind == "stop_after":
+            self._boundary.release(message["position"], message["signal"], message["is_requeue"])
+        elif kind == "closing":  # the server's process ends, and that is no failure
+            self._stop_listening()
+        else:
+            self._on_message(message)
+
+    def _lost_server(self, error: OSError | None) -> None:
+        server = self._server.identity
+        if error is not None and error.errno in UNREACHABLE:
+            text = (
+                f"node {server.node_rank} is unreachable: no heartbeat of its control connection for"
+                f" {self._settings.heartbeat_timeout_s:g} s (link down, or the node is gone)"
+            )
+        else:
+            text = GONE
+        self._learn(FailureRecord.of_identity(server, text))
+
+    def _lost_parent(self) -> None:
+        assert self._parent is not None
+        if self._parent == self._server.identity:
+            self._lost_server(None)
+        else:  # it lives on another node than the server, which may know better why
+            self._selector.unregister(self._parent_fd or 0)
+            self.post("vanished", **FailureRecord.of_identity(self._parent, GONE).to_message())
+
+    def _learn(self, record: FailureRecord, *, is_news: bool = False) -> None:
+        if self.failure is None:
+            self.failure = record
+            if is_news:  # to the server: if it is only stopped, it will read this when it is continued
+                self.post("failed", **record.to_message())
+            self._stop_listening()
+            self._learned.set()
+            self._all_left.set()
+            self._on_failure(record)
+
+    def _close_descriptors(self) -> None:
+        self._connection.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+        self._selector.close()
+        if self._parent_fd is not None:
+            with suppress(OSError):
+                os.close(self._parent_fd)
+
+
+def _open_pid(process: Identity | None) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where the kernel has none."""
+    if process is None or not hasattr(os, "pidfd_open"):
+        return None
+    with suppress(OSError):  # it is gone: then its connection is closed as well
+        return os.pidfd_open(process.pid)
+    return None

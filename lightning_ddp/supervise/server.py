@@ -1,0 +1,406 @@
+"""The control server: every process of the run is connected to it, and it says what happened first.
+
+It runs in one thread of the process that started the run (rank 0, or the launching process of spawned
+ranks) and sleeps until a message comes. It never takes part in a collective.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice, takewhile
+from typing import Any
+
+from lightning_ddp.supervise.connections import NumDescriptors, Peer, listen
+from lightning_ddp.supervise.desync import Inspection, Letters
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
+from lightning_ddp.supervise.fork import close_in_forked_child
+from lightning_ddp.supervise.framing import UNREACHABLE, ProtocolError, keep_alive, pack
+from lightning_ddp.supervise.graceful_stop import StopAgreement
+from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.stall import StallWatch
+from lightning_ddp.supervise.verdict import Verdict
+
+__all__ = ["ControlServer"]
+
+_HELLO_WAIT_S = 10.0
+_RECEIVE_BYTES = 64 * 1024
+_MOST_UNSENT_BYTES = 4 * 1024 * 1024
+_SPARE_CONNECTIONS = 64
+"""Strangers whose hello is waited for, on top of the ranks that have not come."""
+_ACCEPTED_AT_ONCE = 256
+_RETRY_S = 0.05
+
+_log = logging.getLogger("lightning_ddp")
+
+Message = dict[str, Any]
+
+
+class ControlServer:
+    """Listens for the processes of a run, and tells all of them the first failure.
+
+    Args:
+        address: name or address of this host under which the others reach it; its interface is bound.
+        token: the run's secret; a connection that does not begin with it is closed.
+        world_size: number of ranks.
+        settings: times.
+        on_failure: called once, in the server's thread, with the first failure.
+        any_interface: bind all interfaces, for an address that resolves to the loopback on this host only.
+
+    Raises:
+        RendezvousError: the address is not one of this host.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        world_size: int,
+        settings: ReconcileSettings,
+        on_failure: Callable[[FailureRecord], None] | None = None,
+        any_interface: bool = False,
+    ) -> None:
+        self._on_failure = on_failure
+        self.token = token
+        self._world_size = world_size
+        self._settings = settings
+        self._verdict = Verdict()
+        self._stop = StopAgreement(settings.failure_grace_s)
+        self._stall = StallWatch(settings.stall_timeout_s) if settings.stall_timeout_s is not None else None
+        self._inspection = Inspection(world_size)
+        self.has_met = False
+        """Whether all ranks have been connected."""
+        self._num_ended: Counter[int] = Counter()
+        """Number of a run -> ranks that have ended it."""
+        self._num_left = 0
+        """Runs that all ranks have ended, and so may leave."""
+        self._is_told = False
+        self._peers: dict[int, Peer] = {}
+        self._ranks: dict[int, Peer] = {}
+        self._strangers: dict[Peer, None] = {}  # the oldest first
+        self._injected: list[Message] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._decided = threading.Event()
+        self._listener = listen("" if any_interface else address)
+        self._num_descriptors = NumDescriptors(2 * world_size + _SPARE_CONNECTIONS)  # with the store's
+        self.port: int = self._listener.getsockname()[1]
+        self.address = address
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for sock in (self._listener, self._wake_receiver):
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
+        close_in_forked_child(self._close_sockets)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="control-server")
+        self._thread.start()
+
+    # ------------------------------------------------------------------ called by other threads
+
+    @property
+    def first_failure(self) -> FailureRecord | None:
+        """The first failure of the run, once it is certain."""
+        return self._verdict.first
+
+    def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
+        """The first failure, waiting up to `timeout_s` seconds for it to be certain."""
+        self._decided.wait(timeout_s)
+        return self._verdict.first
+
+    def tell(self, message: Message) -> None:
+        """Handles a message of this very process, as if a peer had sent it."""
+        with self._lock:
+            self._injected.append(message)
+        self._wake()
+
+    def close(self) -> None:
+        """Tells the processes that are connected that this is no failure, ends the thread, frees the port."""
+        self._is_closed = True
+        self._wake()
+        self._thread.join(timeout=5)
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # closed already, or so many wake-ups are pending that it sees them anyway
+            self._wake_sender.send(b"x")
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            for key, events in self._selector.select(self._timeout()):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_receiver:
+                    self._wake_receiver.recv(4096)
+                else:
+                    self._serve(key.data, events)
+            with self._lock:
+                injected, self._injected = self._injected, []
+            for message in injected:
+                self._handle_report(message)
+            self._decide()
+        self._send_all([{"kind": "closing"}])
+        self._close_sockets()
+
+    def _timeout(self) -> float | None:
+        deadlines = [self._verdict.deadline(), self._stop.deadline(), self._inspection.deadline()]
+        if self._stall is not None and self._verdict.first is None:
+            deadlines.append(self._stall.next_look(time.monotonic()))
+        deadlines += [stranger.since + _HELLO_WAIT_S for stranger in islice(self._strangers, 1)]
+        known = [deadline for deadline in deadlines if deadline is not None]
+        return max(0.0, min(known) - time.monotonic()) if known else None
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # there are no more, or one hung up while it was queued
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._hang_up_on_strangers(len(self._strangers) - 1)
+                    time.sleep(_RETRY_S)  # the listener stays ready: without this, the loop would spin
+                return
+            connection.setblocking(False)
+            peer = Peer(connection)
+            self._strangers[peer] = None
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            self._serve(peer, selectors.EVENT_READ)  # its hello, mostly
+            self._hang_up_on_strangers(self._world_size - len(self._ranks) + _SPARE_CONNECTIONS)
+
+    def _hang_up_on_strangers(self, num_left: int) -> None:
+        """Hangs up on the oldest, so that `num_left` remain: a process of the run speaks at once."""
+        for stranger in list(islice(self._strangers, max(0, len(self._strangers) - num_left))):
+            self._hang_up(stranger)
+
+    def _serve(self, peer: Peer, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(peer)
+        if not events & selectors.EVENT_READ or peer.is_closed:
+            return
+        try:
+            data = peer.connection.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lost(peer, error)
+            return
+        if not data:
+            self._lost(peer, None)
+            return
+        try:
+            for message in peer.unpacker.feed(data):
+                self._handle(peer, message)
+        except Exception:  # noqa: BLE001 (whatever one process says, the others keep their server)
+            _log.debug("control channel: hung up on %s", peer.identity or "a stranger", exc_info=True)
+            self._hang_up(peer)
+
+    def _handle(self, peer: Peer, message: Message) -> None:
+        if peer.identity is None:
+            self._greet(peer, message)
+            return
+        kind = message["kind"]
+        if kind == "active":
+            peer.is_active = bool(message.get("is_active"))
+            if peer.is_active:
+                peer.has_left = False
+            else:
+                self._send_all(self._stop.left(peer.identity.rank))
+                self._forget(peer.identity.rank)
+                self._note_end(peer)
+            self._inspection.entered(peer.identity.rank, message)
+        elif kind in Inspection.KINDS:
+            self._deliver(self._inspection.handle(peer.identity.rank, message, time.monotonic()))
+        elif kind == "stopped":
+            self._send_all(self._stop.left(peer.identity.rank))
+        elif kind == "progress":
+            if self._stall is not None and peer.is_active:
+                self._stall.report(peer.identity, message, time.monotonic())
+            self._send(peer, {"kind": "beat"})
+        elif kind == "who":
+            self._send(peer, {"kind": "here", "ranks": sorted(self._ranks)})
+        elif kind == "bye":
+            peer.has_left = True
+        elif kind == "stop":
+            signal, is_requeue = _number(message, "signal"), message.get("is_requeue") is True
+            self._send_all(
+                self._stop.request(
+                    self._active_ranks(), time.monotonic(), signal=signal, is_requeue=is_requeue
+                )
+            )
+        elif kind == "position":
+            self._send_all(self._stop.report(peer.identity.rank, _number(message, "position")))
+        else:
+            self._handle_report(message)
+
+    def _greet(self, peer: Peer, message: Message) -> None:
+        token = message.get("token")
+        if message["kind"] != "hello" or not isinstance(token, str):
+            raise ProtocolError("no hello")
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
+            raise ProtocolError("another token")
+        host = message.get("host")
+        if not isinstance(host, str):
+            raise ProtocolError("no host")
+        rank, node_rank, pid = (_number(message, name) for name in ("rank", "node_rank", "pid"))
+        if not 0 <= rank < self._world_size:
+            raise ProtocolError(f"rank {rank}")
+        peer.identity = Identity(rank=rank, node_rank=node_rank, host=host[:200], pid=pid)
+        peer.is_active = True
+        peer.unpacker.limit_bytes = _RECEIVE_BYTES
+        with suppress(OSError):  # it is gone already, which reading from it will say
+            keep_alive(peer.connection, self._settings.heartbeat_timeout_s)
+        self._strangers.pop(peer, None)
+        self._peers[id(peer)] = self._ranks[rank] = peer
+        self._inspection.joined(rank)
+        if self._verdict.first is not None:
+            self._send(peer, {**self._verdict.first.to_message(), "kind": "failure"})
+        if len(self._ranks) == self._world_size:
+            self.has_met = True
+            if self._stall is not None:
+                identities = [p.identity for p in self._ranks.values() if p.identity is not None]
+                self._stall.begin(identities, time.monotonic())
+            self._send_all([{"kind": "all_here"}])
+
+    def _note_end(self, peer: Peer) -> None:
+        """A rank has ended a run. It leaves it when all have: until then one of them may still fail."""
+        peer.num_ended += 1
+        self._num_ended[peer.num_ended] += 1
+        if self._num_ended[peer.num_ended] == self._world_size:
+            self._num_left = max(self._num_left, peer.num_ended)
+            del self._num_ended[peer.num_ended]
+            self._send_all([{"kind": "left"}])
+
+    def _handle_report(self, message: Message) -> None:
+        record = FailureRecord.from_message(message)
+        now = time.monotonic()
+        if message["kind"] == "failed":
+            self._verdict.accuse(record)
+        elif message["kind"] == "echo":
+            self._verdict.echo(record, now)
+        elif message["kind"] == "vanished":
+            self._verdict.vanished(record, now)
+        elif message["kind"] == "exited":
+            self._verdict.exited(record, record.message, now)
+        else:
+            raise ProtocolError(f"kind {message['kind'][:40]!r}")
+
+    def _lost(self, peer: Peer, error: OSError | None) -> None:
+        identity = peer.identity
+        self._hang_up(peer)
+        if identity is not None:
+            self._forget(identity.rank)
+        is_in_run = peer.is_active or peer.num_ended > self._num_left
+        if identity is None or not is_in_run or peer.has_left:
+            return
+        if error is not None and error.errno in UNREACHABLE:
+            message = (
+                f"node {identity.node_rank} is unreachable: no heartbeat of its control connection for"
+                f" {self._settings.heartbeat_timeout_s:g} s (link down, or the node is gone)"
+            )
+            self._verdict.accuse(FailureRecord.of_identity(identity, message))
+        else:
+            self._verdict.vanished(FailureRecord.of_identity(identity, GONE), time.monotonic())
+
+    def _forget(self, rank: int) -> None:
+        if self._stall is not None:
+            self._stall.forget(rank)
+
+    def _decide(self) -> None:
+        now = time.monotonic()
+        stalled = self._stall.find(now) if self._stall is not None else None
+        if stalled is not None:
+            self._verdict.accuse(stalled)
+        for stranger in list(takewhile(lambda s: s.since + _HELLO_WAIT_S <= now, self._strangers)):
+            self._hang_up(stranger)
+        self._deliver(self._inspection.due(now))
+        stranded = self._inspection.stranded(self._leaving_ranks)
+        if stranded is not None and stranded[0] in self._ranks:
+            identity = self._ranks[stranded[0]].identity
+            assert identity is not None  # it is that of a rank
+            self._verdict.accuse(FailureRecord.of_identity(identity, stranded[1]))
+        late = self._stop.overdue(now)
+        if late is not None:
+            self._verdict.accuse(late)
+        first = self._verdict.decide(now)
+        if first is not None and not self._is_told:
+            self._is_told = True
+            self._send_all([{**first.to_message(), "kind": "failure"}])
+            self._decided.set()
+            if self._on_failure is not None:
+                self._on_failure(first)
+
+    # ------------------------------------------------------------------ sending
+
+    def _active_ranks(self) -> set[int]:
+        return {rank for rank, peer in self._ranks.items() if peer.is_active}
+
+    def _leaving_ranks(self) -> set[int]:
+        return {rank for rank, peer in self._ranks.items() if peer.num_ended > self._num_left}
+
+    def _send_all(self, messages: list[Message]) -> None:
+        for data in map(pack, messages):
+            for peer in list(self._peers.values()):
+                self._send_packed(peer, data)
+
+    def _deliver(self, letters: Letters) -> None:
+        for rank, message in letters:
+            if rank in self._ranks:
+                self._send(self._ranks[rank], message)
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        self._send_packed(peer, pack(message))
+
+    def _send_packed(self, peer: Peer, data: bytes) -> None:
+        peer.unsent += data
+        if len(peer.unsent) > _MOST_UNSENT_BYTES:
+            self._hang_up(peer)  # it reads nothing, and must not cost this process its memory
+        else:
+            self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        if peer.is_closed:
+            return
+        try:
+            with suppress(BlockingIOError):  # sent once the socket can be written to
+                del peer.unsent[: peer.connection.send(peer.unsent)]
+        except OSError:
+            return  # reading from it will say the same, and that is where it is handled
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        if peer.events != wanted:
+            peer.events = wanted
+            self._selector.modify(peer.connection, wanted, peer)
+
+    def _hang_up(self, peer: Peer) -> None:
+        if peer.is_closed:
+            return
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self._strangers.pop(peer, None)
+        self._peers.pop(id(peer), None)
+        if peer.identity is not None and self._ranks.get(peer.identity.rank) is peer:
+            del self._ranks[peer.identity.rank]
+            self._deliver(self._inspection.left(peer.identity.rank, time.monotonic()))
+
+    def _close_sockets(self) -> None:
+        for peer in [*self._peers.values(), *self._strangers]:
+            peer.connection.close()
+        self._listener.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+        self._selector.close()
+        self._num_descriptors.restore()
+
+
+def _number(message: Message, name: str) -> int:
+    value = message.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ProtocolError(f"{name}={value!r}"[:80])
+    return value

@@ -1,0 +1,122 @@
+"""Finds a rank that makes no progress: stopped, or hanging outside of a collective.
+
+When one rank hangs the others soon wait for it. So of the ranks without progress the culprit is one that says
+nothing any more, else one that does not wait for others; if all wait, they wait for different things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
+
+__all__ = ["REPORTS_A_TIMEOUT", "StallWatch", "silent"]
+
+REPORTS_A_TIMEOUT = 4
+"""How often a rank reports within the time after which it counts as stalled."""
+
+_MOST_ROWS = 20
+
+
+def silent(identity: Identity, timeout_s: float) -> FailureRecord:
+    """The failure of a process that does not even answer."""
+    return FailureRecord.of_identity(
+        identity, f"the process has said nothing for {timeout_s:g} s: it is stopped (SIGSTOP), or swapped out"
+    )
+
+
+@dataclass
+class _Progress:
+    identity: Identity
+    where: Where
+    changed_at: float
+    reported_at: float
+
+
+class StallWatch:
+    """Told what the ranks report; says which one has stalled. Pure.
+
+    Args:
+        timeout_s: how long a rank may take to get on.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._ranks: dict[int, _Progress] = {}
+        self._looked_at: float | None = None
+
+    def begin(self, identities: Iterable[Identity], now: float) -> None:
+        """All ranks have come. Before, those that were there waited for others that still started."""
+        for identity in identities:
+            self._ranks.setdefault(identity.rank, _Progress(identity, Where(), now, now))
+        self._restart(now)
+
+    def _restart(self, now: float) -> None:
+        self._looked_at = now
+        for progress in self._ranks.values():
+            progress.changed_at = progress.reported_at = now
+
+    def report(self, identity: Identity, message: Mapping[str, Any], now: float) -> None:
+        """What a rank says that it is doing."""
+        where = Where(
+            step=_of_kind(message, "step", int),
+            phase=_of_kind(message, "phase", str),
+            waits_for=_of_kind(message, "waits_for", str),
+            count=_of_kind(message, "count", int) or 0,
+        )
+        known = self._ranks.get(identity.rank)
+        changed_at = now if known is None or known.where.count != where.count else known.changed_at
+        self._ranks[identity.rank] = _Progress(identity, where, changed_at, now)
+
+    def forget(self, rank: int) -> None:
+        """A rank has finished or is gone."""
+        self._ranks.pop(rank, None)
+
+    def next_look(self, now: float) -> float:
+        """When to look again."""
+        return (self._looked_at if self._looked_at is not None else now) + self._timeout_s / REPORTS_A_TIMEOUT
+
+    def find(self, now: float) -> FailureRecord | None:
+        """The rank that has stalled, if one has."""
+        interval = self._timeout_s / REPORTS_A_TIMEOUT
+        if self._looked_at is None or now < self._looked_at + interval:
+            return None
+        if now > self._looked_at + 2 * interval:  # this very process slept; the others could not be heard
+            self._restart(now)
+            return None
+        self._looked_at = now
+        stuck = [p for p in self._ranks.values() if now - p.changed_at > self._timeout_s]
+        mute = [p for p in self._ranks.values() if now - p.reported_at > self._timeout_s]
+        if mute:
+            return silent(mute[0].identity, self._timeout_s)
+        busy = [p for p in stuck if p.where.waits_for is None]
+        if busy:
+            return self._describe(busy[0], "no progress", now)
+        if stuck and len(stuck) == len(self._ranks) > 1:
+            return self._describe(stuck[0], "all ranks wait, for different things", now)
+        return None
+
+    def _describe(self, culprit: _Progress, what: str, now: float) -> FailureRecord:
+        rows = [
+            f"  rank {rank}: {_state(progress.where)} for {now - progress.changed_at:.0f} s"
+            for rank, progress in sorted(self._ranks.items())[:_MOST_ROWS]
+        ]
+        return FailureRecord.of_identity(
+            culprit.identity,
+            "\n".join([f"{what} within stall_timeout={self._timeout_s:g} s; ranks:", *rows]),
+            step=culprit.where.step,
+            phase=culprit.where.phase,
+        )
+
+
+def _state(where: Where) -> str:
+    state = f"waits in {where.waits_for}" if where.waits_for is not None else "does not wait for others"
+    at = f" at step {where.step}" if where.step is not None else ""
+    return f"{state}{at}" + (f" in {where.phase}" if where.phase else "")
+
+
+def _of_kind(message: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = message.get(name)
+    return value if isinstance(value, kind) else None
