@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec  # type: ignore[import-untyped]  # has no stubs
 import torch
 
-from lightning_ddp import rank_files
+import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import AsyncCheckpointIO, DDPStrategy, LightningModule
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
@@ -135,7 +135,7 @@ class CommunicatingFit(DDPStrategy):
     ) -> None:
         """Writes the checkpoint, and with hooks or averagers that remember something a file of each rank.
 
-        All ranks call it; with such files it communicates. See `communication.rank_files`.
+        All ranks call it; with such files it communicates. See `rank_files`.
         """
         files: Any = self.checkpoint_io
         is_async = isinstance(files, AsyncCheckpointIO)

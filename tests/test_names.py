@@ -291,7 +291,7 @@ ours = {{name for name in sys.modules if name.startswith("lightning_ddp.")}}
 assert len(ours) <= {MOST_MODULES}, sorted(ours)
 others = {{*sys.modules}} - before - {{*ours, "lightning_ddp"}}
 assert len(others) <= {MOST_OTHER_MODULES}, sorted(others)
-for expensive in ("hydra", "lightning_ddp.ddp.module", "lightning_ddp.tools.bench"):
+for expensive in ("hydra", "lightning_ddp.ddp.module", "lightning_ddp.tools"):
     assert expensive not in sys.modules, expensive
 assert "available_hooks" in dir(lightning_ddp.hooks) and "hooks" in dir(lightning_ddp)
 assert {{*lightning_ddp.__all__}} <= {{*dir(lightning_ddp)}}

@@ -1217,7 +1217,9 @@ def inherited() -> set[tuple[str, str]]:
     """Private names that a class of the package shares with a base of a dependency, and the files."""
     found = set()
     for file, node in foreign_classes():
-        kind = getattr(importlib.import_module(file.module), node.name)
+        kind = getattr(importlib.import_module(file.module), node.name, None)
+        if kind is None:  # a function makes it, of public classes only
+            continue
         if issubclass(kind, _lightning._Unbound):
             kind = _lightning.bind(kind, "pytorch_lightning")
         bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in DEPENDENCIES]
