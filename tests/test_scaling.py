@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import parse_averager
 from lightning_ddp.comm.cost import TransferCost
+from lightning_ddp.ddp.options import bucket_caps_bytes
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.hooks.base import Part
@@ -29,9 +31,11 @@ from lightning_ddp.tools.perf_model import (
     plain_model,
     predict_averager,
     predict_hook,
+    recommend_buckets,
     simulate,
     trace_hook,
 )
+from lightning_ddp.tools.perf_model.profile import cut_sizes
 from lightning_ddp.tools.perf_model.program import Send, Wait, Work
 
 FREE = Network(hop=TransferCost(latency_s=0, seconds_per_byte=0))
@@ -142,6 +146,28 @@ def test_a_faster_link_never_makes_a_step_longer(gaps, work, slow, factor, num_r
         return found.step_s
 
     assert step(slow * factor) <= step(slow) + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    buckets=st.lists(st.tuples(st.lists(st.integers(1, 10**7), min_size=1, max_size=5), moments), min_size=1),
+    latency_s=st.floats(0, 0.1),
+    num_ranks=st.sampled_from([2, 64]),
+)
+def test_recommended_buckets_take_no_longer_than_the_recorded_ones(buckets, latency_s, num_ranks) -> None:
+    times = [sum(gap for _, gap in buckets[: i + 1]) for i in range(len(buckets))]
+    ready = tuple((4 * sum(sizes), at) for (sizes, _), at in zip(buckets, times, strict=True))
+    profile = StepProfile(backward_start_s=0.0, ready=ready, backward_end_s=times[-1], rest_s=0.1)
+    network = Network(hop=TransferCost(latency_s=latency_s, seconds_per_byte=1e-9), num_in_flight=2)
+    shapes = [(size,) for sizes, _ in buckets for size in sizes]
+    plan = recommend_buckets(profile, shapes, network, num_ranks)
+    assert plan.step_s <= plan.recorded_s + 1e-9
+    assert min(plan.caps_mb) > 0
+    # what the list is said to lead to is what the reducer makes of it
+    ends = cut_sizes([4 * size for (size,) in shapes], bucket_caps_bytes(None, list(plan.caps_mb)))
+    sums = [sum(4 * size for (size,) in shapes[a:b]) for a, b in pairwise([0, *ends])]
+    found = predict_hook(profile.rebucketed(sums), plain_model(sums), network, num_ranks)
+    assert found.step_s == pytest.approx(plan.step_s)
 
 
 # ---------------------------------------------------------------------- networks

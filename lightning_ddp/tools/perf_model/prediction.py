@@ -211,11 +211,13 @@ def _sums(sizes: Sequence[int], ends: Sequence[int]) -> list[int]:
 
 def _caps_mb(sizes: Sequence[int], buckets: Sequence[int]) -> tuple[float, ...]:
     """Caps in MiB that lead to these buckets, without those at the end that change nothing."""
-    caps = [math.ceil(1e3 * size / _MIB) / 1e3 for size in buckets if size]
 
     def ends(caps_mb: Sequence[float]) -> list[int]:
         return cut_sizes(sizes, [int(cap * _MIB) for cap in caps_mb])
 
+    exact = [size / _MIB for size in buckets if size]
+    rounded = [math.ceil(1e3 * cap) / 1e3 for cap in exact]
+    caps = rounded if ends(rounded) == ends(exact) else exact
     while len(caps) > 1 and ends(caps[:-1]) == ends(caps):
         caps.pop()
     return tuple(caps)
