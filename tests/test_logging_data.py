@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparison import run_both
 from harness import run_ranks, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.errors import CommHookError, ConfigurationError
@@ -43,20 +43,17 @@ def x_of(rank: int, step: int = 0) -> Tensor:
 # ---------------------------------------------------------------- against torch
 
 
-def both_data(rank, world_size, options, with_hook, skips) -> Any:
-    """The logging data of both wrappers, after construction and after two and four steps."""
-    answers = []
-    for wrap in (DistributedDataParallel, BucketedDDP):
-        model = wrap(Net(), **options)
-        if with_hook:
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
-        seen = [dict(model._get_ddp_logging_data())]
-        for step in range(4):
-            model(x_of(rank, step), step not in skips).backward()
-            if step in (1, 3):
-                seen.append(dict(model._get_ddp_logging_data()))
-        answers.append(seen)
-    return answers
+def data_of(rank, world_size, wrap, options, with_hook, skips) -> Any:
+    """The logging data of a wrapper, after construction and after two and four steps."""
+    model = wrap(Net(), **options)
+    if with_hook:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    seen = [dict(model._get_ddp_logging_data())]
+    for step in range(4):
+        model(x_of(rank, step), step not in skips).backward()
+        if step in (1, 3):
+            seen.append(dict(model._get_ddp_logging_data()))
+    return seen
 
 
 CASES = {
@@ -100,7 +97,7 @@ LATER = [
 
 @pytest.mark.parametrize("name", CASES)
 def test_torchs_keys_have_torchs_values(name) -> None:
-    for theirs, ours in run_ranks(both_data, 2, *CASES[name]):
+    for [(theirs, ours)] in run_both(data_of, 2, [CASES[name]]):
         constructed = [key for key in CONSTRUCTION if key in theirs[0]]
         assert set(CONSTRUCTION) - set(constructed) <= {"static_graph"}
         if name == "small buckets":

@@ -38,9 +38,9 @@ ON_THE_CPU_ALL_THE_SAME = pytest.mark.filterwarnings("ignore:GPU available but n
 
 
 def devices_of(**arguments):
-    """The accelerator of a Trainer and the devices that its processes have."""
+    """The kind of a Trainer's devices and those that its processes have."""
     trainer = lightning_ddp.Trainer(strategy="custom_ddp", **QUIET, **arguments)
-    return trainer.accelerator.name(), trainer.device_ids
+    return trainer.strategy.root_device.type, trainer.device_ids
 
 
 def test_builtin_variants_are_registered_with_descriptions() -> None:
