@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm.group import Group
@@ -18,7 +20,7 @@ from lightning_ddp.errors import (
     MissingGradientWarning,
 )
 
-__all__ = ["BackwardFailures"]
+__all__ = ["BackwardFailures", "refuse_double_backward"]
 
 
 class BackwardFailures:
@@ -175,3 +177,32 @@ class BackwardFailures:
     def _note(self, text: str) -> BackwardOrderError:
         self.last_error = text
         return BackwardOrderError(text)
+
+
+# ---------------------------------------------------------------------- backward through an averaged gradient
+
+
+class _Averaged(torch.autograd.Function):
+    """The identity, with a backward that says why there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise BackwardOrderError(
+            "backward through an averaged gradient (create_graph=True, then backward of something computed"
+            " from .grad): the other ranks' parts of it are not in this process's graph. Compute the penalty"
+            " from torch.autograd.grad(...) of the loss inside forward, and call backward once on the sum."
+        )
+
+
+def refuse_double_backward(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Makes a second backward through the averaged gradients of `parameters` an error that says so."""
+    with torch.enable_grad():
+        for parameter in parameters:
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad = _Averaged.apply(  # type: ignore[no-untyped-call]
+                    parameter.grad.detach(), parameter
+                )

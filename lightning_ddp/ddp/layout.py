@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.heap import keep_freed_memory
 from lightning_ddp.ddp.options import ReducerOptions
 from lightning_ddp.ddp.plan import BucketSpec, ParameterSpec, plan_buckets
 from lightning_ddp.ddp.sparse import SparseBucket
@@ -18,6 +17,7 @@ __all__ = ["BucketLayout"]
 _ALIGNMENT_BYTES = 512
 """Where buckets start. NCCL moves 16 bytes at a time only from a multiple of them, and vector instructions of
 the CPU read whole cache lines; what CUDA's allocator hands out starts at a multiple of 512 bytes."""
+_LARGEST_BYTES = 32 * 1024 * 1024 - 128 * 1024
 
 
 class BucketLayout:
@@ -50,7 +50,7 @@ class BucketLayout:
         self._storage: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self.buckets: tuple[Bucket, ...] = ()
         self.where: dict[int, tuple[Bucket, int]] = {}
-        keep_freed_memory()
+        _keep_freed_memory()
         self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
 
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
@@ -160,3 +160,16 @@ def _aligned(numel: int, dtype: torch.dtype) -> int:
     """
     step = _ALIGNMENT_BYTES // dtype.itemsize
     return -(-numel // step) * step
+
+
+def _keep_freed_memory() -> None:
+    """Frees one large block that was never written to, so that glibc keeps as much as it ever does.
+
+    When gradients are views of buckets, what autograd allocates for each is freed as soon as it is copied.
+    glibc returns large free memory at the top of its heap to the kernel, so that every gradient would be paid
+    for with new pages, which costs more than the copy. How much it keeps depends on the largest block that
+    the process has freed so far (`M_MMAP_THRESHOLD` in mallopt(3)): up to 32 MiB, for which it keeps 64 MiB.
+
+    Costs no memory. Without effect where MALLOC_TRIM_THRESHOLD_ and the like are set, and elsewhere.
+    """
+    torch.empty(_LARGEST_BYTES, dtype=torch.uint8)

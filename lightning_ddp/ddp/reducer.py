@@ -22,8 +22,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.autograd_hooks import GradientHooks
 from lightning_ddp.ddp.backward_state import BackwardState
 from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.double_backward import refuse_double_backward
-from lightning_ddp.ddp.gradient_errors import BackwardFailures
+from lightning_ddp.ddp.gradient_errors import BackwardFailures, refuse_double_backward
 from lightning_ddp.ddp.gradients import Arrivals, ExpectedGradients, UsageExchange, find_tensors
 from lightning_ddp.ddp.layout import BucketLayout
 from lightning_ddp.ddp.missing_gradients import MissingGradients

@@ -22,9 +22,9 @@ import torch
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.subgroups import part_group, sibling_group
 from lightning_ddp.comm.waits import JOB_MARK
-from lightning_ddp.encoding.staging import Staging, open_staging
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.shm.background import Deferred
+from lightning_ddp.shm.staging import Staging, open_staging
 
 __all__ = ["Channel", "part_group", "sibling_group"]
 

@@ -24,7 +24,6 @@ from lightning_ddp.shm import semaphore as semaphores
 from lightning_ddp.shm.arena import Arena, Lifeline, OwnArena, open_arena
 from lightning_ddp.shm.background import check_not_ending
 from lightning_ddp.shm.hosts import Hosts, give_up
-from lightning_ddp.shm.sums import Chunks, add_in_float32, add_in_place
 
 __all__ = ["SharedMemory"]
 
@@ -50,6 +49,9 @@ _CALL, _IS_CLOSED, _SEMAPHORES = 0, 64, 128
 
 _Ticket = tuple[int, int, bytes]
 
+_Chunks = Sequence[tuple[torch.Tensor, ...]]
+"""Elements that one rank adds up, chunk by chunk: the same ones of each contributing rank, in rank order."""
+
 
 class SharedMemory:
     """All-reduces of the ranks of a group, one after the other; all ranks make the same calls in one order.
@@ -73,7 +75,7 @@ class SharedMemory:
         self._has_more_hosts = len(hosts.by_host) > 1
         self._leaders: Group | None = None
         self._timeout_s = group.timeout_s(_CPU)
-        self._plans: dict[Any, Chunks] = {}
+        self._plans: dict[Any, _Chunks] = {}
         self._number = 0
         self._failure: BaseException | None = None
         self._on_slice: Callable[[float], None] | None = None
@@ -257,10 +259,10 @@ class SharedMemory:
                 self._plans.clear()
             plan = self._plans[key] = self._plan(calls)
         is_wide = len(calls) > 2 and bool(plan) and plan[0][0].dtype in (torch.float16, torch.bfloat16)
-        add = add_in_float32 if is_wide else add_in_place
+        add = _add_in_float32 if is_wide else _add_in_place
         add(plan, gives_all=not self._has_more_hosts)
 
-    def _plan(self, calls: Sequence[tuple[int, ...]]) -> Chunks:
+    def _plan(self, calls: Sequence[tuple[int, ...]]) -> _Chunks:
         """This rank's share of the elements, cut into chunks."""
         numel = calls[0][3]
         share = -(-numel // (len(calls) * _SHARE_ALIGNMENT)) * _SHARE_ALIGNMENT
@@ -335,3 +337,38 @@ def _semaphore(index: int) -> int:
 def _close(is_closed: memoryview, pid: int) -> None:
     if os.getpid() == pid:  # a fork of the process has not left
         is_closed[0] = 1
+
+
+# ---------------------------------------------------------------------- the share of one rank
+
+
+def _add_in_place(chunks: _Chunks, *, gives_all: bool) -> None:
+    """Adds up in the tensors of the first rank.
+
+    Args:
+        chunks: what is added.
+        gives_all: whether the others get the sum, too.
+    """
+    for first, *others in chunks:
+        for other in others:
+            first.add_(other)
+        if gives_all:
+            for other in others:
+                other.copy_(first)
+
+
+def _add_in_float32(chunks: _Chunks, *, gives_all: bool) -> None:
+    """The same for numbers of 16 bits, with one rounding at the end.
+
+    Args:
+        chunks: what is added; some.
+        gives_all: whether the others get the sum, too.
+    """
+    total = torch.empty(chunks[0][0].numel())
+    for first, *others in chunks:
+        part = total[: first.numel()]
+        part.copy_(first)
+        for other in others:
+            part.add_(other)
+        for out in (first, *others) if gives_all else (first,):
+            out.copy_(part)
