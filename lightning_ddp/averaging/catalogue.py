@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lightning_ddp.averaging.base import Averager, AveragerOptions
 from lightning_ddp.averaging.local_sgd import HierarchicalSGD, PostLocalSGD
 from lightning_ddp.averaging.outer import DiLoCo, SlowMo
 from lightning_ddp.averaging.streaming import StreamingDiLoCo
-from lightning_ddp.comm.checks import name_hint
+from lightning_ddp.comm.checks import first_lines, parse_entry
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 
@@ -29,7 +29,7 @@ def available_averagers() -> dict[str, str]:
     >>> sorted(available_averagers())
     ['diloco', 'hierarchical_sgd', 'post_local_sgd', 'slowmo', 'streaming_diloco']
     """
-    return {name: (a.__doc__ or "").partition("\n")[0] for name, a in sorted(_AVERAGERS.items())}
+    return first_lines(_AVERAGERS)
 
 
 def averager_options() -> dict[str, type[AveragerOptions]]:
@@ -48,7 +48,7 @@ class AveragerPlan:
     name: str
     """Of the averager."""
     options: AveragerOptions
-    """Of its own kind."""
+    """Its options, of its own class."""
 
 
 def parse_averager(spec: str | Mapping[str, Any]) -> AveragerPlan:
@@ -66,19 +66,8 @@ def parse_averager(spec: str | Mapping[str, Any]) -> AveragerPlan:
     entry: Any = {"name": spec} if isinstance(spec, str) else spec
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         raise ConfigurationError(f"model averaging {spec!r}: expected a name or a mapping with 'name'")
-    name = entry["name"]
-    averager = _AVERAGERS.get(name)
-    if averager is None:
-        raise ConfigurationError(f"unknown averager {name!r}{name_hint(name, sorted(_AVERAGERS))}")
-    known = [f.name for f in fields(averager.Options) if f.init]
-    given = {str(key): value for key, value in entry.items() if key != "name"}
-    for option in given:
-        if option not in known:
-            raise ConfigurationError(f"averager {name!r} has no option {option!r}{name_hint(option, known)}")
-    try:
-        return AveragerPlan(name=name, options=averager.Options(**given))
-    except (ConfigurationError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigurationError(f"averager {name!r}: {error}") from error
+    name, options = parse_entry("averager", entry, _AVERAGERS)
+    return AveragerPlan(name=name, options=options)
 
 
 def build_averager(

@@ -1,13 +1,14 @@
-"""What checks of options have in common, whether they are those of a hook or of an averager."""
+"""Checks of what users name: hooks and averagers in a catalogue, their options, and their values."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, closest
 
-__all__ = ["name_hint", "require"]
+__all__ = ["first_lines", "name_hint", "parse_entry", "require"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -24,6 +25,39 @@ def name_hint(found: str, known: Sequence[str]) -> str:
     """
     if not known:
         return "; it has none"
-    close = difflib.get_close_matches(found, known, n=1)
-    listed = ", ".join(known)
-    return f"; did you mean {close[0]!r}? There are {listed}" if close else f"; there are {listed}"
+    hint = closest(found, known)
+    return f"{hint} There are {', '.join(known)}" if hint.endswith("?") else hint
+
+
+def first_lines(kinds: Mapping[str, type]) -> dict[str, str]:
+    """Name -> the first line of its class's docstring, sorted by name."""
+    return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in sorted(kinds.items())}
+
+
+def parse_entry(what: str, entry: Mapping[str, Any], kinds: Mapping[str, Any]) -> tuple[str, Any]:
+    """Finds what an entry of a configuration names, and checks its options.
+
+    Args:
+        what: 'averager' ..., for errors.
+        entry: `name`, a text, and options.
+        kinds: name -> class, with a dataclass `Options` whose fields with `init` are the options.
+
+    Returns:
+        The name, and the options as an object of that dataclass.
+
+    Raises:
+        ConfigurationError: the name or an option does not exist, or a value cannot be used.
+    """
+    name = entry["name"]
+    if name not in kinds:
+        raise ConfigurationError(f"unknown {what} {name!r}{name_hint(name, sorted(kinds))}")
+    options = kinds[name].Options
+    known = [field.name for field in fields(options) if field.init]
+    given = {str(key): value for key, value in entry.items() if key != "name"}
+    for option in given:
+        if option not in known:
+            raise ConfigurationError(f"{what} {name!r} has no option {option!r}{name_hint(option, known)}")
+    try:
+        return name, options(**given)
+    except (ConfigurationError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigurationError(f"{what} {name!r}: {error}") from error

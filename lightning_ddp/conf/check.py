@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -18,6 +17,7 @@ from omegaconf.errors import (
 )
 
 from lightning_ddp.averaging import parse_averager
+from lightning_ddp.comm.checks import name_hint
 from lightning_ddp.conf.options import Option
 from lightning_ddp.conf.schema import STRATEGY, Schema, all_schemas, known_keys
 from lightning_ddp.errors import ConfigurationError
@@ -52,7 +52,7 @@ def explain(error: HydraException, groups: Set[str]) -> str | None:
         return _explain_missing_choice(error, groups)
     group = re.match(r"Could not override '((\w+)/[\w/]+)'", str(error))
     if group and group[2] in groups and group[1] not in _SUBGROUPS:
-        return f"{group[1]}: there is no such group{_closest(group[1], _SUBGROUPS)}"
+        return f"{group[1]}: there is no such group{name_hint(group[1], _SUBGROUPS)}"
     cause = error.__cause__ or error.__context__  # the second for what a file holds
     if not isinstance(cause, OmegaConfBaseException):
         return None
@@ -123,7 +123,7 @@ def _problems(node: DictConfig, schema: Schema) -> Iterator[str]:
         if option.choices and isinstance(child, Node) and not child._is_interpolation():
             value = node.get(option.name)
             if type(value) in option.choice_types and value not in option.choices:
-                hint = _closest(value, option.choices)
+                hint = name_hint(str(value), [str(choice) for choice in option.choices])
                 yield f"{_path(node, option.name)}: {value!r} is no choice{hint}"
     if schema is STRATEGY:
         for name, parse in _CHECKED.items():
@@ -158,14 +158,7 @@ def _parse_problem(node: DictConfig, name: str, parse: Any) -> str | None:
 
 def _unknown(full_key: str, key: str, schema: Schema) -> str:
     known = known_keys(schema)
-    hint = _closest(key, known) if known else "; it has none"
-    return f"{full_key}: {schema.name.replace('/', ' ')} has no option {key!r}{hint}"
-
-
-def _closest(found: Any, known: Sequence[Any]) -> str:
-    texts = [str(name) for name in known]
-    close = difflib.get_close_matches(str(found), texts, n=1)
-    return (f"; did you mean {close[0]!r}?" if close else ";") + f" There are {', '.join(texts)}."
+    return f"{full_key}: {schema.name.replace('/', ' ')} has no option {key!r}{name_hint(key, list(known))}"
 
 
 def _path(node: DictConfig, key: str) -> str:
@@ -178,4 +171,4 @@ def _explain_missing_choice(error: MissingConfigException, groups: Set[str]) -> 
         return f"{error}\nThe launcher of SLURM is a package of its own: pip install hydra-submitit-launcher"
     if group.partition("/")[0] not in groups or not error.options:
         return None
-    return f"{group}: there is no {choice!r}{_closest(choice, list(error.options))}"
+    return f"{group}: there is no {choice!r}{name_hint(str(choice), list(error.options))}"

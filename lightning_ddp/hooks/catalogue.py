@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_ddp.comm.checks import name_hint
+from lightning_ddp.comm.checks import first_lines, parse_entry
 from lightning_ddp.comm.group import Group
 from lightning_ddp.encoding.codecs import has_fp8
 from lightning_ddp.encoding.mean import EncodedWire, PlainWire, Wire
@@ -40,7 +40,7 @@ def available_hooks() -> dict[str, str]:
     >>> sorted(available_hooks())[:3]
     ['allreduce', 'bf16', 'fp16']
     """
-    return {name: (hook.__doc__ or "").partition("\n")[0] for name, hook in sorted(_HOOKS.items())}
+    return first_lines(_HOOKS)
 
 
 def hook_options() -> dict[str, type[HookOptions]]:
@@ -108,20 +108,7 @@ def _parse_entry(entry: Any) -> tuple[str, HookOptions]:
             f"communication hook {entry!r}: expected a name or a mapping with 'name'. A function of your own"
             " is given alone, with ddp_comm_wrapper for what is around it."
         )
-    name = entry["name"]
-    hook = _HOOKS.get(name)
-    if hook is None:
-        raise ConfigurationError(f"unknown communication hook {name!r}{name_hint(name, sorted(_HOOKS))}")
-    given = {str(key): value for key, value in entry.items() if key != "name"}
-    known = [f.name for f in fields(hook.Options)]
-    for option in given:
-        if option not in known:
-            hint = name_hint(option, known)
-            raise ConfigurationError(f"communication hook {name!r} has no option {option!r}{hint}")
-    try:
-        return name, hook.Options(**given)
-    except (ConfigurationError, TypeError) as error:
-        raise ConfigurationError(f"communication hook {name!r}: {error}") from error
+    return parse_entry("communication hook", entry, _HOOKS)
 
 
 def _check_composition(names: Sequence[str]) -> None:
