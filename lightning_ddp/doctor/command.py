@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -103,19 +103,8 @@ def run(args: argparse.Namespace) -> int:
     env = all_variables()
     placement = place(env, args.nodes)
     examination = Examination(findings=list(placement.findings))
-    plan = Plan(
-        largest_bytes=int(args.max_mb * (1 << 20)),
-        timeout_s=args.timeout_s,
-        interface=_choose_interface(env, placement, examination, args.timeout_s),
-    )
-    if args.verify:
-        _verify(examination, env, args, placement)
-    elif args.processes is not None:
-        _examine_processes(examination, plan, env, args.processes)
-    elif placement.world_size > 1:
-        _examine_launched(examination, plan, env, placement)
-    else:
-        _examine_alone(examination, env, placement, args.timeout_s)
+    with _stdout_kept_for_json() if args.json else contextlib.nullcontext():
+        _examine(examination, env, args, placement)
     has_met = len(examination.answers) > 1
     if not examination.answers:
         examination.answers = [gather_facts(env, rank=placement.rank, local_rank=placement.local_rank)]
@@ -130,6 +119,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------- three ways to examine
+
+
+def _examine(
+    examination: Examination, env: Mapping[str, str], args: argparse.Namespace, placement: Placement
+) -> None:
+    plan = Plan(
+        largest_bytes=int(args.max_mb * (1 << 20)),
+        timeout_s=args.timeout_s,
+        interface=_choose_interface(env, placement, examination, args.timeout_s),
+    )
+    if args.verify:
+        _verify(examination, env, args, placement)
+    elif args.processes is not None:
+        _examine_processes(examination, plan, env, args.processes)
+    elif placement.world_size > 1:
+        _examine_launched(examination, plan, env, placement)
+    else:
+        _examine_alone(examination, env, placement, args.timeout_s)
 
 
 def _examine_alone(
@@ -332,6 +339,20 @@ def _find_master(examination: Examination, placement: Placement, timeout_s: floa
 
 
 # ---------------------------------------------------------------------- the end
+
+
+@contextlib.contextmanager
+def _stdout_kept_for_json() -> Generator[None, None, None]:
+    """Sends to stderr what anything else writes meanwhile, such as gloo, which tells of connections."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _finish(examination: Examination, as_json: bool, *, is_silent: bool) -> int:
