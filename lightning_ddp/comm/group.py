@@ -17,7 +17,7 @@ from lightning_ddp.comm.waits import Waits
 __all__ = ["Group", "without_engine_context"]
 
 _ENGINE_KEY = "context"
-# of gloo in torch 2.8, which adds up whatever the operation and takes no deadline; that in 2.13 is right
+# of gloo before torch 2.13, which adds up whatever the operation and takes no deadline
 _LACKING = {("_reduce_scatter_base", "cpu")} if torch.__version__ < "2.13" else set()
 
 
