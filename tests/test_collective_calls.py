@@ -393,6 +393,7 @@ def test_what_cannot_work_is_refused_before_anything_is_sent() -> None:
 # ---------------------------------------------------------------------- labels and spans
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 def test_labels_are_seen_in_the_profiler() -> None:
     def rank_main(rank, world_size, process_group):
         group = Group(process_group)
