@@ -323,6 +323,5 @@ def test_the_toy_backend_has_to_fall_back_and_gloo_has_not() -> None:
         comm.reduce_scatter(group, torch.ones(size))
         return {method for method, _ in group.lacking}
 
-    of_gloo = {"_reduce_scatter_base"} if torch.__version__ < "2.13" else set()
-    assert on_threads(check, 2, "gloo") == [of_gloo] * 2
+    assert on_threads(check, 2, "gloo") == [set()] * 2
     assert on_threads(check, 2, "toy") == [lacking] * 2

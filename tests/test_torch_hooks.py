@@ -106,19 +106,25 @@ def test_torchs_hooks_give_what_they_give_under_torch(name):
         assert all(largest > 0 for _, largest in steps)
 
 
-def failures(rank: int, world_size: int, name: str) -> list[str]:
+def outcomes(rank: int, world_size: int, name: str) -> list[Any]:
+    """What comes of the hook under torch's class and under ours: the gradients, or the text of an error."""
     make_state, hook, _ = FAILING[name]
-    texts = []
+    found: list[Any] = []
     for wrap in (DistributedDataParallel, BucketedDDP):
-        with pytest.raises((RuntimeError, AssertionError)) as caught:
-            train(wrap, make_state, hook, rank)
-        texts.append(f"{caught.type.__name__} {caught.value}")
-    return texts
+        try:
+            found.append(train(wrap, make_state, hook, rank))
+        except (RuntimeError, AssertionError) as error:
+            found.append(f"{type(error).__name__} {error}")
+    return found
 
 
 @pytest.mark.parametrize("name", FAILING)
 def test_hooks_that_fail_under_torch_fail_here_with_their_name(name):
-    for theirs, ours in run_ranks(failures, 2, name, timeout_s=60):
+    for theirs, ours in run_ranks(outcomes, 2, name, timeout_s=60):
+        if isinstance(theirs, list) and torch.__version__ >= "2.14":  # where torch has mended the hook
+            for a, b in zip(theirs, ours, strict=True):  # its channels depend on the order in the bucket
+                torch.testing.assert_close(b, a, rtol=0, atol=a.abs().max().item() / 64)
+            continue
         assert FAILING[name][2] in theirs
         assert FAILING[name][2] in ours
         assert f"communication hook '{FAILING[name][1].__name__}'" in ours

@@ -17,8 +17,6 @@ from lightning_ddp.comm.waits import Waits
 __all__ = ["Group", "without_engine_context"]
 
 _ENGINE_KEY = "context"
-# of gloo in torch 2.8, which adds up whatever the operation and takes no deadline; that in 2.13 is right
-_LACKING = {("_reduce_scatter_base", "cpu")} if torch.__version__ < "2.13" else set()
 
 
 @contextmanager
@@ -80,7 +78,7 @@ class Group(Waits):
         self._store = store
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        self.lacking: set[tuple[str, str]] = set(_LACKING)
+        self.lacking: set[tuple[str, str]] = set()
         """Methods of the process group, with the type of device, that it turned out not to have."""
         self._sum = dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)

@@ -241,8 +241,8 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
             explanation = explain(error, _taking_part)
             if explanation is None:
                 raise
-            explained = type(error)(explanation)
-            setattr(explained, _MARK, True)
-            raise explained from error.__cause__
+            error.args = (explanation,)
+            setattr(error, _MARK, True)
+            raise
 
     return wrapper

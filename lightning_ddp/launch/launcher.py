@@ -456,17 +456,18 @@ def _process_failure(
 ) -> PeerFailure:
     rank = first_rank + int(error.error_index)
     host = socket.gethostname()
-    pid = getattr(error, "error_pid", None) or getattr(error, "pid", 0)  # its name in torch 2.8
     if isinstance(error, mp.ProcessExitedException):
         code = int(error.exit_code)
         message = f"the process {describe_exit(code)}; what it printed stands above"
-        return PeerFailure(rank=rank, host=host, pid=pid, exit_code=code, message=message, is_own=None)
+        return PeerFailure(
+            rank=rank, host=host, pid=error.error_pid, exit_code=code, message=message, is_own=None
+        )
     lines = str(error).strip().splitlines()
     kind, _, message = lines[-1].partition(": ")
     return PeerFailure(
         rank=rank,
         host=host,
-        pid=pid,
+        pid=error.error_pid,
         exit_code=1,
         exception_type=kind,
         message=message,

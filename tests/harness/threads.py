@@ -24,11 +24,6 @@ LONGEST_COLLECTIVE_S = 10.0
 FAILURE_GRACE_S = 5.0
 """How long `run_threads` waits for the other ranks once one of them has failed."""
 
-_world = dist.distributed_c10d._world
-_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
-if not hasattr(dist.ProcessGroup, "get_group_store"):  # torch 2.8: only of groups that torch made
-    dist.ProcessGroup.get_group_store = lambda group: _stores.get(group) or _world.pg_map[group][1]
-
 
 def run_threads(
     fn: Callable[..., Any],
@@ -126,7 +121,6 @@ def _make_group(store: dist.Store, rank: int, world_size: int, collective_s: flo
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_group_name(f"thread-{rank}")
-    _stores[group] = prefixed
     return group
 
 

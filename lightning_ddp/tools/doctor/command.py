@@ -7,9 +7,10 @@ variables NODE_RANK, MASTER_ADDR and MASTER_PORT. The exit status is 1 if a chec
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import asdict
 from typing import Any
 
@@ -87,13 +88,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examine, print on rank 0 (on every rank that could not meet the others), return 0 or 1."""
     examination = Examination(args)
-    examination.examine()
+    with _stdout_kept_for_json() if args.json else contextlib.nullcontext():
+        examination.examine()
     status = examination.report(as_json=args.json)
     if examination.is_stuck:  # destructors would wait for what is blocked
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+@contextlib.contextmanager
+def _stdout_kept_for_json() -> Generator[None, None, None]:
+    """Sends to stderr what anything else writes meanwhile, such as gloo, which tells of connections."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 class Examination:
