@@ -1,4 +1,4 @@
-"""Where hooks and averagers leave their state: in the checkpoint, and in a file beside it for each rank.
+"""Checkpoint state of hooks and averagers: in the checkpoint, and in a file beside it for each rank.
 
 What is the same on all ranks stands in the checkpoint under "lightning_ddp". Residuals and the optimizer
 state of local training differ between ranks and are as large as the model: gathering them would need the

@@ -1,4 +1,4 @@
-"""What every averager is: it counts optimizer steps, ends gradient averaging, and averages parameters."""
+"""Base class of averagers: counts optimizer steps, ends gradient averaging, and averages parameters."""
 
 from __future__ import annotations
 

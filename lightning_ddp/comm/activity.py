@@ -1,4 +1,4 @@
-"""What this rank does with its process groups: the collectives its threads have started and wait for.
+"""Record of this rank's collectives: which its threads have started, and which they wait for.
 
 Written by the threads that communicate, at about a microsecond a collective; read by the control channel's
 thread when somebody asks where this rank is.

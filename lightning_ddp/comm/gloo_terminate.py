@@ -1,4 +1,4 @@
-"""Hears of it when gloo is about to end this process, so that the reason can be told.
+"""C++ terminate handler: tells the reason when gloo is about to end this process.
 
 Where ranks call different collectives, gloo finds in a thread of its own that sizes do not fit. Its exception
 has nowhere to go there: C++ calls the terminate handler, which aborts the process without a word about who

@@ -1,4 +1,4 @@
-"""What the engine needs of a process group: collectives that return works, and waits."""
+"""Process group wrapper: starts collectives that return works, and waits for them with deadlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of a collective: its label, its deadline, the handle of what is under way.
+"""Handle of a collective under way: its label, its deadline, its result.
 
 A deadline is looked at by the rank that waits, so that it raises an error which names the collective. The
 backend gets the same time and a margin, as what it still does for a call that was given up would keep the

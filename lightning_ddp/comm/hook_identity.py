@@ -1,4 +1,4 @@
-"""What a communication hook is called, and what has to be the same about it on all ranks."""
+"""Identity of a communication hook: its name, and what has to be the same about it on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the threads of a backend still hold when the interpreter ends.
+"""Keep gloo threads from outliving the interpreter (torch >= 2.13), which would abort the process.
 
 Since torch 2.13 a tensor that C++ lets go of tells its Python object, for which the thread has to take the
 GIL. gloo's threads drop the tensors of a collective after those who wait for it have gone on. If the

@@ -1,4 +1,4 @@
-"""What a composed configuration has wrong, in words: the dotted path, and the closest name that is valid."""
+"""Checks of a composed Hydra configuration: dotted path, problem, and the closest name that is valid."""
 
 from __future__ import annotations
 

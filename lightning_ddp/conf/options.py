@@ -1,4 +1,4 @@
-"""What there is to configure: names, types, defaults and descriptions, read from the code that owns them."""
+"""Options for Hydra: names, types, defaults and descriptions, read from the code that owns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script that uses Hydra gets from `import lightning_ddp`: schemas, groups and checks.
+"""Hydra support of `import lightning_ddp`: schemas, groups and checks for a script that uses Hydra.
 
 `install` imports nothing of Hydra; the rest happens when the user's script has imported it. (A plugin in
 Hydra's own sense would be found without `import lightning_ddp`, but would have every Hydra program of the

@@ -1,4 +1,4 @@
-"""What a reducer raises when a backward is not what was expected, and what it remembers of that."""
+"""Errors of a backward: missing, surplus, freed or twice differentiated gradients, with their names."""
 
 from __future__ import annotations
 

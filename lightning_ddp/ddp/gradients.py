@@ -1,4 +1,4 @@
-"""Which gradients a backward gives: those that are expected, have come, stay away, or came on other ranks.
+"""Expected, arrived and absent gradients of a backward, and those that came on other ranks alone.
 
 Which parameters get one, `requires_grad`, the graph of the outputs or the first backward tells. Whether
 another rank has used what this one has not, a bitmap tells that all ranks sum up at the end of backward; of a

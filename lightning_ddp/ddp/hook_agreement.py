@@ -1,4 +1,4 @@
-"""Whether the ranks' hooks do the same: compared through the store before they send, while a hook is new.
+"""Comparison of new communication hooks between ranks, through the store, before they send.
 
 Collectives that do not match end in an error of the backend that names nothing, in a wrong sum, or in a wait
 without end. In the first backwards of a hook the ranks therefore meet before each collective that it starts

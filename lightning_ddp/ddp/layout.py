@@ -1,4 +1,4 @@
-"""Which bucket holds which parameter now: the plan put into memory, and moved to another plan."""
+"""Bucket layout: the plan put into memory, which bucket holds which parameter, moves to another plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wrapper is made of and how long its steps take, as plain data and, on request, in the log."""
+"""DDP logging data: what a wrapper is made of and how long its steps take, as data and in the log."""
 
 from __future__ import annotations
 

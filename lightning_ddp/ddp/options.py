@@ -1,4 +1,4 @@
-"""What can be chosen of a reducer, checked once."""
+"""Options of a reducer, checked once."""
 
 from __future__ import annotations
 

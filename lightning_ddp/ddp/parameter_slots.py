@@ -1,4 +1,4 @@
-"""Where the module keeps the parameters that the reducer averages, and whether they are still there."""
+"""Parameter slots: finds parameters that were replaced in their modules after wrapping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one bucket is averaged over the ranks: by an all-reduce, or by a communication hook."""
+"""Reduction of one bucket over the ranks: by an all-reduce, or by a communication hook."""
 
 from __future__ import annotations
 

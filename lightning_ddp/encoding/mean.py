@@ -1,4 +1,4 @@
-"""How a flat tensor of numbers travels: as it is, or encoded. The seam around which hooks are composed.
+"""Mean of a flat tensor over the ranks, sent as it is or encoded. The seam around which hooks compose.
 
 An algorithm (PowerSGD, top-k ...) asks its `Wire` for the mean over the ranks of what it has to send, or for
 the tensors of all ranks. A `Codec` decides in how many bits they go. So `["bf16", "powersgd"]` is PowerSGD

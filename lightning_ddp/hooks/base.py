@@ -1,4 +1,4 @@
-"""What every communication hook is: options, a way to send, one job a bucket, state by parameter name."""
+"""Base class of communication hooks: options, a way to send, one job a bucket, state by parameter name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which command a child process runs, with what, where, and where its output goes."""
+"""Command of a child process: what it runs, with what, where, and where its output goes."""
 
 from __future__ import annotations
 

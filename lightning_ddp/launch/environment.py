@@ -1,4 +1,4 @@
-"""What the environment says about this run, for people who read logs."""
+"""Environment variables of a distributed run, for people who read logs."""
 
 from __future__ import annotations
 

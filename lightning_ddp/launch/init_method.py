@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet, as the user says it: `env://`, `tcp://host:port`, `file:///path`."""
+"""Init method of a run as the user says it: `env://`, `tcp://host:port`, `file:///path`."""
 
 from __future__ import annotations
 

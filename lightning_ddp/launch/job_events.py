@@ -1,4 +1,4 @@
-"""What is done when a job of Hydra begins and ends; a script without Hydra imports nothing of it."""
+"""Begin and end of a Hydra job; a script without Hydra imports nothing of it."""
 
 from __future__ import annotations
 

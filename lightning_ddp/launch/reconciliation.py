@@ -1,4 +1,4 @@
-"""One process's part in ending a run together: what it hears, what it says, and how it is interrupted.
+"""Supervision of one process: what it hears of failures, what it reports, how it is interrupted.
 
 Everything here is per process, as the default process group is: several Trainers of a script share it.
 """

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: the key-value store, and the default process group from it.
+"""Rendezvous of the processes of a run: the key-value store, and the default process group from it.
 
 The launcher binds the store's port before it starts a child, so that no port is ever chosen and then taken by
 somebody else. Processes that something else started (torchrun, SLURM) meet at `env://`, as in torch.

@@ -1,4 +1,4 @@
-"""What the resolvers of a job's configuration have answered, so that every rank reads the same values.
+"""Cache of OmegaConf resolvers: their answers in a job's configuration, so that all ranks read the same.
 
 OmegaConf asks a resolver (`${oc.env:USER}`, `${now:%H-%M}`, `${draw:}`) whenever a value is read, and keeps
 the answers of some of them in a cache that belongs to the configuration. Here all copies of a job's

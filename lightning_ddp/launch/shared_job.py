@@ -1,4 +1,4 @@
-"""Where every process composes its own Hydra job (torchrun, srun, one launcher a node): rank 0's values hold.
+"""Sharing of a Hydra job that each process composes by itself (torchrun, srun): rank 0's values hold.
 
 Under torchrun there is a store before the program begins, and the processes agree before Hydra makes a
 directory: one output directory for all. Elsewhere they meet when the process group is made. From then on all

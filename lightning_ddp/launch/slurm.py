@@ -1,4 +1,4 @@
-"""What SLURM has started, compared with what the Trainer expects, before anybody waits for the difference."""
+"""SLURM check: compares the tasks that were started with what the Trainer expects, before anybody waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stops for a signal: at the step boundary that all ranks have agreed on.
+"""Graceful stop for a signal, at the step boundary that all ranks have agreed on.
 
 Lightning broadcasts the signal inside of its handler and asks for it with a collective in every step. Both
 block where no Python runs, and a signal to another rank than 0 makes the first one wait for ever. Here the

@@ -1,4 +1,4 @@
-"""Which ranks of a group can share memory, agreed by all of them."""
+"""Hosts of a group: which ranks can share memory, agreed by all of them."""
 
 from __future__ import annotations
 

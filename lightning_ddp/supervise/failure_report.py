@@ -1,4 +1,4 @@
-"""How a failure is told: on the screen, and in the file that torchelastic reads."""
+"""Report of a failure: on the screen, and in the file that torchelastic reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks say that they are doing, and the one sentence that says where they disagree.
+"""Status of the ranks: what each says that it is doing, and the sentence that says where they disagree.
 
 Everything that a rank says is bounded in size, and cut where it is longer.
 """

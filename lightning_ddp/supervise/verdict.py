@@ -1,4 +1,4 @@
-"""Which failure was first. Pure: told what happened and when, it decides.
+"""Verdict: decides which failure was first. Pure: told what happened and when.
 
 A process that dies takes others along: their connections to it break, and they report that too, often
 sooner. So a broken connection and a process that vanished wait a moment for a better explanation; an

@@ -1,4 +1,4 @@
-"""How late each rank comes, from the slacks of all, and which one is slow for many steps in a row. Pure.
+"""Lateness of each rank from the slacks of all, and which is slow for many steps in a row. Pure.
 
 A rank's slack in a step is the time from its last bucket's readiness to the end of that bucket's collective.
 The collective ends on all ranks at one moment, up to the time that a message travels, so slacks can be

@@ -1,4 +1,4 @@
-"""When the parts of sampled steps began and ended, and the averages of how long they took."""
+"""Run times of sampled steps: when their parts began and ended, and averages of how long they took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a synchronised step did: when forward and backward ran, and each bucket's way through the reducer.
+"""Records of synchronised steps: forward, backward, and each bucket's way through the reducer.
 
 The reducer and the wrapper tell a `StepRecorder` of each moment. It keeps the last steps in a ring buffer.
 On the CPU a moment is a reading of the host's monotonic clock, which all processes of a Linux host share. On

@@ -1,4 +1,4 @@
-"""What runs in a child process before the user's script, so that its imports take less time.
+"""Faster imports in child processes: what runs there before the user's script.
 
 Importing torch and Lightning makes some hundred thousand objects that stay, and Python's cyclic garbage
 collector walks through all of them again and again: a second of the five that the imports take. Until the
