@@ -160,10 +160,10 @@ Reduction.launch, Reduction.wait = keep, copy
 
 UNREPORTED_DEATH = """
 import os
-from lightning_ddp.launch.run import Brood
+from lightning_ddp.launch.run import LaunchedRun
 
 os.environ["PL_RECONCILE_PROCESS"] = "0"
-Brood._on_failure = lambda self, child: None
+LaunchedRun._on_failure = lambda self, child: None
 """
 
 WRONG_ROUND = """

@@ -22,7 +22,7 @@ def give_files_back(config: Any) -> None:
 
 
 def end_job(error: BaseException | None) -> BaseException | None:
-    """See `brood.end_job`."""
-    from lightning_ddp.launch import run as brood
+    """See `run.end_job`."""
+    from lightning_ddp.launch import run
 
-    return brood.end_job(error)
+    return run.end_job(error)

@@ -46,7 +46,7 @@ from lightning_ddp.launch.rendezvous import (
     named_port,
     run_store,
 )
-from lightning_ddp.launch.run import Brood, begin_anew, the_brood
+from lightning_ddp.launch.run import LaunchedRun, begin_anew, launched_run
 from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.launch.slurm import check_tasks
 from lightning_ddp.launch.unpicklable import find_unpicklable
@@ -116,10 +116,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def kill(self, signum: int) -> None:
         """Sends a signal to the children, once they had time to end by themselves after Ctrl-C."""
-        brood = the_brood()
-        if brood is not None:
-            brood.children.join(_INTERRUPTED_S)
-            brood.children.send_signal(signum)
+        launched = launched_run()
+        if launched is not None:
+            launched.children.join(_INTERRUPTED_S)
+            launched.children.send_signal(signum)
 
     def _start_children(self) -> None:
         check_can_start_children(self)
@@ -141,11 +141,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
             close_store()
             raise
         ours = current()
-        brood = Brood(first_rank, node_rank, self._settings)
-        brood.set_variables(variables)
-        ours.on_failure = brood.wake
-        ours.kill_children = brood.kill
-        ours.end_late = brood.end_late
+        launched = LaunchedRun(first_rank, node_rank, self._settings)
+        launched.set_variables(variables)
+        ours.on_failure = launched.wake
+        ours.kill_children = launched.kill
+        ours.end_late = launched.end_late
         if node_rank == 0 and is_enabled():
             ours.server = open_server(
                 address,
@@ -155,8 +155,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 num_nodes=self.num_nodes,
                 settings=self._settings,
             )
-        self._run_children(brood, command, first_rank, handed)
-        self.procs = brood.children.procs
+        self._run_children(launched, command, first_rank, handed)
+        self.procs = launched.children.procs
 
     def _command_of(self, where: str, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
@@ -165,15 +165,15 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return child_command()
 
     def _run_children(
-        self, brood: Brood, command: ChildCommand, first_rank: int, handed: dict[str, str]
+        self, launched: LaunchedRun, command: ChildCommand, first_rank: int, handed: dict[str, str]
     ) -> None:
         common = {**os.environ, **handed, PARENT_VARIABLE: str(os.getpid())}
         for local_rank in range(1, self.num_processes):
             env = child_environment({**common, "LOCAL_RANK": str(local_rank)})
             log = command.log_of(first_rank + local_rank)
             if log is not None:
-                brood.logs[local_rank] = log
-            brood.children.start(
+                launched.logs[local_rank] = log
+            launched.children.start(
                 local_rank, command.arguments, env, command.cwd, log=log, inherited=command.handed
             )
         if command.handed is not None:

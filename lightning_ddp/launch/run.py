@@ -28,7 +28,7 @@ from lightning_ddp.supervise.failure_report import render
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
-__all__ = ["Brood", "begin_anew", "end_job", "the_brood"]
+__all__ = ["LaunchedRun", "begin_anew", "end_job", "launched_run"]
 
 _STOP_GRACE_S = 5.0
 _EXIT_GRACE_S = 60.0
@@ -36,7 +36,7 @@ _LAST_WORDS_S = 3 * _STOP_GRACE_S
 _LAST_LINES = 30
 
 
-class Brood:
+class LaunchedRun:
     """The children of this process, which live as long as the run does, over several Trainers.
 
     Args:
@@ -46,7 +46,7 @@ class Brood:
     """
 
     def __init__(self, first_rank: int, node_rank: int, settings: ReconcileSettings) -> None:
-        global _brood
+        global _launched
         self.children = Children(self._on_failure, lambda: current().has_met)
         self.logs: dict[int, Path] = {}
         """Local rank -> file with what the child has printed, where that is not on the terminal."""
@@ -56,7 +56,7 @@ class Brood:
         self._num_threads = torch.get_num_threads()
         self._variables: dict[str, str | None] = {}
         self._leaving = threading.Lock()
-        _brood = self
+        _launched = self
         atexit.register(self._at_exit)
 
     def set_variables(self, variables: dict[str, str]) -> None:
@@ -170,13 +170,13 @@ class Brood:
         return is_caught and all(proc.returncode == 0 for proc in self.children.procs)
 
 
-_brood: Brood | None = None
+_launched: LaunchedRun | None = None
 _last_failure: FailureRecord | None = None
 
 
-def the_brood() -> Brood | None:
+def launched_run() -> LaunchedRun | None:
     """The children of this process's present run."""
-    return _brood
+    return _launched
 
 
 def begin_anew() -> None:
@@ -191,9 +191,9 @@ def begin_anew() -> None:
     leave_default_group()
     forget_run()
     current().follow(before)
-    ended = _brood.children.first_failure() if _brood is not None else None
-    if _brood is not None and ended is not None:  # a child that will not come
-        _brood._on_failure(ended)
+    ended = _launched.children.first_failure() if _launched is not None else None
+    if _launched is not None and ended is not None:  # a child that will not come
+        _launched._on_failure(ended)
 
 
 def _has_failed() -> bool:
@@ -210,10 +210,10 @@ def end_job(error: BaseException | None) -> BaseException | None:
     Returns:
         What the job fails with; None if it succeeded on all ranks.
     """
-    global _brood, _last_failure
-    if _brood is None or _brood._pid != os.getpid():
+    global _launched, _last_failure
+    if _launched is None or _launched._pid != os.getpid():
         return error
-    ended, _brood = _brood, None
+    ended, _launched = _launched, None
     if _last_failure is None:
         atexit.register(_tell_last_failure)
     _last_failure = ended.end(error)
