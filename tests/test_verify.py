@@ -119,9 +119,9 @@ SKIPPED_BUCKET = """
 from lightning_ddp.ddp.reduction import Reduction
 
 sound = Reduction.launch
-def launch(self, bucket, on_slice):
+def launch(self, bucket, *rest):
     if bucket.index() != 1:
-        sound(self, bucket, on_slice)
+        sound(self, bucket, *rest)
 Reduction.launch = launch
 """
 
@@ -149,11 +149,11 @@ COPIED_TOO_LATE = """
 from lightning_ddp.ddp.reduction import Reduction
 
 launch, wait = Reduction.launch, Reduction.wait
-def keep(self, bucket, on_slice):
+def keep(self, bucket, *rest):
     bucket.kept = bucket.flat.clone()
-    launch(self, bucket, on_slice)
-def copy(self, bucket, on_slice):
-    wait(self, bucket, on_slice)
+    launch(self, bucket, *rest)
+def copy(self, bucket, *rest):
+    wait(self, bucket, *rest)
     bucket.flat[:5].copy_(bucket.kept[:5])
 Reduction.launch, Reduction.wait = keep, copy
 """
