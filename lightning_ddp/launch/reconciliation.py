@@ -69,7 +69,10 @@ _OWN_WORD_S = 0.3
 
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
-_COMMUNICATE = tuple(f"/lightning_ddp/{room}/" for room in ("comm", "shm", "encoding")) + (
+_COMMUNICATE = (
+    "/lightning_ddp/comm/",
+    "/lightning_ddp/shm/",
+    "/lightning_ddp/encoding/",
     "/torch/distributed/",
 )
 _RUNS_JOBS = "/lightning_ddp/encoding/side_stream.py"
