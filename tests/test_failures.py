@@ -6,6 +6,7 @@ By default each fault and each moment is met at least once; `--slow` runs all co
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -20,8 +21,11 @@ import user_script
 from harness import ScriptResult, run_script, start_script
 from user_script import ALL, order, read_notes, wait_for_notes
 
+from lightning_ddp.comm import collectives
+from lightning_ddp.encoding import codecs, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError
 from lightning_ddp.launch.reconciliation import _is_of_backend
+from lightning_ddp.shm import arena
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.framing import pack
 
@@ -350,6 +354,17 @@ CLOSED = (
 )
 def test_only_what_a_backend_has_raised_may_be_an_echo(error, is_of_backend) -> None:
     assert _is_of_backend(error, str(error)) == is_of_backend
+
+
+@pytest.mark.parametrize(
+    ("module", "is_of_backend"),
+    [(collectives, True), (arena, True), (codecs, True), (side_stream, False), (dist, True), (json, False)],
+)
+def test_what_a_module_that_communicates_raises_may_be_an_echo(module, is_of_backend) -> None:
+    code = compile("raise RuntimeError('the other side is gone')", module.__file__, "exec")
+    with pytest.raises(RuntimeError) as raised:
+        exec(code)
+    assert _is_of_backend(raised.value, str(raised.value)) == is_of_backend
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+import lightning_ddp.comm as comm
+import lightning_ddp.encoding as encoding
+import lightning_ddp.shm as shm
 from lightning_ddp._lightning import stop_exceptions
 from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.gloo_terminate import before_gloo_ends_the_process
 from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, ConfigurationError, LightningDDPError, PeerFailure
 from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.hydra_parent import restore
@@ -69,13 +73,8 @@ _OWN_WORD_S = 0.3
 
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
-_COMMUNICATE = (
-    "/lightning_ddp/comm/",
-    "/lightning_ddp/shm/",
-    "/lightning_ddp/encoding/",
-    "/torch/distributed/",
-)
-_RUNS_JOBS = "/lightning_ddp/encoding/side_stream.py"
+_COMMUNICATE = tuple(os.path.dirname(str(room.__file__)) + os.sep for room in (comm, shm, encoding, dist))
+_RUNS_JOBS = side_stream.__file__
 
 
 def is_enabled() -> bool:
@@ -552,7 +551,7 @@ def _is_of_backend(error: BaseException, text: str) -> bool:
     if isinstance(error, dist.DistError) or _FROM_GLOO.search(text):
         return True
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(part in file for file in files for part in _COMMUNICATE if not file.endswith(_RUNS_JOBS))
+    return any(file.startswith(_COMMUNICATE) and file != _RUNS_JOBS for file in files)
 
 
 def limit_last_words(limit_s: float) -> None:
