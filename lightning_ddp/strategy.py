@@ -189,7 +189,7 @@ class CustomDDPStrategy(DDPStrategy):
         store: dist.Store | None = None,
         debug: Literal["detail"] | None = None,
     ) -> None:
-        from lightning_ddp.ddp.options import bucket_caps_bytes, check_broadcast_buffers
+        from lightning_ddp.ddp.reducer_options import bucket_caps_bytes, check_broadcast_buffers
 
         check_transport(transport)
         check_broadcast_buffers(broadcast_buffers)

@@ -11,7 +11,7 @@ import torch
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.module_sync import broadcast_coalesced
-from lightning_ddp.ddp.options import check_broadcast_buffers
+from lightning_ddp.ddp.reducer_options import check_broadcast_buffers
 from lightning_ddp.ddp.snapshot import unseen_by_autograd
 
 __all__ = ["BufferHook", "BufferReaders", "BufferSettings", "BufferSync", "Buffers"]

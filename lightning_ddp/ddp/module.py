@@ -26,10 +26,10 @@ from lightning_ddp.ddp.module_checks import (
     trainable_parameters,
 )
 from lightning_ddp.ddp.module_sync import broadcast_coalesced, verify_across_ranks
-from lightning_ddp.ddp.options import ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.parameter_slots import ParameterPlaces
 from lightning_ddp.ddp.plan import ParameterSpec
 from lightning_ddp.ddp.reducer import Reducer
+from lightning_ddp.ddp.reducer_options import ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.reduction import CommHook
 from lightning_ddp.ddp.sparse import sparse_parameters
 from lightning_ddp.ddp.torch_names import TorchNames, run_eagerly, tell_dynamo

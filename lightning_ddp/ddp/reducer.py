@@ -26,8 +26,8 @@ from lightning_ddp.ddp.gradient_errors import BackwardFailures, refuse_double_ba
 from lightning_ddp.ddp.gradients import Arrivals, ExpectedGradients, UsageExchange, find_tensors
 from lightning_ddp.ddp.layout import BucketLayout
 from lightning_ddp.ddp.missing_gradients import MissingGradients
-from lightning_ddp.ddp.options import ReducerOptions
 from lightning_ddp.ddp.plan import BucketSpec
+from lightning_ddp.ddp.reducer_options import ReducerOptions
 from lightning_ddp.ddp.reduction import CommHook, Reduction
 from lightning_ddp.ddp.torch_names import ReducerTorchNames
 from lightning_ddp.errors import CommHookError, MissingGradientError

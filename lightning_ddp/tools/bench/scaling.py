@@ -252,7 +252,7 @@ def _read(args: argparse.Namespace) -> _Recorded:
 
 def _replanned(args: argparse.Namespace, figures: dict[str, ModelFigures]) -> dict[str, ModelFigures]:
     """The figures with each bucket plan that is asked for."""
-    from lightning_ddp.ddp.options import bucket_caps_bytes
+    from lightning_ddp.ddp.reducer_options import bucket_caps_bytes
     from lightning_ddp.tools.perf_model import cut_into_buckets
     from lightning_ddp.tools.perf_model.profile import num_bytes_of
 
