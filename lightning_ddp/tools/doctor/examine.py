@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import new_gloo, new_nccl
 from lightning_ddp.tools.doctor.facts import gather_facts
 from lightning_ddp.tools.doctor.measure import all_have, all_reduce_sizes, clock_offsets, time_all_reduce
 
@@ -81,17 +82,14 @@ def exchange(
 
 
 def _gloo(store: Any, plan: Plan, rank: int, world_size: int) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch does not declare it
     if plan.interface is not None:
         device = dist.ProcessGroupGloo.create_device(interface=plan.interface)
     else:
         device = dist.ProcessGroupGloo.create_default_device()
-    options._devices = [device]
-    options._timeout = timedelta(seconds=plan.timeout_s)
-    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
+    limit = timedelta(seconds=plan.timeout_s)
+    return new_gloo(dist.PrefixStore("gloo", store), rank, world_size, [device], limit)
 
 
 def _nccl(store: Any, plan: Plan, rank: int, world_size: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=plan.timeout_s)
-    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
+    limit = timedelta(seconds=plan.timeout_s)
+    return new_nccl(dist.PrefixStore("nccl", store), rank, world_size, limit)
