@@ -22,6 +22,7 @@ __all__ = ["abort_groups", "remember_connections"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _remembered: dict[int, str] = {}
+"""Of the process, as descriptors are; who aborts knows no group, and the groups do not tell their sockets."""
 
 
 @contextmanager

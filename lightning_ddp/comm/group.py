@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,9 @@ class Group(Waits):
         transport: how CPU ranks of one host send gradients and parameters; see `comm.hosts`.
     """
 
+    _counts: ClassVar[weakref.WeakKeyDictionary[Any, Counter[Hashable]]] = weakref.WeakKeyDictionary()
+    """Of each process group, which several objects of this class may be of."""
+
     def __init__(
         self,
         process_group: Any,
@@ -73,6 +78,12 @@ class Group(Waits):
             return get()
         known = known_groups().get(self.process_group)
         return known[1] if known else None
+
+    def next_number(self, of: Hashable) -> int:
+        """Counts from 0 what is made or sent over this process group; the same on all ranks that do alike."""
+        counts = self._counts.setdefault(self.process_group, Counter())
+        counts[of] += 1
+        return counts[of] - 1
 
     # ------------------------------------------------------------------ collectives, not waited for
 

@@ -27,6 +27,7 @@ _LONGEST_WAIT_S = 1.0
 _PAUSE_S = 0.001
 
 _sent: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_MOST_NOTED)
+"""Of the interpreter, which waits for tensors also of groups that are gone."""
 
 
 def note_sent(tensors: Iterable[torch.Tensor]) -> None:

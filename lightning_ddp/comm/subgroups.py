@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import socket
-import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,8 +17,6 @@ from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["node_group", "part_group", "sibling_group", "sub_group"]
-
-_num_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def sibling_group(group: Group, device: torch.device) -> Group:
@@ -107,8 +104,7 @@ def _require(made: Group | None, what: str) -> Group:
 
 def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) -> Group | None:
     """Makes a group of each part; the one that this rank is in, None if torch offers no way or in none."""
-    number = _num_made.get(group.process_group, 0)
-    _num_made[group.process_group] = number + 1
+    number = group.next_number("group")
     mine = next((part for part in parts if group.rank in part), None)
     if group.backend(device) != "gloo":
         made = _make_with_torch(group, parts)
