@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,34 @@ def test_processes_vanish_with_a_launcher_that_is_killed(strategy, tmp_path) -> 
         assert {notes[f"ready-{rank}"]["pid"] for rank in range(2)} - {script.pid}
         os.kill(script.pid, signal.SIGKILL)
         assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
+
+
+WITH_DEATH_SIGNAL = """
+import ctypes, pathlib, signal, sys, time
+assert ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0) == 0  # PR_SET_PDEATHSIG
+folder = pathlib.Path(sys.argv[1])
+folder.joinpath("ready").touch()
+while not folder.joinpath("go").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
+    failures: list[ChildExit] = []
+    children = Children(failures.append)
+
+    def start() -> None:
+        command = [sys.executable, "-c", WITH_DEATH_SIGNAL, str(tmp_path)]
+        children.start(1, command, dict(os.environ))
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(DEADLINE_S)
+    (tmp_path / "go").touch()
+    assert children.join(DEADLINE_S)
+    assert failures == []
 
 
 @pytest.mark.parametrize("is_in_background", [False, True])
