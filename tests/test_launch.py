@@ -168,6 +168,35 @@ def test_processes_vanish_with_a_launcher_that_is_killed(strategy, tmp_path) -> 
         assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
 
 
+RAISES_BETWEEN_RUNS = """
+import os
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+def fit():
+    trainer = pl.Trainer(
+        strategy="custom_ddp", accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=2,
+        limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )
+    trainer.fit(BoringModel())
+
+try:
+    fit()
+    if os.environ["LOCAL_RANK"] == "0":
+        raise ValueError("no such column: 'age'")
+    fit()
+except lightning_ddp.PeerFailure as failure:
+    print(f"heard {failure.message}", flush=True)
+"""
+
+
+def test_what_the_launching_process_raises_between_two_runs_is_heard_by_the_others() -> None:
+    result = run_script(RAISES_BETWEEN_RUNS, timeout_s=DEADLINE_S)
+    assert result.returncode == 1
+    assert "heard ValueError: no such column: 'age'" in result.stdout, result.stderr
+
+
 WITH_DEATH_SIGNAL = """
 import ctypes, pathlib, signal, sys, time
 assert ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0) == 0  # PR_SET_PDEATHSIG
