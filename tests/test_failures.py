@@ -13,8 +13,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,17 @@ def check_report(result: ScriptResult, fault: str, victim: int, moment: str) -> 
     elif fault in EXIT_CODES and moment != "loader":
         how = {"exit": "exited with code 3", "kill": "was killed by SIGKILL", "segv": "was killed by SIGSEGV"}
         assert f"the process {how[fault]}" in report
+
+
+def test_gloo_does_not_end_a_process_that_unwinds_from_a_failure() -> None:
+    """Its thread finds the connections broken, and aborts the process when this returns."""
+    ours = Reconciliation()
+    ours._settings = replace(ours._settings, failure_grace_s=0.3)
+    ours.interrupt.set(FailureRecord(rank=0, message="gone").to_error(1))
+    start = time.monotonic()
+    ours._gloo_failed()
+    assert time.monotonic() - start >= 0.3
+    ours.restore_handlers()
 
 
 @pytest.mark.parametrize("strategy", ["custom_ddp_spawn", "custom_ddp_fork"])
