@@ -9,6 +9,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -352,7 +353,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         """Continues processes that are stopped, so that they hear of the failure."""
         for process in self.procs:
             if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # the main thread has just waited for it
+                    os.kill(process.pid, signal.SIGCONT)
 
     def _wrapping_function(
         self, process_idx: int, trainer: Trainer | None, function: Any, *rest: Any

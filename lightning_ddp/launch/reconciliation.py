@@ -326,8 +326,7 @@ class Reconciliation:
         if self.watch is not None:
             self.is_over = True
             abort_groups()
-            if self._parent_pid == os.getppid():  # if it is stopped, it would never hear of this failure
-                os.kill(os.getppid(), signal.SIGCONT)
+            self._wake_parent()  # if it is stopped, it would never hear of this failure
             if self._ends_at is None:
                 self._limit_ending()
             if self.watch.launcher is not None:
@@ -346,7 +345,8 @@ class Reconciliation:
         for number in (signal.SIGCONT, signal.SIGKILL):
             if watch.wait_for_verdict(grace_s / 2) is not None or os.getppid() != launcher.pid:
                 return
-            os.kill(launcher.pid, number)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(launcher.pid, number)
         who = f"rank {launcher.rank} (host {launcher.host}, pid {launcher.pid})"
         print(f"lightning_ddp: {who} did not hear of a failure and was killed", file=sys.stderr)
         if self._own is not None:
@@ -535,8 +535,13 @@ class Reconciliation:
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGCONT)
-        if error.pid == self._parent_pid == os.getppid():  # the launching process, which is part of this run
-            os.kill(os.getppid(), signal.SIGCONT)
+        if error.pid == self._parent_pid:  # the launching process, which is part of this run
+            self._wake_parent()
+
+    def _wake_parent(self) -> None:
+        if self._parent_pid is not None and self._parent_pid == os.getppid():
+            with suppress(ProcessLookupError):  # it ends at this very moment
+                os.kill(self._parent_pid, signal.SIGCONT)
 
     def _write_error_file(self, record: FailureRecord) -> None:
         path = os.environ.get(_ERROR_FILE_VARIABLE)
