@@ -36,16 +36,8 @@ def main(
 ) -> None:
     """Trains, and prints `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
 
-    Args:
-        strategy: of the Trainer.
-        package_root: folder of this package.
-        devices: of the Trainer.
-        accelerator: of the Trainer.
-        num_steps: of the training.
-        model: of `lightning_ddp.tools.models`, whose steps are timed; None for a small one.
-        fault: "exception" or "kill" in the fourth step, or None.
-        victim: rank with the fault.
-        preload: a Python file that each rank runs first.
+    Strategy, devices, accelerator and number of steps are the Trainer's; a model of `models.py` has its steps
+    timed. The victim has its fault, "exception" or "kill", in the fourth step; a file to preload runs first.
     """
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # whose names are common
     import pytorch_lightning as pl

@@ -16,16 +16,6 @@ import torch.distributed as dist
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.interface import interfaces, route_to
 
-__all__ = [
-    "DeadlinePassed",
-    "addresses",
-    "connect_problem",
-    "interface_to",
-    "open_store",
-    "resolve",
-    "within",
-]
-
 T = TypeVar("T")
 _RETRY_S = 0.2
 
@@ -68,13 +58,9 @@ def resolve(host: str, timeout_s: float) -> str:
         OSError: there is none.
         DeadlinePassed: the name server does not answer.
     """
-    found = within(
-        timeout_s,
-        f"looking up {host!r}",
-        lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM),
-    )
-    by_family = {family: str(where[0]) for family, _, _, _, where in reversed(found)}
-    return by_family.get(socket.AF_INET) or next(iter(by_family.values()))
+    look_up = functools.partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+    found = within(timeout_s, f"looking up {host!r}", look_up)
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def addresses() -> dict[str, str]:
