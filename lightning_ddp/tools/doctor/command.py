@@ -13,6 +13,8 @@ import os
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -244,8 +246,10 @@ class Examination:
     def _open_store(self, address: str, *, is_host: bool) -> Any:
         port, timeout_s = self._here.master_port, self._args.timeout_s
         assert port is not None  # the findings would say so
+        limit = timedelta(seconds=timeout_s)
+        step = partial(dist.TCPStore, address, port, is_master=is_host, wait_for_workers=False, timeout=limit)
         try:
-            return network.open_store(address, port, is_host=is_host, timeout_s=timeout_s)
+            return network.within(timeout_s + 1.0, f"connecting to the store at {address}, port {port}", step)
         except network.DeadlinePassed:
             self.is_stuck = True
             raise

@@ -1,4 +1,4 @@
-"""Look-ups, connections and the store of the ranks, each with a deadline."""
+"""Look-ups and connections, each with a deadline."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
-
-import torch.distributed as dist
 
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.interface import interfaces, route_to
@@ -105,19 +102,3 @@ def wait_until_reached(address: str, port: int, timeout_s: float) -> str | None:
         if problem is None or time.monotonic() + _RETRY_S > deadline:
             return problem
         time.sleep(_RETRY_S)
-
-
-def open_store(address: str, port: int, *, is_host: bool, timeout_s: float) -> Any:
-    """Opens the store of the ranks, or connects to it.
-
-    Raises:
-        OSError, RuntimeError: it cannot be opened, or not be reached in time.
-        DeadlinePassed: the attempt is stuck.
-    """
-    return within(
-        timeout_s + 1.0,
-        f"connecting to the store at {address}, port {port}",
-        lambda: dist.TCPStore(
-            address, port, is_master=is_host, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        ),
-    )

@@ -22,7 +22,7 @@ _Task = Generator[float | Callable[[], bool], None, None]
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """What a step would be like; moments in seconds since the forward began, a bucket each."""
+    """What a step would be like; moments are seconds since the forward began."""
 
     step_s: float
     """From one forward to the next."""
@@ -30,10 +30,8 @@ class SimulatedStep:
     """Later than recorded where communication takes the cores."""
     exposed_s: float
     """From the end of backward to the end of the last bucket."""
-    ready_s: list[float]
-    launched_s: list[float]
-    """Its turn in the hook's thread, or on the link."""
     done_s: list[float]
+    """The end of each bucket."""
 
 
 def simulate(
@@ -69,8 +67,6 @@ def simulate(
         step_s=max(run.backward_end_s, last) + profile.rest_s,
         backward_end_s=run.backward_end_s,
         exposed_s=max(0.0, last - run.backward_end_s),
-        ready_s=run.ready_s,
-        launched_s=run.launched_s,
         done_s=run.done_s,
     )
 
@@ -167,7 +163,7 @@ class _Run:
         self._now = 0.0
         self._link = link
         count = len(programs)
-        self.ready_s, self.launched_s, self.done_s = ([math.nan] * count for _ in range(3))
+        self.ready_s, self.done_s = [math.nan] * count, [math.nan] * count
         self.backward_end_s = math.nan
         jobs = list(enumerate(programs))
         tasks = [self._do(jobs)] if is_queued else [self._do([job]) for job in jobs]
@@ -186,7 +182,6 @@ class _Run:
         """The programs of some buckets, each once the bucket is ready."""
         for index, program in jobs:
             yield lambda index=index: not math.isnan(self.ready_s[index])  # type: ignore[misc]  # its default
-            self.launched_s[index] = self._now
             for op in program:
                 if isinstance(op, Work):
                     yield op.seconds
