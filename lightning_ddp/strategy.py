@@ -42,6 +42,7 @@ from lightning_ddp._lightning import (
     set_training_results,
     trainer_of,
 )
+from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication, HookSpec
@@ -189,7 +190,7 @@ class CustomDDPStrategy(DDPStrategy):
         store: dist.Store | None = None,
         debug: Literal["detail"] | None = None,
     ) -> None:
-        from lightning_ddp.ddp.options import bucket_caps_bytes, check_broadcast_buffers
+        from lightning_ddp.ddp.reducer_options import bucket_caps_bytes, check_broadcast_buffers
 
         check_transport(transport)
         check_broadcast_buffers(broadcast_buffers)
@@ -718,7 +719,7 @@ class CustomDDPStrategy(DDPStrategy):
         Raises:
             ConfigurationError: the name of the operation is unknown.
         """
-        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(tensor) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in tree_leaves(tensor) if isinstance(leaf, torch.Tensor)]
         if self._group is None or not leaves or self._is_alone():
             return tensor
         if self._lockstep is not None and self._lockstep.is_partial:

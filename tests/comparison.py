@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance import torch_names  # noqa: F401 (what torch's class has beside the documented names)
 from harness import RankFailed, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ddp.ddp import layout, options
+from lightning_ddp.ddp import layout, reducer_options
 from lightning_ddp.ddp import plan as buckets
 from lightning_ddp.ddp.bucket import Bucket
 from lightning_ddp.ddp.layout import BucketLayout
-from lightning_ddp.ddp.options import ReducerOptions
 from lightning_ddp.ddp.plan import ParameterSpec, plan_buckets
-from lightning_ddp.launch import children, environment
+from lightning_ddp.ddp.reducer_options import ReducerOptions
+from lightning_ddp.launch import children
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 DEVICES = [torch.device("cpu"), torch.device("meta")]
@@ -121,7 +121,7 @@ def test_a_hook_may_replace_the_buffer() -> None:
 
 
 def test_doctests() -> None:
-    for module in (buckets, children, environment, layout, options):
+    for module in (buckets, children, layout, reducer_options):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0

@@ -11,7 +11,7 @@ import lightning_ddp
 
 PACKAGE = Path(lightning_ddp.__file__).parent
 HOUSE = (
-    ("errors",),
+    ("_torch", "errors"),
     ("_lightning", "comm"),
     ("data_parallel", "shm", "supervise", "telemetry"),
     ("encoding",),

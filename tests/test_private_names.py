@@ -31,6 +31,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from conformance.torch_names import OfReducer, OfWrapper
 from harness import run_threads
 from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from omegaconf import DictConfig, OmegaConf
@@ -40,9 +41,9 @@ from torch.nn.parallel import distributed as torch_ddp
 
 import lightning_ddp
 from lightning_ddp import _lightning
-from lightning_ddp.comm.group import without_engine_context
+from lightning_ddp._torch import run_eagerly, without_engine_context
 from lightning_ddp.ddp.snapshot import unseen_by_autograd
-from lightning_ddp.ddp.torch_names import ReducerTorchNames, TorchNames, run_eagerly
+from lightning_ddp.ddp.torch_names import TorchNames
 from lightning_ddp.errors import UnsupportedVersionError
 
 PACKAGE = Path(lightning_ddp.__file__).parent
@@ -446,62 +447,41 @@ def test_the_compiler_leaves_marked_functions_and_named_packages_alone() -> None
     assert re.search(r"^def add\(import_name: str", source["trace_rules"], re.MULTILINE)
 
 
-@canary(
-    "torch.nn.parallel.distributed._BufferCommHookLocation.PRE_FORWARD",
-    "torch.nn.parallel.distributed._BufferCommHookLocation.POST_FORWARD",
-)
 def test_our_wrapper_has_no_private_name_that_torchs_has_not() -> None:
     """The names that other code of torch reaches for on a wrapper and its reducer, with their parameters."""
-    kind, own = torch_ddp.DistributedDataParallel, {"_inside_forward"}
+    kind = torch_ddp.DistributedDataParallel
     source = inspect.getsource(torch_ddp)
-    for name, ours in vars(TorchNames).items():
-        if is_private(name) and name not in own:
+    for name, ours in {**vars(TorchNames), **vars(OfWrapper)}.items():
+        if is_private(name):
             theirs = getattr(kind, name, None)
             assert theirs is not None or f"self.{name} = " in source or f"self.{name}:" in source, name
             if theirs is not None:
                 ours = getattr(ours, "__func__", ours)
                 assert same_parameters(ours, getattr(theirs, "__func__", theirs)), name
-    names = [name for name in vars(ReducerTorchNames) if is_private(name)]
+    names = ["_run_allreduce_hook", *(name for name in vars(OfReducer) if is_private(name))]
     assert [name for name in names if not hasattr(dist.Reducer, name)] == []
 
 
 @canary(
     "torch.nn.Module()._ddp_params_and_buffers_to_ignore",
     "torch.nn.Parameter()._ddp_ignored",
-    "torch.nn.Parameter()._mp_param",
-    "torch.nn.Parameter()._fp_param",
 )
-def test_torch_marks_what_is_ignored_and_keeps_copies_on_parameters() -> None:
-    """A list of names on the module, a mark on each tensor; two attributes for mixed precision."""
+def test_torch_marks_what_is_ignored() -> None:
+    """A list of names on the module, a mark on each tensor."""
     module = torch.nn.Linear(1, 1)
     kind = torch_ddp.DistributedDataParallel
     kind._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
     assert module._ddp_params_and_buffers_to_ignore == ["bias"]
     assert module.bias._ddp_ignored
     assert not hasattr(module.weight, "_ddp_ignored")
-    source = inspect.getsource(torch_ddp)
-    assert "._mp_param" in source
-    assert "._fp_param" in source
-
-
-@canary("torch.distributed.Logger()._get_ddp_logging_data")
-def test_a_logger_in_c_plus_plus_is_made_for_an_idle_tensor(world) -> None:
-    """It wants a reducer, and keeps what was reported to it as strings."""
-    idle = torch.nn.Parameter(torch.zeros(1))
-    reducer = dist.Reducer([idle], [[0]], [4], world)
-    logger = dist.Logger(reducer)
-    logger.set_error_and_log("an error of a test")
-    assert logger._get_ddp_logging_data().strs_map["error"].strip() == "an error of a test"
 
 
 @canary(
-    "torch.distributed.algorithms._optimizer_overlap._as_overlapped_optim",
     "torch.nn.Parameter()._in_backward_optimizers",
     "torch.distributed.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map",
 )
 def test_optimizers_that_step_in_backward_can_be_found_and_taken_over() -> None:
-    """They hang on the parameter, beside hooks that can be removed; others register themselves."""
-    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+    """They hang on the parameter, beside hooks that can be removed."""
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
@@ -513,11 +493,6 @@ def test_optimizers_that_step_in_backward_can_be_found_and_taken_over() -> None:
         handle.remove()
     parameter.sum().backward()
     assert (parameter.item(), parameter.grad.item()) == (1.0, 1.0)
-
-    hooks = []
-    wrapper = SimpleNamespace(register_comm_hook=lambda state, hook: hooks.append(hook))
-    _as_overlapped_optim(torch.optim.SGD, [parameter], lr=0.5).register_ddp(wrapper)
-    assert len(hooks) == 1
 
 
 # ---------------------------------------------------------------------- Lightning: the Trainer and its loops
@@ -1244,24 +1219,46 @@ def test_every_canary_is_of_a_name_that_is_used() -> None:
     assert [path for path, names in last.items() if not words.issuperset(names)] == []
 
 
-def test_private_names_of_lightning_are_in_one_file() -> None:
-    ours = {name for name, paths in CANARIES.items() if "lightning" in paths[0].partition(".")[0]}
+ROOMS_OF_HYDRA = (
+    "hydra_jobs/",
+    "conf/",
+    "launch/hydra",
+    "launch/child.py",
+    "launch/shared_job.py",
+    "launch/resolved.py",
+)
+"""Where private names of Hydra and OmegaConf may be."""
+
+
+@pytest.mark.parametrize(
+    ("packages", "places"),
+    [
+        (("pytorch_lightning", "lightning_fabric"), ("_lightning.py",)),
+        (("torch", "torchmetrics"), ("_torch.py",)),
+        (("hydra", "omegaconf"), ROOMS_OF_HYDRA),
+    ],
+    ids=["lightning", "torch", "hydra"],
+)
+def test_private_names_of_a_dependency_are_in_one_place(packages, places) -> None:
+    def is_of(path: str) -> bool:
+        return path.lstrip("?").partition(".")[0] in packages
+
+    names = {name for name, paths in CANARIES.items() if any(map(is_of, paths))}
     outside = [
         f"{name}: {file.path}"
         for file in files().values()
-        for name in ours & (file.used.keys() - file.members)
-        if file.module != "lightning_ddp._lightning" and (name, str(file.path)) not in inherited()
+        for name in names & (file.used.keys() - file.members)
+        if not str(file.path).startswith(places) and (name, str(file.path)) not in inherited()
     ]
     assert outside == []
 
 
 def test_names_are_found_however_they_are_used() -> None:
     found = {name: {place.partition(":")[0] for place in places} for name, places in uses().items()}
-    assert found["_use_count"] == {"comm/interpreter_exit.py"}, "called by a text"
+    assert found["_use_count"] == {"_torch.py"}, "called by a text"
     assert found["_apply_overrides_to_config"] == {"conf/store.py"}, "patched"
     assert found["_flush_loggers"] == {"launch/hydra_child.py"}, "imported"
     assert "launch/hydra_parent.py" in found["_internal"], "in the name of a module"
     assert found["_wrapping_function"] == {"launch/launcher.py (inherited)"}, "overridden"
-    assert "ddp/join.py (inherited)" in found["_join_config"], "inherited by a class above"
     assert found["_interrupt"] == {"_lightning.py"}
     assert not {"_group", "_exit", "_target_"} & found.keys(), "ours, Python's, documented"

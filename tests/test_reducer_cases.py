@@ -740,5 +740,5 @@ def begin_in_two_threads(rank, world_size, group, engine):
 
 def test_of_the_threads_of_several_devices_one_begins_the_backward_and_the_others_wait(monkeypatch):
     engine = SlowEngine()
-    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+    monkeypatch.setattr("lightning_ddp.ddp.reducer.queue_callback", engine.queue_callback)
     assert run_threads(begin_in_two_threads, 1, engine) == [(0, 1, False)]

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import parse_averager
 from lightning_ddp.comm.cost import TransferCost
-from lightning_ddp.ddp.options import bucket_caps_bytes
+from lightning_ddp.ddp.reducer_options import bucket_caps_bytes
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.hooks.base import Part

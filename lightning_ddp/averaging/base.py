@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightning_ddp.averaging.buffers import average_buffers, average_optimizer_state
+from lightning_ddp.averaging.buffer_means import average_buffers, average_optimizer_state
 from lightning_ddp.comm.checks import require
 from lightning_ddp.comm.group import Group
 from lightning_ddp.encoding.chunks import average_

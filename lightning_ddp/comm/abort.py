@@ -16,12 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from lightning_ddp._torch import known_groups
 
 __all__ = ["abort_groups", "remember_connections"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _remembered: dict[int, str] = {}
+"""Of the process, as descriptors are; who aborts knows no group, and the groups do not tell their sockets."""
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def abort_groups() -> None:
     Returns at once. Each group has a thread: an abort frees memory, for which CUDA waits for all kernels of
     the device, also for those of groups that would be aborted only after it.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list(known_groups()):
         threading.Thread(target=_abort, args=(group,), daemon=True, name="lightning_ddp abort").start()
     present = _sockets()
     for descriptor, name in _remembered.items():

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import known_groups, name_of_group
+
 __all__ = ["Activity", "Entry", "Lane", "Waiting"]
 
 _NUM_RECENT = 4
@@ -210,9 +212,9 @@ class Activity:
 
 def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
     """Name and global ranks of a group."""
-    if process_group in dist.distributed_c10d._world.pg_map:
+    if process_group in known_groups():
         ranks = dist.get_process_group_ranks(process_group)
         if dist.is_initialized() and process_group is dist.group.WORLD:
             return "world", ranks
-        return f"group {dist.distributed_c10d._world.pg_names[process_group]}", ranks
+        return f"group {name_of_group(process_group)}", ranks
     return f"group {number}" if number else "world", range(process_group.size())

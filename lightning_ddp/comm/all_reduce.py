@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import REDUCE_SCATTER_FLAT, reduce_scatter_flat
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.handle import Call, CallOptions, Handle, check_rank
 from lightning_ddp.errors import ConfigurationError
@@ -321,8 +322,8 @@ def reduce_scatter(
     part = torch.empty_like(flat[0])
     options = call.options(dist.ReduceScatterOptions, reduceOp=reduction.op)
     work = call.start_if_known(
-        "_reduce_scatter_base",
-        lambda: group.process_group._reduce_scatter_base(part.view(-1), flat.view(-1), options),
+        REDUCE_SCATTER_FLAT,
+        lambda: reduce_scatter_flat(group.process_group, part.view(-1), flat.view(-1), options),
         kind="reduce_scatter",
         sent=[flat],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -21,7 +20,6 @@ __all__ = ["barrier", "monitored_barrier"]
 
 _POLL_S = 0.005
 _ALL_CAME = "all came"
-_num_monitored: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @overload
@@ -142,9 +140,7 @@ class _RollCall:
         self._call = call
         self._store = store
         self._limit_s = limit_s
-        group = call.group
-        self._number = _num_monitored.get(group.process_group, 0)
-        _num_monitored[group.process_group] = self._number + 1
+        self._number = call.group.next_number("monitored_barrier")
         thread = InThread(self._come, limit_s)
         self._wait = call.wait_for_thread(lambda: thread)
 

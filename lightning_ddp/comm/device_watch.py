@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import backend_of
 from lightning_ddp.comm.activity import Entry, Waiting
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveError
@@ -203,10 +204,7 @@ class DeviceWatch:
 
 def _error_of(queued: _Queued) -> str | None:
     """What the backend's own watchdog has found, such as 'COMM_ERROR'; None for nothing."""
-    backend = queued.process_group
-    get_backend = getattr(backend, "_get_backend", None)
-    if get_backend is not None:
-        backend = get_backend(queued.device)
+    backend = backend_of(queued.process_group, queued.device)
     get_error = getattr(backend, "get_error", None)  # which an older torch does not have
     try:
         found = get_error() if get_error is not None else None

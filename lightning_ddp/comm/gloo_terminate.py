@@ -15,16 +15,49 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 __all__ = ["before_gloo_ends_the_process"]
 
-_has_given_up = threading.Event()
-_call: Callable[[], None] | None = None
-_type_info: Any = None
-_set: Any = None
-_handlers: tuple[Any, Any] | None = None
-"""This one and the one before."""
+
+class _Handler:
+    """The terminate handler that this process has from now on; before the process ends, the one before it.
+
+    Raises:
+        OSError, AttributeError: C++ has another library than GNU's.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libstdc++.so.6")
+        self._type_info = library["__cxa_current_exception_type"]
+        self._set = library["_ZSt13set_terminatePFvvE"]
+        self._type_info.restype = self._set.restype = ctypes.c_void_p
+        self._set.argtypes = [ctypes.c_void_p]
+        self.call: Callable[[], None] | None = None
+        self.has_given_up = threading.Event()
+        self._own = ctypes.CFUNCTYPE(None)(self._on_terminate)
+        self._before = ctypes.CFUNCTYPE(None)(self._set(ctypes.cast(self._own, ctypes.c_void_p)))
+
+    def _on_terminate(self) -> None:
+        if self.call is not None and b"gloo" in self._type_of_exception():
+            self.has_given_up.set()
+            with suppress(BaseException):  # whatever it is, the process ends now
+                self.call()
+        self._before()
+
+    def _type_of_exception(self) -> bytes:
+        """The mangled name of the C++ exception that nobody has caught."""
+        info = self._type_info()
+        if not info:
+            return b""
+        return ctypes.c_char_p.from_address(info + ctypes.sizeof(ctypes.c_void_p)).value or b""
+
+    def remove(self) -> None:
+        """Puts the one before in its place."""
+        self._set(ctypes.cast(self._before, ctypes.c_void_p))
+
+
+_handler: _Handler | None = None
+"""Of the process, as the terminate handler is: C++ has one."""
 
 
 def before_gloo_ends_the_process(call: Callable[[], None] | None) -> None:
@@ -33,47 +66,22 @@ def before_gloo_ends_the_process(call: Callable[[], None] | None) -> None:
     The process is aborted when it returns, so it may wait until the main thread has ended the process. Does
     nothing where C++ has another library than GNU's.
     """
-    global _call
-    _call = call
-    if call is not None and _handlers is None and sys.platform == "linux":
+    global _handler
+    if call is not None and _handler is None and sys.platform == "linux":
         with suppress(OSError, AttributeError):
-            _install()
-
-
-def _install() -> None:
-    global _type_info, _set, _handlers
-    library = ctypes.CDLL("libstdc++.so.6")
-    _type_info, _set = library["__cxa_current_exception_type"], library["_ZSt13set_terminatePFvvE"]
-    _type_info.restype = _set.restype = ctypes.c_void_p
-    _set.argtypes = [ctypes.c_void_p]
-    handler = ctypes.CFUNCTYPE(None)(_on_terminate)
-    _handlers = handler, ctypes.CFUNCTYPE(None)(_set(ctypes.cast(handler, ctypes.c_void_p)))
-
-
-def _on_terminate() -> None:
-    if _call is not None and b"gloo" in _type_of_exception():
-        _has_given_up.set()
-        with suppress(BaseException):  # whatever it is, the process ends now
-            _call()
-    assert _handlers is not None
-    _handlers[1]()
-
-
-def _type_of_exception() -> bytes:
-    """The mangled name of the C++ exception that nobody has caught."""
-    info = _type_info()
-    if not info:
-        return b""
-    return ctypes.c_char_p.from_address(info + ctypes.sizeof(ctypes.c_void_p)).value or b""
+            _handler = _Handler()
+    if _handler is not None:
+        _handler.call = call
 
 
 @atexit.register
 def _leave() -> None:
     """Ends a process in which a thread of gloo never returns: its groups would wait for it for ever."""
-    if _has_given_up.is_set():
+    if _handler is None:
+        return
+    if _handler.has_given_up.is_set():
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    if _handlers is not None:  # an interpreter that ends calls no Python in a thread of C++
-        _set(ctypes.cast(_handlers[1], ctypes.c_void_p))
+    _handler.remove()  # an interpreter that ends calls no Python in a thread of C++

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import known_groups, without_engine_context
 from lightning_ddp.comm.interpreter_exit import note_sent
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.comm.waits import Waits
 
-__all__ = ["Group", "without_engine_context"]
-
-_ENGINE_KEY = "context"
-
-
-@contextmanager
-def without_engine_context() -> Generator[None, None, None]:
-    """Hides from a collective that starts in here what the autograd engine keeps for its threads.
-
-    A work copies the thread's state, and since torch 2.13 that holds a Python object during backward. When
-    gloo's own thread drops the last copy it takes the GIL, and if the interpreter is ending just then, that
-    kills the process (`terminate called without an active exception`, SIGABRT).
-    """
-    remove = getattr(torch._C, "_remove_obj_from_tls", None)
-    if remove is None or not torch._C._is_key_in_tls(_ENGINE_KEY):
-        yield
-        return
-    context = torch._C._get_obj_in_tls(_ENGINE_KEY)
-    remove(_ENGINE_KEY)
-    try:
-        yield
-    finally:
-        torch._C._stash_obj_in_tls(_ENGINE_KEY, context)
+__all__ = ["Group"]
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,6 +44,9 @@ class Group(Waits):
         store: a key-value store that these ranks alone use; None for the one that torch knows of.
         transport: how CPU ranks of one host send gradients and parameters; see `comm.hosts`.
     """
+
+    _counts: ClassVar[weakref.WeakKeyDictionary[Any, Counter[Hashable]]] = weakref.WeakKeyDictionary()
+    """Of each process group, which several objects of this class may be of."""
 
     def __init__(
         self,
@@ -93,8 +76,14 @@ class Group(Waits):
         get = getattr(self.process_group, "get_group_store", None)
         if get is not None and type(self.process_group) is dist.ProcessGroup:
             return get()
-        known = dist.distributed_c10d._world.pg_map.get(self.process_group)
+        known = known_groups().get(self.process_group)
         return known[1] if known else None
+
+    def next_number(self, of: Hashable) -> int:
+        """Counts from 0 what is made or sent over this process group; the same on all ranks that do alike."""
+        counts = self._counts.setdefault(self.process_group, Counter())
+        counts[of] += 1
+        return counts[of] - 1
 
     # ------------------------------------------------------------------ collectives, not waited for
 

@@ -18,7 +18,8 @@ from typing import Any, Generic, TypedDict, TypeVar
 
 import torch
 
-from lightning_ddp.comm.group import Group, options_of, without_engine_context
+from lightning_ddp._torch import without_engine_context
+from lightning_ddp.comm.group import Group, options_of
 from lightning_ddp.comm.spans import span
 from lightning_ddp.comm.waits import InThread
 from lightning_ddp.errors import (

@@ -9,15 +9,16 @@ interpreter is being finalised by then, the thread is ended inside of a destruct
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
+
+from lightning_ddp._torch import use_count
 
 __all__ = ["are_let_go", "note_sent", "wait_until_let_go"]
 
@@ -25,10 +26,8 @@ _MOST_NOTED = 32
 _LONGEST_WAIT_S = 1.0
 _PAUSE_S = 0.001
 
-_use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
-"""How many hold a tensor in C++; 1 is its Python object."""
-
 _sent: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_MOST_NOTED)
+"""Of the interpreter, which waits for tensors also of groups that are gone."""
 
 
 def note_sent(tensors: Iterable[torch.Tensor]) -> None:
@@ -37,14 +36,14 @@ def note_sent(tensors: Iterable[torch.Tensor]) -> None:
     Tensors that C++ holds already, such as those with views, are left out: it cannot be told who does.
     """
     for tensor in tensors:
-        if _use_count(tensor) == 1:
+        if use_count(tensor) == 1:
             _sent.append(weakref.ref(tensor))
 
 
 def are_let_go() -> bool:
     """Whether only Python holds what was noted last."""
     alive = (ref() for ref in list(_sent))
-    return all(tensor is None or _use_count(tensor) == 1 for tensor in alive)
+    return all(tensor is None or use_count(tensor) == 1 for tensor in alive)
 
 
 def wait_until_let_go(longest_s: float = _LONGEST_WAIT_S) -> bool:

@@ -7,7 +7,6 @@ message between two ranks sets up a connection of their own, and tags are ignore
 from __future__ import annotations
 
 import pickle
-import weakref
 from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["recv", "recv_object", "send", "send_object"]
 
 _POLL_S = 0.005
-_num_messages: weakref.WeakKeyDictionary[Any, dict[tuple[int, int, int], int]] = weakref.WeakKeyDictionary()
 
 
 @overload
@@ -253,9 +251,8 @@ def _store(call: Call) -> Any:
 
 
 def _next_key(call: Call, src: int, dst: int, tag: int) -> str:
-    counts = _num_messages.setdefault(call.group.process_group, {})
-    number = counts[src, dst, tag] = counts.get((src, dst, tag), 0) + 1
-    return f"lightning_ddp/message/{src}/{dst}/{tag}/{number}"
+    message = f"message/{src}/{dst}/{tag}"
+    return f"lightning_ddp/{message}/{call.group.next_number(message)}"
 
 
 def _limit_s(call: Call) -> float:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import is_profiling
+
 __all__ = ["SPAN_PREFIX", "span"]
 
 SPAN_PREFIX = "lightning_ddp::"
 """What the names of all spans begin with."""
 
 _NO_SPAN: AbstractContextManager[Any] = nullcontext()
-_is_profiling = torch.autograd._profiler_enabled
 
 
 def span(label: str, what: str = "") -> AbstractContextManager[Any]:
@@ -26,7 +27,7 @@ def span(label: str, what: str = "") -> AbstractContextManager[Any]:
     >>> with span("all_reduce"):
     ...     pass
     """
-    if not _is_profiling():
+    if not is_profiling():
         return _NO_SPAN
     name = f"{SPAN_PREFIX}{what} {label}" if what else f"{SPAN_PREFIX}{label}"
     recorded: AbstractContextManager[Any] = torch.profiler.record_function(name)

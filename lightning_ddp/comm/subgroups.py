@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import socket
-import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import backend_of, gloo_like, known_groups, set_timeout, timeout_of
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["node_group", "part_group", "sibling_group", "sub_group"]
-
-_num_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def sibling_group(group: Group, device: torch.device) -> Group:
@@ -106,8 +104,7 @@ def _require(made: Group | None, what: str) -> Group:
 
 def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) -> Group | None:
     """Makes a group of each part; the one that this rank is in, None if torch offers no way or in none."""
-    number = _num_made.get(group.process_group, 0)
-    _num_made[group.process_group] = number + 1
+    number = group.next_number("group")
     mine = next((part for part in parts if group.rank in part), None)
     if group.backend(device) != "gloo":
         made = _make_with_torch(group, parts)
@@ -118,15 +115,9 @@ def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) ->
     store = group.store
     if store is None or mine is None:
         return None
-    first: Any = group.process_group
-    if isinstance(first, dist.ProcessGroup):
-        first = first._get_backend(device)
-    gloo: Any = dist.ProcessGroupGloo  # torch's annotations leave its options out
-    options = gloo._Options()
-    options._devices = first.options._devices
-    options._timeout = first.options._timeout
+    first = backend_of(group.process_group, device)
     prefixed = dist.PrefixStore(f"lightning_ddp/sibling/{number}/{mine[0]}", store)
-    made = gloo(dist.PrefixStore("gloo", prefixed), mine.index(group.rank), len(mine), options)
+    made = gloo_like(first, dist.PrefixStore("gloo", prefixed), mine.index(group.rank), len(mine))
     return _beside(group, made, mine, number, prefixed)
 
 
@@ -145,17 +136,16 @@ def _beside(
 def _keep_timeout(first: Any, made: Any, device: torch.device) -> None:
     """Gives a new group the timeout of another one; torch gives it the backend's, 10 minutes for NCCL."""
     try:
-        timeout = first._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):  # a third party's, which may have no options, or no device
+        timeout = timeout_of(backend_of(first, device))
+    except RuntimeError:  # a third party's, which may have no device
         return
-    backend = made._get_backend(device)
-    set_timeout = getattr(backend, "set_timeout", None)  # which an older torch does not have
-    (set_timeout or backend._set_default_timeout)(timeout)
+    if timeout is not None:
+        set_timeout(backend_of(made, device), timeout)
 
 
 def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Any | None:
     process_group = group.process_group
-    if not (dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map):
+    if not (dist.is_initialized() and process_group in known_groups()):
         return None
     ranks = dist.get_process_group_ranks(process_group)
     mine = None

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import backend_of, timeout_of
 from lightning_ddp.comm.activity import Entry, Lane
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.comm.spans import span
@@ -147,7 +148,7 @@ class Waits:
         if name is None:
             pg = self.process_group
             if type(pg) is dist.ProcessGroup:
-                name = str(pg._get_backend(device).name()).lower()
+                name = str(backend_of(pg, device).name()).lower()
             else:
                 name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
             self._names[device.type] = name
@@ -157,8 +158,8 @@ class Waits:
         """After how many seconds the backend that serves `device` gives a collective up."""
         backend = self.process_group
         if type(backend) is dist.ProcessGroup:
-            backend = backend._get_backend(device)
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+            backend = backend_of(backend, device)
+        timeout = timeout_of(backend)
         return timeout.total_seconds() if isinstance(timeout, timedelta) else float("inf")
 
     def wait(

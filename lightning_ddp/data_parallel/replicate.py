@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp._torch import buffers_of, children_of, is_compiled, parameters_of, shallow_replica
 from lightning_ddp.data_parallel.parallel_apply import parallel_apply
 from lightning_ddp.data_parallel.scatter import Device, as_device, as_devices, gather, scatter, scatter_kwargs
 from lightning_ddp.errors import ConfigurationError
@@ -61,7 +62,7 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
     """
     targets = as_devices(devices)
     for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule) or "_orig_mod" in part._modules:
+        if isinstance(part, torch.jit.ScriptModule) or is_compiled(part):
             raise ConfigurationError(
                 f"{name or 'the module'} is a {type(part).__name__}: scripted and compiled modules are bound"
                 " to their own parameters and cannot be replicated. Pass the module that they were made from."
@@ -86,19 +87,16 @@ def _replica(
 ) -> nn.Module:
     if id(module) in made:
         return made[id(module)]
-    # torch's seam: a shallow copy without parameters; nn.LSTM and others override it
-    replica: nn.Module = module._replicate_for_data_parallel()
-    made[id(module)] = replica
-    replica.__dict__.pop("_compiled_call_impl", None)  # of `module.compile()`: bound to the original
-    for name, child in module._modules.items():
-        replica._modules[name] = None if child is None else _replica(child, copies, index, made)
-    for name, parameter in module._parameters.items():
+    made[id(module)] = replica = shallow_replica(module)
+    for name, child in children_of(module).items():
+        children_of(replica)[name] = None if child is None else _replica(child, copies, index, made)
+    for name, parameter in parameters_of(module).items():
         if parameter is None:
-            replica._parameters[name] = None
+            parameters_of(replica)[name] = None
         else:
             setattr(replica, name, copies[id(parameter)][index])
-    for name, buffer in module._buffers.items():
-        replica._buffers[name] = None if buffer is None else copies[id(buffer)][index]
+    for name, buffer in buffers_of(module).items():
+        buffers_of(replica)[name] = None if buffer is None else copies[id(buffer)][index]
     return replica
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from lightning_ddp._torch import foreach_copy_, foreach_mul_
 from lightning_ddp.ddp.gradient_streams import GradientStreams
 from lightning_ddp.ddp.plan import BucketSpec
 
@@ -231,14 +232,14 @@ class Bucket:
             params, views = [params[i] for i in moved], [views[i] for i in moved]
             grads = [grads[i] for i in moved]
         if grads:
-            torch._foreach_copy_(views, cast(list[torch.Tensor], grads))
+            foreach_copy_(views, cast(list[torch.Tensor], grads))
             if self._is_view:
                 if self.streams is not None:
                     self.streams.keep(cast(list[torch.Tensor], grads))
                 for param, view in zip(params, views, strict=True):
                     param.grad = view
         if scale is not None and self._late_runs:
-            torch._foreach_mul_(self._late_runs, scale)
+            foreach_mul_(self._late_runs, scale)
 
     def fill_absent(self, position: int, scale: float | None) -> None:
         """Puts in what a parameter without a new gradient contributes: its accumulated one, or zeros.
@@ -291,7 +292,7 @@ class Bucket:
             return
         grads = [cast(torch.Tensor, self.params[i].grad) for i in present]
         if grads:
-            torch._foreach_copy_(grads, [self.views[i] for i in present])
+            foreach_copy_(grads, [self.views[i] for i in present])
         if self.streams is not None:
             self.streams.keep(grads)
 

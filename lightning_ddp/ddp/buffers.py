@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_ddp._torch import buffers_of, foreach_copy_
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.module_sync import broadcast_coalesced
-from lightning_ddp.ddp.options import check_broadcast_buffers
+from lightning_ddp.ddp.reducer_options import check_broadcast_buffers
 from lightning_ddp.ddp.snapshot import unseen_by_autograd
 
 __all__ = ["BufferHook", "BufferReaders", "BufferSettings", "BufferSync", "Buffers"]
@@ -91,7 +92,7 @@ class BufferReaders:
         """Whether all buffers are BatchNorm statistics, so that it is known when they are read."""
         for prefix, layer in module.named_modules():
             names = [
-                f"{prefix}.{key}" if prefix else key for key, b in layer._buffers.items() if b is not None
+                f"{prefix}.{key}" if prefix else key for key, b in buffers_of(layer).items() if b is not None
             ]
             if not [n for n in names if n not in ignored]:
                 continue
@@ -160,13 +161,14 @@ class BufferSync:
         self._names = []
         seen: set[int] = set()
         for prefix, module in self._module.named_modules():
-            for key, tensor in module._buffers.items():
+            owner = buffers_of(module)
+            for key, tensor in owner.items():
                 name = f"{prefix}.{key}" if prefix else key
                 if tensor is None or name in self._ignored or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
                 self._names.append(name)
-                self._places.append((module._buffers, key, tensor, tensor.data_ptr()))
+                self._places.append((owner, key, tensor, tensor.data_ptr()))
         dense: dict[torch.device, list[torch.Tensor]] = {}
         self._others = []
         for tensor in self.tensors:
@@ -213,7 +215,7 @@ class _BytePack:
             torch.cat(self._bytes, out=self._flat)
         group.wait(group.broadcast(self._flat, src), self._flat.device)
         if group.rank != src:
-            torch._foreach_copy_(self._bytes, self._parts)
+            foreach_copy_(self._bytes, self._parts)
 
 
 class Buffers:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.gradient_streams import GradientStreams
 from lightning_ddp.ddp.module_sync import broadcast_coalesced
@@ -84,7 +85,7 @@ class DelayedAllReduce:
         with torch.no_grad():
             for flat in self._flats:
                 self._works.append((self.group.all_reduce(flat.div_(self.group.size)), flat.device))
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        queue_callback(self._finish)
 
     def _finish(self) -> None:
         while self._works:

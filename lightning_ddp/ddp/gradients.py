@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import gradient_hooks_of, tree_leaves
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.uploads import uploaded
 from lightning_ddp.ddp.backward_state import BackwardState
@@ -46,7 +47,7 @@ def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
         for field in dataclasses.fields(obj):
             yield from find_tensors(getattr(obj, field.name))
     else:
-        for leaf in torch.utils._pytree.tree_leaves(obj):
+        for leaf in tree_leaves(obj):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
 
@@ -310,7 +311,7 @@ class Arrivals:
         """
         gone = [p for p in positions if bucket.params[p].grad is None and p not in bucket.absent]
         # autograd calls the hooks of a parameter also where its gradient is undefined
-        others = [p for p in gone if len(bucket.params[p]._post_accumulate_grad_hooks or ()) != 1]
+        others = [p for p in gone if len(gradient_hooks_of(bucket.params[p]) or ()) != 1]
         if len(set(state.ready)) != len(state.ready):
             raise self.ready_twice(state) from error
         if others or not gone:

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lightning_ddp._torch import TorchDispatchMode, name_of_operator, tree_leaves
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hook_identity import describe_hook, describe_state
 from lightning_ddp.comm.waits import InThread
@@ -163,7 +162,7 @@ class _Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = str(func._schema.name)
+        name = name_of_operator(func)
         if name in _CHECKED and self._spans_all([*args, *kwargs.values()]):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             sizes = [f"{t.numel()} elements of {t.dtype}" for t in tensors[:_MOST_TENSORS]]

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 
 import torch
 
+from lightning_ddp._torch import OPTIMIZERS_IN_BACKWARD
 from lightning_ddp.ddp.bucket import Bucket
 
 __all__ = ["OptimizersInBackward"]
-
-_ATTRIBUTE = "_in_backward_optimizers"
 
 
 class OptimizersInBackward:
@@ -38,12 +37,12 @@ class OptimizersInBackward:
     @staticmethod
     def are_used(parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether any of `parameters` has such an optimizer."""
-        return any(hasattr(parameter, _ATTRIBUTE) for parameter in parameters)
+        return any(hasattr(parameter, OPTIMIZERS_IN_BACKWARD) for parameter in parameters)
 
     def step(self, bucket: Bucket) -> None:
         """Steps for the parameters of a reduced bucket that have a gradient."""
         for parameter in bucket.params:
-            optimizers = getattr(parameter, _ATTRIBUTE, None)
+            optimizers = getattr(parameter, OPTIMIZERS_IN_BACKWARD, None)
             if optimizers is None or parameter.grad is None:
                 continue
             for optimizer in optimizers:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from lightning_ddp._torch import is_joining
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.uploads import uploaded
 from lightning_ddp.ddp.buffers import Buffers
@@ -176,7 +177,7 @@ class UnevenInputs(Joinable):
 
     @property
     def _is_joining(self) -> bool:
-        return bool(self._join_config.enable)
+        return is_joining(self)
 
     def _notify_joined(self, is_training: bool) -> None:
         """At the start of a forward: tells the ranks without input that there is one, and of which kind."""

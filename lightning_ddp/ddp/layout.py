@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.options import ReducerOptions
 from lightning_ddp.ddp.plan import BucketSpec, ParameterSpec, plan_buckets
+from lightning_ddp.ddp.reducer_options import ReducerOptions
 from lightning_ddp.ddp.sparse import SparseBucket
 from lightning_ddp.shm.shared_memory import SharedMemory
 

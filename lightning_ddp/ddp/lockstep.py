@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
+from lightning_ddp._torch import tree_map
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.uploads import uploaded

@@ -8,11 +8,11 @@ in full precision. The configuration is that of torch's DDP (`_MixedPrecision`, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
 
+from lightning_ddp._torch import queue_callback, tree_map
 from lightning_ddp.ddp.gradients import find_tensors
 from lightning_ddp.errors import ConfigurationError
 
@@ -50,13 +50,9 @@ class MixedPrecision:
         self.is_cast = False
         """Whether the parameters are low-precision copies at the moment."""
         self._params = [
-            cast(Any, p)  # two attributes are kept on it, under torch's names
-            for name, p in module.named_parameters()
-            if name not in ignored and p.is_floating_point()
+            p for name, p in module.named_parameters() if name not in ignored and p.is_floating_point()
         ]
-        for p in self._params:
-            p._mp_param = torch.empty(0, dtype=config.param_dtype or p.dtype, device=p.device)
-            p._fp_param = p.data
+        self._full: list[torch.Tensor] = []
         if config.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
@@ -72,19 +68,18 @@ class MixedPrecision:
         dtype = self.config.param_dtype
         if dtype is None or self.is_cast:
             return
+        self._full = [p.data for p in self._params]
         for p in self._params:
-            p._fp_param = p.data
-            p._mp_param = p.data.to(dtype)
-            self._swap(p, p._mp_param)
+            self._swap(p, p.data.to(dtype))
         self.is_cast = True
 
     def restore_parameters(self) -> None:
         """After backward: parameters and gradients are in full precision again."""
         if not self.is_cast:
             return
-        for p in self._params:
-            self._swap(p, p._fp_param)
-            p._mp_param = torch.empty(0, dtype=p._mp_param.dtype, device=p.device)
+        for p, data in zip(self._params, self._full, strict=True):
+            self._swap(p, data)
+        self._full = []
         self.is_cast = False
 
     @staticmethod
@@ -108,7 +103,7 @@ class MixedPrecision:
 
     def _queue_restore(self) -> Callable[[torch.Tensor], None]:
         def start(_grad: torch.Tensor) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(self.restore_parameters)
+            queue_callback(self.restore_parameters)
 
         return start
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch.distributed.utils import _to_kwargs
 
+from lightning_ddp._torch import IGNORED_NAMES, inside_forward, run_eagerly, tell_dynamo, to_kwargs
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.ddp import torch_messages as torch_words
@@ -26,13 +26,13 @@ from lightning_ddp.ddp.module_checks import (
     trainable_parameters,
 )
 from lightning_ddp.ddp.module_sync import broadcast_coalesced, verify_across_ranks
-from lightning_ddp.ddp.options import ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.parameter_slots import ParameterPlaces
 from lightning_ddp.ddp.plan import ParameterSpec
 from lightning_ddp.ddp.reducer import Reducer
+from lightning_ddp.ddp.reducer_options import ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.reduction import CommHook
 from lightning_ddp.ddp.sparse import sparse_parameters
-from lightning_ddp.ddp.torch_names import TorchNames, run_eagerly, tell_dynamo
+from lightning_ddp.ddp.torch_names import TorchNames
 from lightning_ddp.errors import CommHookError, ConfigurationError
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
@@ -167,7 +167,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             )
         caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         group = check_process_group(process_group, device_mesh)
-        self.parameters_to_ignore = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *delayed}
+        self.parameters_to_ignore = {*getattr(module, IGNORED_NAMES, ()), *delayed}
         named = trainable_parameters(module, self.parameters_to_ignore, may_be_none=bool(delayed))
         self.module = module
         self.device = next(iter([p for _, p in named] or module.parameters())).device
@@ -323,7 +323,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         """Runs the module; the next backward is synchronised unless inside `no_sync`."""
         tell_dynamo()
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        with self._inside_forward():
+        with inside_forward(self.bucket_bytes_cap):
             output = self.module(*inputs, **kwargs)
         return self._post_forward(output)
 
@@ -342,7 +342,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             self.reducer.rebuild()
         self._sync_buffers_if_due("before_forward")
         if self.device_ids:
-            moved = _to_kwargs(inputs, kwargs, self.device, False)
+            moved = to_kwargs(inputs, kwargs, self.device, False)
             inputs, kwargs = moved[0][0], moved[1][0]
         if self._mixed is not None:
             self._mixed.cast_parameters()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import root_of_mesh
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp import torch_messages as torch_words
 from lightning_ddp.ddp.bucket import Bucket
@@ -76,7 +77,7 @@ def _group_of_mesh(mesh: Any) -> Any:
             f"Only 1D device mesh is supported, but this one has {mesh.ndim} dimensions: {mesh}."
             " Slice the data-parallel dimension out of it (mesh['dp'])."
         )
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    root = root_of_mesh(mesh)
     if root != mesh:
         raise ProcessGroupError(
             f"device_mesh is a part of {root}: tensor parallelism inside the module (DTensor parameters) is"

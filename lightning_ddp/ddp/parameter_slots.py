@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import parameters_of
 from lightning_ddp.ddp.gradients import find_tensors
 from lightning_ddp.errors import UnsuitableModuleError
 
@@ -30,7 +31,7 @@ class ParameterPlaces:
         self._places: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
         for name, parameter in named:
             path, _, key = name.rpartition(".")
-            self._places.append((module.get_submodule(path)._parameters, key, parameter))
+            self._places.append((parameters_of(module.get_submodule(path)), key, parameter))
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -45,9 +46,9 @@ class ParameterPlaces:
     def _without_moved(self, gone: Sequence[int]) -> list[int]:
         """Looks for parameters that are not in their places elsewhere in the module, and keeps where."""
         found = {
-            id(p): (layer._parameters, key)
+            id(p): (parameters_of(layer), key)
             for layer in self._module.modules()
-            for key, p in layer._parameters.items()
+            for key, p in parameters_of(layer).items()
         }
         for i in gone:
             parameter = self._places[i][2]

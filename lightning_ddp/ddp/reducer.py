@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.autograd_hooks import GradientHooks
 from lightning_ddp.ddp.backward_state import BackwardState
@@ -26,10 +27,9 @@ from lightning_ddp.ddp.gradient_errors import BackwardFailures, refuse_double_ba
 from lightning_ddp.ddp.gradients import Arrivals, ExpectedGradients, UsageExchange, find_tensors
 from lightning_ddp.ddp.layout import BucketLayout
 from lightning_ddp.ddp.missing_gradients import MissingGradients
-from lightning_ddp.ddp.options import ReducerOptions
 from lightning_ddp.ddp.plan import BucketSpec
+from lightning_ddp.ddp.reducer_options import ReducerOptions
 from lightning_ddp.ddp.reduction import CommHook, Reduction
-from lightning_ddp.ddp.torch_names import ReducerTorchNames
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.shm.hosts import Hosts
 from lightning_ddp.shm.shared_memory import SharedMemory
@@ -39,7 +39,7 @@ from lightning_ddp.telemetry.step_record import StepRecorder
 __all__ = ["Reducer"]
 
 
-class Reducer(ReducerTorchNames):
+class Reducer:
     """Averages the gradients of `parameters` over the ranks of `group`, in buckets.
 
     Args:
@@ -299,7 +299,7 @@ class Reducer(ReducerTorchNames):
         state.creates_graph = torch.is_grad_enabled()
         if self.recorder is not None:
             self.recorder.start_backward(self.step)
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        queue_callback(self._finish)
         expected = self._expected
         if expected.is_learning:
             return
@@ -467,3 +467,7 @@ class Reducer(ReducerTorchNames):
     def _watch(self, state: BackwardState) -> Callable[[float], None]:
         """Looks, in the waits of this backward, at what other ranks miss."""
         return self.failures.board.watch(state.step, state.num_taken)
+
+    def _run_allreduce_hook(self, bucket: Any) -> Any:
+        """By this name hooks of torch's library have a bucket summed; returns a future."""
+        return self.reduce_sum(bucket).get_future()

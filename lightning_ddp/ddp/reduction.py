@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.group import Group, without_engine_context
+from lightning_ddp._torch import Future, without_engine_context
+from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hook_identity import hook_name
 from lightning_ddp.ddp import torch_messages as torch_words
 from lightning_ddp.ddp.backward_state import BackwardState
@@ -119,7 +120,7 @@ class Reduction:
             return self._checked(bucket, state, self._hook(self._state, bucket))
 
     def _checked(self, bucket: Bucket, state: BackwardState, future: Any) -> Any:
-        if not isinstance(future, torch._C.Future):  # what get_future() of a work returns, too
+        if not isinstance(future, Future):  # what get_future() of a work returns, too
             raise self._error(
                 bucket,
                 state,

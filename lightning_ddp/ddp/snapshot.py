@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import COMPUTED, UPDATE_COUNT, buffers_of, preserve_version_counters
+
 __all__ = ["ModuleSnapshot", "copy_states", "put_states", "unseen_by_autograd"]
 
 
 @contextmanager
 def unseen_by_autograd(tensors: Sequence[torch.Tensor]) -> Generator[None, None, None]:
     """What is written to `tensors` in here does not count as a change: a backward may still follow."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+    with torch.no_grad(), preserve_version_counters(tuple(tensors)):
         yield
 
 
@@ -23,14 +25,14 @@ class ModuleSnapshot:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._buffers = [
-            (owner._buffers, key, tensor, None if tensor is None else tensor.detach().clone())
+            (buffers_of(owner), key, tensor, None if tensor is None else tensor.detach().clone())
             for owner in module.modules()
-            for key, tensor in owner._buffers.items()
+            for key, tensor in buffers_of(owner).items()
         ]
         self._metrics = [
-            (metric, copy_states(metric), metric._update_count)
+            (metric, copy_states(metric), getattr(metric, UPDATE_COUNT))
             for metric in module.modules()
-            if hasattr(type(metric), "metric_state") and hasattr(metric, "_update_count")
+            if hasattr(type(metric), "metric_state") and hasattr(metric, UPDATE_COUNT)
         ]
 
     def restore(self) -> None:
@@ -42,7 +44,7 @@ class ModuleSnapshot:
                 owner[key] = tensor
         for metric, states, count in self._metrics:
             put_states(metric, states)
-            metric._update_count = count
+            setattr(metric, UPDATE_COUNT, count)
 
 
 def copy_states(metric: Any) -> dict[str, Any]:
@@ -57,4 +59,4 @@ def put_states(metric: Any, states: Mapping[str, Any]) -> None:
     """Gives a torchmetrics `Metric` the states that `copy_states` has copied."""
     for name, state in states.items():
         setattr(metric, name, state.clone() if isinstance(state, torch.Tensor) else list(state))
-    metric._computed = None
+    setattr(metric, COMPUTED, None)

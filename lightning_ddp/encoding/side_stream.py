@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import all_gather_flat
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.subgroups import part_group, sibling_group
 from lightning_ddp.comm.waits import JOB_MARK
@@ -201,8 +202,8 @@ class Channel:
         """Starts to gather; returns what waits, and returns what `all_gather` does."""
         gathered = tensor.new_empty(self.size * tensor.numel())
         flat = tensor.view(-1)
-        process_group = self.group.process_group
-        work = self.group.start("all_gather", (flat,), lambda: process_group._allgather_base(gathered, flat))
+        begin = partial(all_gather_flat, self.group.process_group, gathered, flat)
+        work = self.group.start("all_gather", (flat,), begin)
         self._count(self.size - 1, tensor)
         return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
 

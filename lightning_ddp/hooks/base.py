@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import foreach_add_
 from lightning_ddp.comm.uploads import uploaded
 from lightning_ddp.encoding.mean import Wire
 from lightning_ddp.encoding.side_stream import Channel
@@ -229,7 +230,7 @@ class StatefulHook(Hook):
                 slices.append(piece)
                 errors.append(error)
         if slices:
-            torch._foreach_add_(slices, errors)
+            foreach_add_(slices, errors)
 
     def remember_errors(self, part: Part, residual: torch.Tensor) -> None:
         """Keeps the flat residual of this step, for the parameters that took part in it."""

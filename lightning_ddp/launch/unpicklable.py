@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import MODULE_DICTS
+
 __all__ = ["find_unpicklable"]
 
 _MOST_LEVELS = 20
-_HIDDEN = ("_modules", "_parameters", "_buffers")
-"""Where a module keeps what its users know as attributes."""
 
 
 def find_unpicklable(roots: Mapping[str, Any]) -> str | None:
@@ -60,7 +60,7 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _parts(path, (value.func, *value.args, *value.keywords.values()))
     else:
         for name, part in getattr(value, "__dict__", {}).items():
-            if name in _HIDDEN and isinstance(value, torch.nn.Module):
+            if name in MODULE_DICTS and isinstance(value, torch.nn.Module):
                 yield from ((f"{path}.{inner}", module) for inner, module in part.items())
             else:
                 yield f"{path}.{name}", part

@@ -9,13 +9,12 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import ClassVar
 
 __all__ = ["Deferred", "Work", "Worker", "check_not_ending"]
 
 _IDLE_S = 5.0
 _END_S = 1.0
-
-_is_ending = threading.Event()
 
 
 def check_not_ending() -> None:
@@ -24,7 +23,7 @@ def check_not_ending() -> None:
     Raises:
         RuntimeError: the interpreter ends, so that nobody needs the result.
     """
-    if _is_ending.is_set():
+    if Worker.is_ending.is_set():
         raise RuntimeError("the interpreter ends")
 
 
@@ -86,12 +85,16 @@ class Worker:
         busy: where the thread's identifier is while it has jobs; None for nowhere.
     """
 
+    is_ending: ClassVar = threading.Event()
+    """The interpreter is about to end."""
+    workers: ClassVar[weakref.WeakSet[Worker]] = weakref.WeakSet()
+
     def __init__(self, busy: set[int] | None = None) -> None:
         self._busy = busy if busy is not None else set()
         self._jobs: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        _workers.add(self)
+        self.workers.add(self)
 
     def submit(self, job: Callable[[], None]) -> Work:
         """Queues a job. Does not wait."""
@@ -127,12 +130,9 @@ class Worker:
             thread.join(_END_S)
 
 
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
 @atexit.register
 def _end_all() -> None:
     """A thread that is inside of a torch operation when the interpreter is finalised ends the process."""
-    _is_ending.set()
-    for worker in list(_workers):
+    Worker.is_ending.set()
+    for worker in list(Worker.workers):
         worker.end()

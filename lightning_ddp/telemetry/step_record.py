@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp._torch import Future
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["BucketRecord", "StepRecord", "StepRecorder"]
@@ -163,7 +164,7 @@ class StepRecorder:
                 self._open.buckets.remove(bucket)
                 return
             bucket.launched = self._now()
-            if self._events is not None and not isinstance(work, torch._C.Future):
+            if self._events is not None and not isinstance(work, Future):
                 bucket.done = self._events.record_after(work)
             else:
                 self._in_flight.append((bucket, work))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lightning_ddp.averaging import parse_averager
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.options import bucket_caps_bytes
+from lightning_ddp.ddp.reducer_options import bucket_caps_bytes
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import parse_hook
 from lightning_ddp.telemetry.recording import load_folder

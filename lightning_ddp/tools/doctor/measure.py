@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import new_gloo, new_nccl
 from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.tools.doctor.facts import gather_facts
 from lightning_ddp.tools.ranks import synchronize
@@ -79,9 +80,8 @@ def examine(
     if _agree(control, float(has_device), device, plan.timeout_s, dist.ReduceOp.MIN):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=plan.timeout_s)
-        group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
+        limit = timedelta(seconds=plan.timeout_s)
+        group = new_nccl(dist.PrefixStore("nccl", store), rank, world_size, limit)
     timings = time_all_reduce(group, plan.sizes, device=device, timeout_s=plan.timeout_s, advance=advance)
     answer["measured_on"] = "nccl" if group is not control else "gloo"
     answer["timings"] = [asdict(timing) for timing in timings]
@@ -107,14 +107,12 @@ def exchange(
 
 
 def _gloo(store: Any, plan: Plan, rank: int, world_size: int) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch does not declare it
     if plan.interface is not None:
         device = dist.ProcessGroupGloo.create_device(interface=plan.interface)
     else:
         device = dist.ProcessGroupGloo.create_default_device()
-    options._devices = [device]
-    options._timeout = timedelta(seconds=plan.timeout_s)
-    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
+    limit = timedelta(seconds=plan.timeout_s)
+    return new_gloo(dist.PrefixStore("gloo", store), rank, world_size, [device], limit)
 
 
 def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -> tuple[float, float]:

@@ -1,0 +1,262 @@
+"""Every private name of torch and torchmetrics that the package uses: no other file has one.
+
+Where torch has a function or a class for it, the name here is that object itself, which costs no more to
+call. `tests/test_private_names.py` has a canary for each.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.utils import _to_kwargs as to_kwargs
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "COMPUTED",
+    "IGNORED_NAMES",
+    "IS_IGNORED",
+    "MODULE_DICTS",
+    "OPTIMIZERS_IN_BACKWARD",
+    "REDUCE_SCATTER_FLAT",
+    "UPDATE_COUNT",
+    "Future",
+    "TorchDispatchMode",
+    "all_gather_flat",
+    "backend_of",
+    "buffers_of",
+    "children_of",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_mul_",
+    "gloo_like",
+    "gradient_hooks_of",
+    "inside_forward",
+    "is_compiled",
+    "is_joining",
+    "is_profiling",
+    "known_groups",
+    "name_of_group",
+    "name_of_operator",
+    "new_gloo",
+    "new_nccl",
+    "parameters_of",
+    "preserve_version_counters",
+    "queue_callback",
+    "reduce_scatter_flat",
+    "root_of_mesh",
+    "run_eagerly",
+    "set_timeout",
+    "shallow_replica",
+    "tell_dynamo",
+    "timeout_of",
+    "to_kwargs",
+    "tree_leaves",
+    "tree_map",
+    "use_count",
+    "without_engine_context",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_TorchDDP: Any = TorchDDP
+_Gloo: Any = dist.ProcessGroupGloo  # torch's annotations leave its options out
+
+# ---------------------------------------------------------------------- tensors and autograd
+
+Future: Any = torch._C.Future
+"""What `get_future()` of a work returns; the public `torch.futures.Future` derives from it."""
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+is_profiling = torch.autograd._profiler_enabled
+preserve_version_counters: Any = torch.autograd._unsafe_preserve_version_counter
+_engine: Any = torch.autograd.Variable._execution_engine
+queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
+"""From a hook: has something called at the end of this backward."""
+use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
+"""How many hold a tensor in C++; 1 is its Python object."""
+gradient_hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None]
+gradient_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
+name_of_operator: Callable[[Any], str] = operator.attrgetter("_schema.name")
+"""What a dispatch mode is called for, such as 'c10d::allreduce_'."""
+
+_ENGINE_KEY = "context"
+
+
+@contextmanager
+def without_engine_context() -> Generator[None, None, None]:
+    """Hides from a collective that starts in here what the autograd engine keeps for its threads.
+
+    A work copies the thread's state, and since torch 2.13 that holds a Python object during backward. When
+    gloo's own thread drops the last copy it takes the GIL, and if the interpreter is ending just then, that
+    kills the process (`terminate called without an active exception`, SIGABRT).
+    """
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)
+    if remove is None or not torch._C._is_key_in_tls(_ENGINE_KEY):
+        yield
+        return
+    context = torch._C._get_obj_in_tls(_ENGINE_KEY)
+    remove(_ENGINE_KEY)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_ENGINE_KEY, context)
+
+
+# ---------------------------------------------------------------------- modules and metrics
+
+MODULE_DICTS = ("_modules", "_parameters", "_buffers")
+"""Where a module keeps what its users know as attributes."""
+children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]]
+parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]]
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]
+children_of, parameters_of, buffers_of = map(operator.attrgetter, MODULE_DICTS)
+
+OPTIMIZERS_IN_BACKWARD = "_in_backward_optimizers"
+"""Attribute of a parameter: the optimizers that `_apply_optimizer_in_backward` has made for it."""
+UPDATE_COUNT, COMPUTED = "_update_count", "_computed"
+"""Attributes of a metric of torchmetrics: how many updates it has had, and what it has computed of them."""
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether it is what `torch.compile` has made of a module."""
+    return "_orig_mod" in children_of(module)
+
+
+def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy with dicts of its own and without parameters; `nn.LSTM` and others override how it is made."""
+    replica: torch.nn.Module = module._replicate_for_data_parallel()
+    replica.__dict__.pop("_compiled_call_impl", None)  # of `module.compile()`: bound to the original
+    return replica
+
+
+# ---------------------------------------------------------------------- process groups
+
+REDUCE_SCATTER_FLAT = "_reduce_scatter_base"
+is_joining: Callable[[Any], bool] = operator.attrgetter("_join_config.enable")
+"""Whether a `Joinable` is inside of `Join`."""
+
+
+def known_groups() -> Mapping[Any, tuple[str, Any]]:
+    """The process groups that torch knows, with the backend and the store of each."""
+    known: Mapping[Any, tuple[str, Any]] = dist.distributed_c10d._world.pg_map
+    return known
+
+
+def name_of_group(process_group: Any) -> str:
+    """What torch calls a group that it knows."""
+    return str(dist.distributed_c10d._world.pg_names[process_group])
+
+
+def backend_of(process_group: Any, device: torch.device) -> Any:
+    """What serves `device` in a process group; a single backend is its own."""
+    get_backend = getattr(process_group, "_get_backend", None)
+    return process_group if get_backend is None else get_backend(device)
+
+
+def timeout_of(backend: Any) -> timedelta | None:
+    """After how long it gives a collective up; None where it does not tell."""
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout
+
+
+def set_timeout(backend: Any, timeout: timedelta) -> None:
+    """Changes after how long it gives a collective up."""
+    in_public = getattr(backend, "set_timeout", None)  # which an older torch does not have
+    (in_public or backend._set_default_timeout)(timeout)
+
+
+def new_gloo(store: Any, rank: int, size: int, devices: Any, timeout: timedelta) -> Any:
+    """A gloo backend that torch does not know of; `devices` are those of its connections."""
+    options = _Gloo._Options()
+    options._devices, options._timeout = devices, timeout
+    return _Gloo(store, rank, size, options)
+
+
+def gloo_like(other: Any, store: Any, rank: int, size: int) -> Any:
+    """The same, with the devices and the timeout of another one."""
+    return new_gloo(store, rank, size, other.options._devices, other.options._timeout)
+
+
+def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """An NCCL backend that torch does not know of."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def all_gather_flat(process_group: Any, gathered: torch.Tensor, flat: torch.Tensor) -> Any:
+    """Starts an all-gather into one tensor; returns its work."""
+    return process_group._allgather_base(gathered, flat)
+
+
+def reduce_scatter_flat(process_group: Any, part: torch.Tensor, flat: torch.Tensor, options: Any) -> Any:
+    """Starts a reduce-scatter of one tensor; returns its work."""
+    return process_group._reduce_scatter_base(part, flat, options)
+
+
+def root_of_mesh(mesh: Any) -> Any:
+    """The whole mesh that this one is a part of; itself where torch does not tell."""
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
+# ---------------------------------------------------------------------- DDP and the compiler
+
+IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module: qualified names of what is left alone."""
+IS_IGNORED = "_ddp_ignored"
+"""Attribute that such a parameter or buffer has."""
+
+
+def run_eagerly(function: _F) -> _F:
+    """Lets torch.compile leave `function` alone and compile what it calls.
+
+    As `torch.compiler.disable(recursive=False)`, without importing the compiler, which takes seconds.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    frames: Any = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+class _SeenByDynamo:
+    """What torch.compile reads of the wrapper in whose forward it compiles.
+
+    Args:
+        bucket_bytes: caps of its buckets.
+    """
+
+    is_told = False
+    """Whether this process's compiler has been told about the package."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        # it takes the first bucket to have 1 MiB, and refuses to make it larger than the others
+        self.bucket_bytes_cap = max(bucket_bytes, dist._DEFAULT_FIRST_BUCKET_BYTES)
+
+
+@run_eagerly
+def tell_dynamo() -> None:
+    """Lets torch.compile leave all code of this package alone, once the compiler is there."""
+    if not _SeenByDynamo.is_told and "torch._dynamo" in sys.modules:
+        _SeenByDynamo.is_told = True
+        torch._dynamo.trace_rules.add(__name__.partition(".")[0])
+
+
+@contextmanager
+def inside_forward(bucket_bytes: int) -> Generator[None, None, None]:
+    """While a wrapper's forward runs: torch.compile splits the graph at its buckets."""
+    before = _TorchDDP._active_ddp_module
+    _TorchDDP._active_ddp_module = _SeenByDynamo(bucket_bytes)
+    try:
+        yield
+    finally:
+        _TorchDDP._active_ddp_module = before
