@@ -14,17 +14,19 @@ they remove those of earlier savings, and what a run has left that was killed in
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]  # has no stubs
 import torch
 
 from lightning_ddp.comm.collectives import all_gather_objects, barrier, broadcast_object
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 
-__all__ = ["KEY", "is_of_rank", "load_state", "rank_file", "save_state"]
+__all__ = ["KEY", "load_state", "rank_file", "remove_files", "save_state"]
 
 KEY = "lightning_ddp"
 """Entry of the checkpoint."""
@@ -43,10 +45,10 @@ def rank_file(checkpoint: str | Path, rank: int, token: str) -> str:
     return f"{checkpoint}.rank{rank}.{token[:_TOKEN_CHARACTERS]}.pt"
 
 
-def is_of_rank(file: str, checkpoint: str, rank: int) -> bool:
+def _is_of_rank(file: str, checkpoint: str, rank: int) -> bool:
     """Whether a file is one of a rank beside a checkpoint, of whatever saving; both without their folder.
 
-    >>> is_of_rank("last.ckpt.rank3.01234567.pt", "last.ckpt", 3)
+    >>> _is_of_rank("last.ckpt.rank3.01234567.pt", "last.ckpt", 3)
     True
     """
     return file.startswith(f"{checkpoint}.rank{rank}.") and file.endswith(".pt")
@@ -121,6 +123,18 @@ def load_state(
         own, note = _read_own(shared, path, group, read)
         notes += [note] if note else []
     return notes + communication.load(shared, own, names)
+
+
+def remove_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = ()) -> None:
+    """Removes the files of one rank beside a checkpoint, but those of the savings with a token in `keep`."""
+    system, path = fsspec.core.url_to_fs(str(checkpoint))
+    folder, _, name = path.rpartition("/")
+    kept = {rank_file(name, rank, token) for token in keep}
+    with suppress(FileNotFoundError):  # the folder is gone with the checkpoint
+        for entry in system.ls(folder, detail=False):
+            file = entry.rpartition("/")[2]
+            if _is_of_rank(file, name, rank) and file not in kept:
+                system.rm(entry)
 
 
 def _read_own(

@@ -1,24 +1,33 @@
-"""`CustomDDPStrategy`: what Lightning calls, in the order in which it calls it. Wiring, no algorithm."""
+"""`CustomDDPStrategy`: what Lightning calls, in the order in which it calls it. Wiring, no algorithm.
+
+It is long because Lightning's interface is: set-up, data, steps, evaluation, checkpoints, collectives, end.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import (
     Accelerator,
+    AsyncCheckpointIO,
     CheckpointIO,
     ClusterEnvironment,
     DDPStrategy,
     ForwardRedirection,
     LightningModule,
     Precision,
+    ResultCollection,
     Trainer,
     adopt,
     bind_like,
@@ -30,21 +39,22 @@ from lightning_ddp._lightning import (
     running_hook,
     set_launcher,
     set_redirection,
+    set_training_results,
     trainer_of,
 )
 from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
-from lightning_ddp.communicating_fit import CommunicatingFit, as_wrapper
 from lightning_ddp.communication import Communication, HookSpec
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.ddp.snapshot import copy_states, put_states
+from lightning_ddp.errors import ConfigurationError, MissingGradientError
 from lightning_ddp.launch.init_method import check_meeting_place
 from lightning_ddp.shm.hosts import Transport, check_transport
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.uneven_fit import UnevenFit, UnevenInputs
 
 if TYPE_CHECKING:
     # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
     # the other processes have been started, and do not wait for that. Together they take 25 ms.
+    from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.launch.step_stop import StepStop
     from lightning_ddp.supervise.failure_record import Where
@@ -53,11 +63,19 @@ __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+UnevenInputs = Literal["error", "join"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_UNEVEN_INPUTS = (None, "error", "join")
 _DEBUG_LEVELS = (None, "detail")
+_log = logging.getLogger("lightning_ddp")
+_UNUSED = (
+    "It looks like your LightningModule has parameters that were not used in the loss of training_step. Where"
+    ' that is meant to be: Trainer(strategy="custom_ddp_find_unused_parameters_true"), or'
+    " CustomDDPStrategy(find_unused_parameters=True)."
+)
 
 
-class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
+class CustomDDPStrategy(DDPStrategy):
     """Data-parallel training in several processes, with this package's launcher, waits and reducer.
 
     A subclass of Lightning's `DDPStrategy` with its arguments and those of `BucketedDDP`. There is no
@@ -131,6 +149,9 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
     """
 
     _stopping: StepStop | None = None
+    _lockstep: Lockstep | None = None
+    _resumed_from: Any = None
+    _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest saving
 
     def __init__(
         self,
@@ -191,7 +212,14 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         if debug not in _DEBUG_LEVELS:
             raise ConfigurationError(f"debug={debug!r}; there are {', '.join(map(repr, _DEBUG_LEVELS))}")
         self._debug = debug
-        self._choose_uneven_inputs(uneven_inputs, divide_by_initial_world_size)
+        if uneven_inputs not in _UNEVEN_INPUTS:
+            raise ConfigurationError(
+                f"uneven_inputs={uneven_inputs!r}; there are {', '.join(map(repr, _UNEVEN_INPUTS))}"
+            )
+        if not divide_by_initial_world_size and uneven_inputs != "join":
+            raise ConfigurationError('divide_by_initial_world_size=False needs uneven_inputs="join"')
+        self._uneven_inputs = uneven_inputs
+        self._divide_by_initial_world_size = divide_by_initial_world_size
         self._communication = Communication(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
         )
@@ -236,7 +264,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         self._group: Group | None = None
         self._transport = transport
 
-    # ------------------------------------------------------------------ set-up
+    # ------------------------------------------------------------------ launch and set-up
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -364,35 +392,125 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
             scaler=self._scaler,
         )
 
-    # ------------------------------------------------------------------ steps
+    def _setup_uneven_inputs(self, trainer: Trainer) -> None:
+        self._lockstep = None
+        if self._uneven_inputs is not None:
+            from lightning_ddp.ddp.lockstep import Lockstep  # a run that does not look does without
 
-    def _check_evaluation(self) -> None:
-        if self._stopping is not None:
-            self._stopping.check_evaluation()
+            self._lockstep = Lockstep(
+                self._joined_group(),
+                self.root_device,
+                is_allowed=self._uneven_inputs == "join",
+                divide_by_initial_world_size=self._divide_by_initial_world_size,
+            )
+            results = bind_like(trainer, _LockstepResults)(self._lockstep)
+            set_training_results(trainer, results)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; a run that only validates stops at these steps when a signal asks for it."""
-        self._check_evaluation()
-        return super().validation_step(*args, **kwargs)
+    def _scaler(self) -> Any:
+        """Who decides on the factor of the loss under mixed precision; None for nobody."""
+        return getattr(self.precision_plugin, "scaler", None)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; a run that tests stops at these steps when a signal asks for it."""
-        self._check_evaluation()
-        return super().test_step(*args, **kwargs)
+    def _loss_scale(self) -> float:
+        """The present factor of the loss under mixed precision. The host waits for the device to know it."""
+        scaler = self._scaler()
+        return float(scaler.get_scale()) if scaler is not None else 1.0
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; a run that predicts stops at these steps when a signal asks for it."""
-        self._check_evaluation()
-        return super().predict_step(*args, **kwargs)
+    def _loss_scale_of_gradients(self) -> float | torch.Tensor:
+        """The same for what is done with gradients: on a device it stays there."""
+        scaler = self._scaler()
+        if scaler is None or self.root_device.type == "cpu":
+            return self._loss_scale()
+        scale: torch.Tensor = scaler.scale(torch.ones((), device=self.root_device))
+        return scale
+
+    # ------------------------------------------------------------------ training steps
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """With `uneven_inputs`, makes the training dataloader end on all ranks at once; communicates then.
+
+        Raises:
+            ConfigurationError: there are several training dataloaders, or only some ranks know the length of
+                theirs, or `training_step` fetches its batches itself, or the run resumes inside an epoch.
+        """
+        if self._lockstep is None or not self._is_training():
+            return dataloader
+        assert self.lightning_module is not None
+        _require_lockstep(self.lightning_module)
+        return self._lockstep.wrap(dataloader)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch. For one of training this begins the step. Does not communicate."""
+        if self._lockstep is not None and self._is_training():
+            self._lockstep.begin()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _is_training(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.training
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's `training_step` in the wrapper's forward."""
+        if self._lockstep is None:
+            return super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        with self._lockstep.step(self.lightning_module):
+            return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """With manual optimisation, makes the coming backward a synchronised one."""
-        wrapper = as_wrapper(self.model)
+        wrapper = _as_wrapper(self.model)
         if wrapper is not None and not self._is_automatic():
             wrapper.prepare_for_backward(closure_loss)
 
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Runs backward through the precision plugin; communicates unless gradients accumulate.
+
+        With zeros on a rank that repeats its last batch.
+        """
+        if self._lockstep is not None:
+            closure_loss = self._lockstep.scale(closure_loss)
+        try:
+            closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        except MissingGradientError as error:
+            error.add_hint(_UNUSED)
+            raise
+        if self._lockstep is not None:
+            self._lockstep.restore()
+        return closure_loss
+
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Nothing: the reducer has finished when backward returns."""
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Takes a step; with model averaging, counts it and averages if it is time (then communicates)."""
+        averager = self._communication.averager
+        if isinstance(optimizer, torch.optim.LBFGS) and self._communication.averages_gradients:
+            closure = partial(self._mean_loss, closure)
+        # in local training a step counts also if the loss scaler skips it
+        is_asked = averager is not None and averager.averages_gradients
+        before = self._loss_scale() if is_asked else 1.0
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if averager is not None:  # a loss scaler that skips a step lowers its scale
+            self._communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
+        return output
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
+        """The loss that belongs to averaged gradients. Communicates.
+
+        An optimizer that decides by the loss how often it calls its closure decides alike on all ranks then;
+        else the ranks' collectives would not match.
+        """
+        loss = closure()
+        if loss is None:
+            return None
+        return self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
 
     def _is_automatic(self) -> bool:
         return self.lightning_module is None or self.lightning_module.automatic_optimization
@@ -400,7 +518,7 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Gradients of backwards in here stay on their rank; Lightning uses it for accumulation."""
-        wrapper = as_wrapper(self.model)
+        wrapper = _as_wrapper(self.model)
         if wrapper is not None:
             with wrapper.no_sync():
                 yield
@@ -424,13 +542,123 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         if not enabled:
             yield
             return
-        if as_wrapper(self.model) is not None and self._is_automatic():
+        if _as_wrapper(self.model) is not None and self._is_automatic():
             raise ConfigurationError(
                 "no_backward_sync is for manual optimisation: with automatic optimisation backward comes"
                 " after training_step, where it has no effect. Use Trainer(accumulate_grad_batches=...)."
             )
         with self.block_backward_sync():
             yield
+
+    # ------------------------------------------------------------------ evaluation, and the end of training
+
+    def on_validation_start(self) -> None:
+        """Makes the ranks validate one model. All ranks call it."""
+        self._agree()
+        super().on_validation_start()
+
+    def _check_evaluation(self) -> None:
+        if self._stopping is not None:
+            self._stopping.check_evaluation()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; a run that only validates stops at these steps when a signal asks for it."""
+        self._check_evaluation()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; a run that tests stops at these steps when a signal asks for it."""
+        self._check_evaluation()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; a run that predicts stops at these steps when a signal asks for it."""
+        self._check_evaluation()
+        return super().predict_step(*args, **kwargs)
+
+    def on_train_end(self) -> None:
+        """Leaves all ranks with one model, BatchNorm statistics included. All ranks call it."""
+        self._agree()
+        wrapper = _as_wrapper(self.model)
+        if wrapper is not None:
+            wrapper.sync_buffers()
+        super().on_train_end()
+
+    def _agree(self) -> None:
+        """Gives all ranks one model; a rank whose peers have failed keeps its own."""
+        if not self._is_alone():
+            self._communication.agree()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state; with model averaging all ranks call it and agree on the parameters before."""
+        self._agree()
+        return super().lightning_module_state_dict()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Writes the checkpoint, and with hooks or averagers that remember something a file of each rank.
+
+        All ranks call it; with such files it communicates. See `rank_files`.
+        """
+        files: Any = self.checkpoint_io
+        is_async = isinstance(files, AsyncCheckpointIO)
+        if "optimizer_states" in checkpoint and not self._is_alone():
+            if is_async:  # its thread might write them after the checkpoint
+                files = files.checkpoint_io
+
+            def write(state: dict[str, Any], path: str) -> None:
+                files.save_checkpoint(state, path, storage_options=storage_options)
+
+            group = self._joined_group()
+            rank_files.save_state(self._communication, checkpoint, filepath, group, self.root_device, write)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        state = checkpoint.get(rank_files.KEY)
+        if state is None or self._is_alone():
+            return
+        self.barrier("checkpoint with files of the ranks")
+        keep = {state["token"]}
+        if is_async and str(filepath) in self._tokens:  # the checkpoint may still be that one
+            keep.add(self._tokens[str(filepath)])
+        rank_files.remove_files(filepath, self.global_rank, keep=keep)
+        self._tokens = {**self._tokens, str(filepath): state["token"]}
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint; its place is kept for the files of the ranks beside it."""
+        self._resumed_from = checkpoint_path
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if rank_files.KEY in loaded:
+            self._tokens = {**self._tokens, str(checkpoint_path): loaded[rank_files.KEY]["token"]}
+        return loaded
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint and this rank's file beside it."""
+        super().remove_checkpoint(filepath)
+        if self._communication.has_state:
+            rank_files.remove_files(filepath, self.global_rank)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the optimizers, the hook and the averager; logs what could not be kept.
+
+        Outside of a run, as in the main process after one in spawned processes, there are optimizers alone.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        if self._is_alone():
+            return
+        assert self.lightning_module is not None
+        names = [name for name, _ in self.lightning_module.named_parameters()]
+        notes = rank_files.load_state(
+            self._communication,
+            dict(checkpoint),
+            self._resumed_from,
+            self._joined_group(),
+            names,
+            self.checkpoint_io.load_checkpoint,
+        )
+        for note in notes:
+            _log.warning("resuming from %s: %s", self._resumed_from, note)
 
     # ------------------------------------------------------------------ collectives
 
@@ -503,6 +731,14 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         """The same as `reduce`, under Fabric's name."""
         return self.reduce(tensor, group, reduce_op)
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, decide so. A rank that repeats its last batch has no say in a step."""
+        if self._lockstep is None or not self._lockstep.is_partial:
+            return super().reduce_boolean_decision(decision, all)
+        vote = torch.tensor(int(decision), device=self.root_device)
+        self._lockstep.reduce(self._joined_group(), [vote], "min" if all else "max")
+        return bool(vote)
+
     def all_gather(
         self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
@@ -534,12 +770,23 @@ class CustomDDPStrategy(UnevenFit, CommunicatingFit, DDPStrategy):
         current().fail(trace)
 
     def teardown(self) -> None:
-        """Unwraps the model and lets go of its gradients' buckets. Does not communicate."""
-        wrapper = as_wrapper(self.model)
+        """Unwraps the model and lets go of its gradients' buckets and of batches. Does not communicate."""
+        wrapper = _as_wrapper(self.model)
         if wrapper is not None:
             wrapper.teardown()
             self.model = self.lightning_module
+        if self._lockstep is not None:
+            self._lockstep.forget()
+            self._lockstep = None
         super().teardown()
+
+
+def _as_wrapper(model: object) -> BucketedDDP | None:
+    """`model` if it is the wrapper that fitting puts around a module, else None."""
+    # the engine is imported where a model is wrapped, when the other processes have been started
+    from lightning_ddp.ddp.module import BucketedDDP
+
+    return model if isinstance(model, BucketedDDP) else None
 
 
 CustomDDPPlugin = CustomDDPStrategy
@@ -556,13 +803,49 @@ class _ManualOptimizationRedirection(ForwardRedirection):
     def on_after_inner_forward(
         self, wrapper_module: torch.nn.Module, original_module: LightningModule
     ) -> None:
-        wrapper = as_wrapper(wrapper_module)
+        wrapper = _as_wrapper(wrapper_module)
         if wrapper is not None and not original_module.automatic_optimization:
             wrapper.require_backward_grad_sync = False
 
     def on_after_outer_forward(
         self, wrapper_module: torch.nn.Module, original_module: LightningModule
     ) -> None:
-        wrapper = as_wrapper(wrapper_module)
+        wrapper = _as_wrapper(wrapper_module)
         if wrapper is not None and not original_module.automatic_optimization:
             wrapper.require_backward_grad_sync = self._communication.synchronises_backward
+
+
+class _LockstepResults(ResultCollection):
+    """What is logged in training, less what a rank logs in a step for which it has no batch of its own."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        super().__init__(training=True)
+        self._lockstep = lockstep
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        metric = self[key]
+        # what is logged for the epoch comes after its last step
+        is_replay = self._lockstep.turn.is_replay and not key.startswith("on_train_epoch")
+        before = copy_states(metric) if is_replay else {}
+        super().update_metrics(key, value, batch_size)
+        put_states(metric, before)
+        if metric.is_tensor and metric.meta.is_mean_reduction:
+            # ranks differ in it, and the mean of integers is rounded
+            metric.cumulated_batch_size = metric.cumulated_batch_size.to(metric.value.dtype)
+
+
+def _require_lockstep(module: LightningModule) -> None:
+    """Refuses ways of training in which the ranks cannot be kept in step."""
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ConfigurationError(
+            "uneven_inputs needs a training_step(batch, batch_idx): one with dataloader_iter fetches batches"
+            " by itself, so it is not known which step a batch belongs to"
+        )
+    loop = module.trainer.fit_loop
+    progress = loop.epoch_loop.batch_progress
+    if loop.restarting and progress.current.ready and not progress.is_last_batch:
+        raise ConfigurationError(
+            f"uneven_inputs cannot resume inside an epoch, here after {progress.current.ready} batches: the"
+            " checkpoint does not say which of them each rank has used. Resume from one saved at the end"
+            " of an epoch."
+        )

@@ -9,8 +9,10 @@ import itertools
 import json
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from user_script import ALL, order, read_notes, wait_for_notes
 from lightning_ddp.comm import collectives
 from lightning_ddp.encoding import codecs, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError
-from lightning_ddp.launch.reconciliation import _is_of_backend
+from lightning_ddp.launch.reconciliation import Reconciliation, _is_of_backend
 from lightning_ddp.shm import arena
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.framing import pack
@@ -158,6 +160,17 @@ def check_report(result: ScriptResult, fault: str, victim: int, moment: str) -> 
     elif fault in EXIT_CODES and moment != "loader":
         how = {"exit": "exited with code 3", "kill": "was killed by SIGKILL", "segv": "was killed by SIGSEGV"}
         assert f"the process {how[fault]}" in report
+
+
+def test_gloo_does_not_end_a_process_that_unwinds_from_a_failure() -> None:
+    """Its thread finds the connections broken, and aborts the process when this returns."""
+    ours = Reconciliation()
+    ours._settings = replace(ours._settings, failure_grace_s=0.3)
+    ours.interrupt.set(FailureRecord(rank=0, message="gone").to_error(1))
+    start = time.monotonic()
+    ours._gloo_failed()
+    assert time.monotonic() - start >= 0.3
+    ours.restore_handlers()
 
 
 @pytest.mark.parametrize("strategy", ["custom_ddp_spawn", "custom_ddp_fork"])

@@ -241,26 +241,6 @@ def test_a_mode_sees_each_collective_with_its_name_and_its_group(world) -> None:
     assert [known for known in _CHECKED if not hasattr(torch.ops.c10d, known.removeprefix("c10d::"))] == []
 
 
-@canary("torch._C.Future")
-def test_what_adds_callbacks_to_futures_can_be_replaced(world, monkeypatch) -> None:
-    """Futures of works and of Python are of this class, whose methods are looked up at each call."""
-    added = []
-    for name in ("then", "add_done_callback"):
-        original = getattr(torch._C.Future, name)
-        monkeypatch.setattr(
-            torch._C.Future, name, lambda f, callback, o=original: (added.append(callback), o(f, callback))[1]
-        )
-    future = torch.futures.Future()
-    assert isinstance(future, torch._C.Future)
-    future.then(print)
-    of_work = world.allreduce([torch.ones(1)]).get_future()
-    assert isinstance(of_work, torch._C.Future)
-    of_work.then(id)
-    of_work.add_done_callback(id)
-    of_work.wait()
-    assert len(added) == 3
-
-
 # ---------------------------------------------------------------------- torch: modules
 
 

@@ -2,15 +2,14 @@
 
 Collectives that do not match end in an error of the backend that names nothing, in a wrong sum, or in a wait
 without end. In the first backwards of a hook the ranks therefore meet before each collective that it starts
-over all of them, and none is started unless all ranks are about to start the same. Those that a callback of a
-future starts are left out: it runs in another thread, or in this one where the future is complete already,
+over all of them, and none is started unless all ranks are about to start the same. How many it starts is not
+compared: a callback of a future runs in another thread, or in this one where the future is complete already,
 which differs between ranks that do the same.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -40,7 +39,8 @@ _CHECKED = frozenset(
 _MOST_TENSORS = 8
 _POLL_S = 0.01
 _LONGEST_POST_S = 2.0
-_AGREED = "agreed"
+_AGREED, _OPEN = "agreed", "open"
+_STARTS, _ENDS = "starts ", "ends its part of the bucket"
 
 OnSlice = Callable[[float], None]
 
@@ -66,6 +66,7 @@ class HookAgreement:
         self._identity: str | None = f"hook {describe_hook(hook)} {describe_state(state)}".rstrip()
         self._num_launches = 0
         self._num_meetings = 0  # of this launch
+        self._is_open = False
         self._steps: set[int] = set()
 
     def is_over(self, step: int) -> bool:
@@ -87,12 +88,12 @@ class HookAgreement:
             Disagreement: the ranks do not do the same, or one of them has raised in here.
         """
         self._num_launches += 1
-        self._num_meetings = 0
+        self._num_meetings, self._is_open = 0, False
         if self._identity is not None:
             identity, self._identity = self._identity, None
             self.meet(f"has the {identity}", on_slice)
         try:
-            with _callbacks.marked(), _Observer(self._group, lambda what: self.meet(what, on_slice)):
+            with _Observer(self._group, lambda what: self.meet(what, on_slice)):
                 yield
         except Disagreement:
             raise
@@ -100,10 +101,15 @@ class HookAgreement:
             raised = {"rank": self._group.rank, "what": f"raised {type(error).__name__}: {error}"}
             InThread(lambda _: self._post(raised), _LONGEST_POST_S).wait(lambda _: None)
             raise
-        self.meet("ends its part of the bucket", on_slice)
+        self.meet(_ENDS, on_slice)
 
     def meet(self, what: str, on_slice: OnSlice) -> None:
-        """Returns once all ranks have come to this point with the same `what`."""
+        """Returns once all ranks have come to this point with the same `what`.
+
+        Where one starts a collective and another one is at its end, nothing more is compared in this bucket.
+        """
+        if self._is_open:
+            return
         rank = self._group.rank
 
         def come(thread: InThread[Any]) -> Any:
@@ -111,7 +117,10 @@ class HookAgreement:
             key = self._key()
             mine = json.dumps({"rank": rank, "what": what})
             first = json.loads(store.compare_set(f"{key}/first", "", mine))
-            if first["what"] != what:
+            both = (first["what"], what)
+            if _ENDS in both and any(text.startswith(_STARTS) for text in both):
+                self._post(_OPEN)
+            elif first["what"] != what:
                 self._post({**first, "other_rank": rank, "other": what})
             elif store.add(f"{key}/count", 1) == self._group.size:
                 self._post(_AGREED)
@@ -127,7 +136,8 @@ class HookAgreement:
         thread.wait(look)
         if isinstance(thread.error, TimeoutError):
             raise Disagreement(str(thread.error)) from thread.error
-        if thread.result != _AGREED:
+        self._is_open = thread.result == _OPEN
+        if thread.result not in (_AGREED, _OPEN):
             raise Disagreement(_explain(thread.result, rank))
         self._num_meetings += 1
 
@@ -143,61 +153,6 @@ class Disagreement(Exception):
     """The hook does not do the same on all ranks; the text is a part of a `CommHookError`."""
 
 
-class _Callbacks:
-    """Tells whether this thread runs a callback of a future, of those that are added while it looks.
-
-    torch's class has no place for that: its two methods are replaced meanwhile, for all threads.
-    """
-
-    _METHODS = ("then", "add_done_callback")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._originals: dict[str, Any] = {}
-        self._thread = threading.local()
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether this thread runs one now."""
-        return bool(getattr(self._thread, "depth", 0))
-
-    @contextmanager
-    def marked(self) -> Generator[None, None, None]:
-        """Marks the callbacks that are added in here."""
-        with self._lock:
-            self._num_users += 1
-            if self._num_users == 1:
-                for name in self._METHODS:
-                    self._originals[name] = getattr(torch._C.Future, name)
-                    setattr(torch._C.Future, name, self._replacement(self._originals[name]))
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_users -= 1
-                if not self._num_users:
-                    for name, original in self._originals.items():
-                        setattr(torch._C.Future, name, original)
-
-    def _replacement(self, original: Any) -> Any:
-        def add(future: Any, callback: Callable[[Any], Any]) -> Any:
-            def marked(done: Any) -> Any:
-                depth = getattr(self._thread, "depth", 0)
-                self._thread.depth = depth + 1
-                try:
-                    return callback(done)
-                finally:
-                    self._thread.depth = depth
-
-            return original(future, marked)
-
-        return add
-
-
-_callbacks = _Callbacks()
-
-
 class _Observer(TorchDispatchMode):
     """Tells of each collective that this thread is about to start over as many ranks as the group has."""
 
@@ -209,13 +164,12 @@ class _Observer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func._schema.name)
-        is_checked = name in _CHECKED and not _callbacks.is_inside
-        if is_checked and self._spans_all([*args, *kwargs.values()]):
+        if name in _CHECKED and self._spans_all([*args, *kwargs.values()]):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             sizes = [f"{t.numel()} elements of {t.dtype}" for t in tensors[:_MOST_TENSORS]]
             if len(tensors) > _MOST_TENSORS:
                 sizes.append(f"{sum(t.numel() for t in tensors)} in {len(tensors)} tensors")
-            self._tell(f"starts {name.removeprefix('c10d::').strip('_')} of {', '.join(sizes)}")
+            self._tell(f"{_STARTS}{name.removeprefix('c10d::').strip('_')} of {', '.join(sizes)}")
         return func(*args, **kwargs)
 
     def _spans_all(self, arguments: list[Any]) -> bool:

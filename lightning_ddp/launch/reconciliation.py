@@ -486,8 +486,12 @@ class Reconciliation:
             self._ring(error)
 
     def _gloo_failed(self) -> None:
-        """In the thread of gloo, which ends the process after this: the ranks call different collectives."""
-        self._device_failed(self.inspector.mismatch())
+        """In the thread of gloo, which ends the process after this: the ranks call different collectives.
+
+        Or a peer has failed, and gloo finds its connections broken.
+        """
+        with suppress(PeerFailure):
+            self._device_failed(self.inspector.mismatch())
         time.sleep(self._settings.failure_grace_s)  # meanwhile the main thread unwinds and ends the process
 
     def _limit_ending(self) -> None:
