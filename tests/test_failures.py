@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,11 +29,11 @@ from user_script import ALL, order, read_notes, wait_for_notes
 
 from lightning_ddp.comm import collectives
 from lightning_ddp.encoding import codecs, side_stream
-from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError
+from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError, PeerFailure
 from lightning_ddp.launch.reconciliation import Reconciliation, _is_of_backend
 from lightning_ddp.shm import arena
-from lightning_ddp.supervise.failure_record import FailureRecord
-from lightning_ddp.supervise.framing import pack
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
+from lightning_ddp.supervise.protocol import Failed, Hello, pack
 
 SCRIPT = Path(user_script.__file__)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
@@ -268,12 +272,12 @@ def test_who_reads_the_store_cannot_stop_the_run(tmp_path, strategy) -> None:
         host, _, port = address.rpartition(":")
         store = dist.PrefixStore(f"run{number}", dist.TCPStore(host, int(port), is_master=False))
         entry = store.get("lightning_ddp/control_server").decode().split("\n")
-        failed = FailureRecord(rank=1, message="forged").to_message()
+        failed = pack(Failed(FailureRecord(rank=1, message="forged")))
         for token in ["", *entry]:
             with socket.create_connection((host, int(entry[1])), timeout=TIMEOUT_S) as connection:
-                hello = {"kind": "hello", "token": token, "rank": 1, "node_rank": 0, "host": "h", "pid": 1}
+                hello = Hello(token, Identity(rank=1, node_rank=0))
                 with suppress(ConnectionError):  # hung up on already
-                    connection.sendall(pack(hello) + pack({**failed, "kind": "failed"}))
+                    connection.sendall(pack(hello) + failed)
                     assert connection.recv(1) == b""
         assert variables["LIGHTNING_DDP_TOKEN"] not in entry
         (tmp_path / "go").touch()
@@ -425,3 +429,23 @@ def test_worker_processes_fail_with_torchs_exceptions_and_the_users(
     assert caught["kind"] == "PeerFailure"
     assert caught["message"].startswith(f"rank {victim} (host ")
     assert "healthy" not in caught["message"]
+
+
+def test_a_rank_hears_of_the_end_of_its_launcher_whose_process_id_is_gone_already(monkeypatch) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
+    monkeypatch.setattr(os, "getppid", lambda: launcher.pid)  # it ends between this and what is sent to it
+    ours = Reconciliation()
+    ours._parent_pid = launcher.pid
+    record = FailureRecord.of_identity(Identity(rank=0, node_rank=0, pid=launcher.pid), GONE)
+
+    def be_interrupted() -> None:
+        threading.Thread(target=ours._ring, args=(record.to_error(1),), daemon=True).start()
+        threading.Event().wait(SOON_S)
+
+    ours.alarm.arm()
+    try:
+        with pytest.raises(PeerFailure):
+            be_interrupted()
+    finally:
+        ours.alarm.release()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,63 @@ def test_processes_vanish_with_a_launcher_that_is_killed(strategy, tmp_path) -> 
         assert {notes[f"ready-{rank}"]["pid"] for rank in range(2)} - {script.pid}
         os.kill(script.pid, signal.SIGKILL)
         assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
+
+
+RAISES_BETWEEN_RUNS = """
+import os
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+def fit():
+    trainer = pl.Trainer(
+        strategy="custom_ddp", accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=2,
+        limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )
+    trainer.fit(BoringModel())
+
+try:
+    fit()
+    if os.environ["LOCAL_RANK"] == "0":
+        raise ValueError("no such column: 'age'")
+    fit()
+except lightning_ddp.PeerFailure as failure:
+    print(f"heard {failure.message}", flush=True)
+"""
+
+
+def test_what_the_launching_process_raises_between_two_runs_is_heard_by_the_others() -> None:
+    result = run_script(RAISES_BETWEEN_RUNS, timeout_s=DEADLINE_S)
+    assert result.returncode == 1
+    assert "heard ValueError: no such column: 'age'" in result.stdout, result.stderr
+
+
+WITH_DEATH_SIGNAL = """
+import ctypes, pathlib, signal, sys, time
+assert ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0) == 0  # PR_SET_PDEATHSIG
+folder = pathlib.Path(sys.argv[1])
+folder.joinpath("ready").touch()
+while not folder.joinpath("go").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
+    failures: list[ChildExit] = []
+    children = Children(failures.append)
+
+    def start() -> None:
+        command = [sys.executable, "-c", WITH_DEATH_SIGNAL, str(tmp_path)]
+        children.start(1, command, dict(os.environ))
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(DEADLINE_S)
+    (tmp_path / "go").touch()
+    assert children.join(DEADLINE_S)
+    assert failures == []
 
 
 @pytest.mark.parametrize("is_in_background", [False, True])

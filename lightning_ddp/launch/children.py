@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -87,7 +90,7 @@ class Children:
         with contextlib.ExitStack() as stack:
             if log is not None:
                 options["stdout"] = options["stderr"] = stack.enter_context(log.open("ab"))
-            proc = subprocess.Popen(command, env=env, cwd=cwd, **options)
+            proc = _start_for_good(command, env=env, cwd=cwd, **options)
         self.procs.append(proc)
         thread = threading.Thread(
             target=self._wait_for, args=(local_rank, proc), daemon=True, name=f"child-{local_rank}-watch"
@@ -138,3 +141,27 @@ class Children:
         """Sends a signal to the children that still run."""
         for proc in self.procs:
             proc.send_signal(number)
+
+
+def _start_for_good(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a process from a thread that does not end before it.
+
+    Linux sends the death signal of a process when the thread that has started it ends. That of the caller may
+    end long before the run does, where the Trainer is not called in the main thread.
+    """
+    if sys.platform != "linux" or threading.current_thread() is threading.main_thread():
+        return subprocess.Popen(command, **options)
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def start_and_stay() -> None:
+        try:
+            proc = subprocess.Popen(command, **options)
+        except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
+            started.set_exception(error)
+            return
+        started.set_result(proc)
+        with contextlib.suppress(ChildProcessError):  # it has been waited for
+            os.waitid(os.P_PID, proc.pid, os.WEXITED | os.WNOWAIT)
+
+    threading.Thread(target=start_and_stay, daemon=True, name="child-parent").start()
+    return started.result()

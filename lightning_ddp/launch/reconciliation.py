@@ -44,6 +44,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.failure_report import render, write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.protocol import Exited, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S
@@ -325,8 +326,7 @@ class Reconciliation:
         if self.watch is not None:
             self.is_over = True
             abort_groups()
-            if self._parent_pid == os.getppid():  # if it is stopped, it would never hear of this failure
-                os.kill(os.getppid(), signal.SIGCONT)
+            self._wake_parent()  # if it is stopped, it would never hear of this failure
             if self._ends_at is None:
                 self._limit_ending()
             if self.watch.launcher is not None:
@@ -345,7 +345,8 @@ class Reconciliation:
         for number in (signal.SIGCONT, signal.SIGKILL):
             if watch.wait_for_verdict(grace_s / 2) is not None or os.getppid() != launcher.pid:
                 return
-            os.kill(launcher.pid, number)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(launcher.pid, number)
         who = f"rank {launcher.rank} (host {launcher.host}, pid {launcher.pid})"
         print(f"lightning_ddp: {who} did not hear of a failure and was killed", file=sys.stderr)
         if self._own is not None:
@@ -396,7 +397,7 @@ class Reconciliation:
         if not self.boundary.reached(self.interrupt.check):
             return False
         if self.watch is not None:
-            self.watch.post("stopped")
+            self.watch.post(Stopped())
         return True
 
     def fail(self, trace: str) -> None:
@@ -413,9 +414,9 @@ class Reconciliation:
     def child_ended(self, record: FailureRecord) -> None:
         """A child of this launching process ended without success. Any thread."""
         if self.watch is not None:
-            self.watch.post("exited", **record.to_message())
+            self.watch.post(Exited(record.cut()))
         elif self.server is not None:
-            self.server.tell({**record.to_message(), "kind": "exited"})
+            self.server.tell(Exited(record))
         if self.watch is None:
             self.interrupt.set(record.to_error())
 
@@ -534,8 +535,13 @@ class Reconciliation:
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGCONT)
-        if error.pid == self._parent_pid == os.getppid():  # the launching process, which is part of this run
-            os.kill(os.getppid(), signal.SIGCONT)
+        if error.pid == self._parent_pid:  # the launching process, which is part of this run
+            self._wake_parent()
+
+    def _wake_parent(self) -> None:
+        if self._parent_pid is not None and self._parent_pid == os.getppid():
+            with suppress(ProcessLookupError):  # it ends at this very moment
+                os.kill(self._parent_pid, signal.SIGCONT)
 
     def _write_error_file(self, record: FailureRecord) -> None:
         path = os.environ.get(_ERROR_FILE_VARIABLE)

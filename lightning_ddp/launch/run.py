@@ -139,9 +139,7 @@ class LaunchedRun:
         Args:
             error: what the job has raised in this process, or None.
         """
-        ours = current()
-        if error is not None and not _has_failed():  # outside of a Trainer: nobody has heard of it
-            ours.fail("".join(traceback.format_exception(error)))
+        _tell(error)
         failure = self._leave(has_failed=error is not None or _has_failed())
         atexit.unregister(self._at_exit)
         leave_default_group()
@@ -155,6 +153,7 @@ class LaunchedRun:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return  # a process forked from this one inherits the handler, but has no children of ours
+        _tell(getattr(sys, "last_value", None))
         failure = self._leave(has_failed=_has_failed() or getattr(sys, "last_value", None) is not None)
         if failure is None or self._is_handled():
             return
@@ -194,6 +193,12 @@ def begin_anew() -> None:
     ended = _launched.children.first_failure() if _launched is not None else None
     if _launched is not None and ended is not None:  # a child that will not come
         _launched._on_failure(ended)
+
+
+def _tell(error: BaseException | None) -> None:
+    """Tells the other ranks what the script has raised outside of a Trainer: nobody has heard of it."""
+    if error is not None and not _has_failed():
+        current().fail("".join(traceback.format_exception(error)))
 
 
 def _has_failed() -> bool:
