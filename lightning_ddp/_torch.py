@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs as to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _pop_mode as pop_mode
+from torch.utils._python_dispatch import _push_mode as push_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -49,7 +51,9 @@ __all__ = [
     "new_gloo",
     "new_nccl",
     "parameters_of",
+    "pop_mode",
     "preserve_version_counters",
+    "push_mode",
     "queue_callback",
     "reduce_scatter_flat",
     "root_of_mesh",

@@ -2,7 +2,7 @@
 
 Two tables list the commands: `_COMMANDS` for the top level, whose help is their docstrings' first line, and
 `_BENCHMARKS` for what stands under `bench`. A command is any module or object with
-`add_arguments(parser)` and `run(args) -> int`. They import torch inside `run`, so that `--help` stays fast.
+`add_arguments(parser)` and `run(args) -> int`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks_outcomes, run_threads, run_threads_outcomes, store_elsewhere
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.comm.group import Group
@@ -306,6 +307,26 @@ def test_a_collective_that_a_callback_starts_does_not_make_a_hook_differ() -> No
         return grads(model)
 
     assert run_threads(rank_main, 2) == [MEAN] * 2
+
+
+def test_the_process_is_not_told_of_the_mode_in_which_the_ranks_compare() -> None:
+    """With torch 2.10 what is compiled and called meanwhile would be skipped from then on."""
+
+    def rank_main(rank, world_size, group):
+        model = BucketedDDP(Returns(), process_group=group)
+        told = []
+
+        def hook(state: Any, bucket: Any) -> Any:
+            told.append(is_in_torch_dispatch_mode())
+            work = group.allreduce([bucket.buffer().div_(world_size)])
+            return work.get_future().then(lambda done: done.value()[0])
+
+        model.register_comm_hook(None, hook)
+        model(x_of(rank)).backward()
+        return told, grads(model)
+
+    assert run_threads(rank_main, 2) == [([False], MEAN)] * 2
+    assert not is_in_torch_dispatch_mode()
 
 
 @pytest.mark.parametrize(

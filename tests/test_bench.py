@@ -24,22 +24,15 @@ import torch.distributed as dist
 import lightning_ddp
 from lightning_ddp.cli import build_parser, main
 from lightning_ddp.tools import ToolError, contenders
-from lightning_ddp.tools.arguments import MODEL_NAMES, picture_path
+from lightning_ddp.tools.arguments import picture_path
 from lightning_ddp.tools.bench import step
-from lightning_ddp.tools.bench.benchmark import Benchmark, Result
+from lightning_ddp.tools.bench.benchmark import Benchmark, Comparison, Result, compare
 from lightning_ddp.tools.bench.launch import time_first_batch
 from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps
 from lightning_ddp.tools.contenders import OURS, TORCH_DEFAULT, TORCH_FLAGS, TrainingRun
-from lightning_ddp.tools.models import WORKLOADS, build_workload, compute_loss
+from lightning_ddp.tools.models import MODEL_NAMES, build_workload, compute_loss
 from lightning_ddp.tools.ranks import RankContext, RoundRobin, run_ranks, shuffled
-from lightning_ddp.tools.report import (
-    Comparison,
-    compare,
-    format_table,
-    interquartile_range,
-    paired_ratio,
-    write_report,
-)
+from lightning_ddp.tools.report import format_table, paired_ratio
 
 PACKAGE_ROOT = Path(lightning_ddp.__file__).parents[1]
 RUN_TIMEOUT_S = 240
@@ -50,10 +43,8 @@ DEATH_DEADLINE_S = 10
 
 
 def test_interquartile_range_is_the_distance_of_the_inclusive_quartiles() -> None:
-    assert interquartile_range([5.0, 1.0, 4.0, 2.0, 3.0]) == 2.0
-    assert interquartile_range([7.0]) == 0.0
-    with pytest.raises(ValueError, match="at least one sample"):
-        interquartile_range([])
+    for samples, expected in (([5.0, 1.0, 4.0, 2.0, 3.0], 2.0), ([7.0], 0.0), ([1.0, 2.0], 0.5)):
+        assert compare({"a": samples}, reference="a")["a"].iqr == expected
 
 
 def test_ratio_is_paired_by_round_and_not_that_of_the_medians() -> None:
@@ -120,23 +111,8 @@ def test_table_aligns_text_left_and_numbers_right() -> None:
         "longer      30  10.000",
     ]
     assert format_table(("name",), []) == "name\n----"
-    with pytest.raises(ValueError, match="expected 1 columns, got 2"):
+    with pytest.raises(ValueError, match="argument 2 is longer"):
         format_table(("name",), [("a", "b")])
-
-
-def test_report_holds_samples_and_summary_and_refuses_nan(tmp_path: Path) -> None:
-    samples = {"m": {"a": [1.0, 2.0]}}
-    comparisons = {"m": compare(samples["m"], reference="a")}
-    path = tmp_path / "report.json"
-    write_report(path, benchmark="b", unit="ms", settings={}, samples=samples, comparisons=comparisons)
-    document = json.loads(path.read_text())
-    assert document["samples"] == samples
-    assert document["summary"] == {"comparisons": {"m": {"a": {"median": 1.5, "iqr": 0.5, "ratio": 1.0}}}}
-    assert document["environment"]["packages"]["torch"]
-    with pytest.raises(ValueError, match="Out of range float"):
-        write_report(
-            path, benchmark="b", unit="ms", settings={}, samples={"m": {"a": [math.nan]}}, comparisons={}
-        )
 
 
 # Command line
@@ -230,12 +206,22 @@ def test_the_files_that_were_asked_for_are_written_and_no_other(tmp_path: Path, 
     assert set(document) == {"benchmark", "environment", "settings", "unit", "summary", "samples"}
     assert document["samples"] == SAMPLES
     assert document["summary"]["more"] == 1
-    assert document["summary"]["comparisons"]["4"]["theirs"]["median"] == 2.2
+    assert document["summary"]["comparisons"]["4"]["ours"] == {
+        "median": 1.1,
+        "iqr": pytest.approx(0.15),
+        "ratio": 1.0,
+    }
+    assert document["environment"]["packages"]["torch"]
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     picture = (tmp_path / "a.svg").read_text()  # matplotlib writes each text into a comment
     ratio = compare(SAMPLES["4"], reference="ours")["theirs"].ratio
     for text in (*SAMPLES, "ours", "theirs", "bench toy: the title", "ms", f"2.2 (ratio {ratio:.2f})"):
         assert f"<!-- {text} -->" in picture, text
+
+
+def test_a_report_refuses_what_json_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Out of range float"):
+        report_of({"m": {"ours": [math.nan]}}, "--json", str(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize("name", ["step", "launch", "failures", "hooks", "scaling"])
@@ -255,10 +241,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.M
 
 
 # Models and contenders
-
-
-def test_every_model_name_can_be_built() -> None:
-    assert tuple(WORKLOADS) == MODEL_NAMES
 
 
 LARGE = ("convbn40", "transformer6")

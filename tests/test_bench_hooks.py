@@ -17,6 +17,7 @@ from lightning_ddp.tools.bench.hooks import (
     CONVERGENCE_RUNS,
     LINK_HOOKS,
     LinkSettings,
+    communication_of,
     draw_learned,
     format_learned,
     format_link,
@@ -30,7 +31,7 @@ from lightning_ddp.tools.ranks import run_ranks
 
 def test_every_contender_is_one_that_the_package_has():
     for task, run in itertools.product(("digits", "text"), CONVERGENCE_RUNS.values()):
-        arguments = run.arguments(task, 100)
+        arguments = communication_of(run, task, 100)
         assert len(arguments) == 1
         if "hook" in arguments:
             parse_hook(arguments["hook"])

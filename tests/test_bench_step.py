@@ -14,7 +14,7 @@ from harness import run_script
 from lightning_ddp.cli import main
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.bench import step
-from lightning_ddp.tools.bench.benchmark import Result
+from lightning_ddp.tools.bench.benchmark import Comparison, Result
 from lightning_ddp.tools.bench.step import STEP, StepSettings, default_world_size
 from lightning_ddp.tools.contenders import (
     BARE,
@@ -28,7 +28,6 @@ from lightning_ddp.tools.contenders import (
 )
 from lightning_ddp.tools.links import can_shape_links
 from lightning_ddp.tools.ranks import RankContext, run_ranks, torchrun_rank
-from lightning_ddp.tools.report import Comparison
 
 
 def figures(median: float, ratio: float) -> Comparison:
@@ -52,8 +51,8 @@ def test_the_first_contender_is_the_reference_where_ours_is_left_out() -> None:
 
 def test_flags_that_torch_lacks_are_left_out_and_ours_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"gradient_as_bucket_view": True, "no_such_flag": 1}
-    for name, contender in CONTENDERS.items():
-        monkeypatch.setitem(CONTENDERS, name, type(contender)(is_ours=contender.is_ours, flags=flags))  # type: ignore[arg-type]
+    for name, (wrapper, _) in CONTENDERS.items():
+        monkeypatch.setitem(CONTENDERS, name, (wrapper, flags))  # type: ignore[arg-type]
     assert constructor_flags(TORCH_DEFAULT) == {"gradient_as_bucket_view": True}
     assert constructor_flags(OURS) == flags
 

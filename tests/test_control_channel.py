@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -9,9 +10,11 @@ import socket
 import struct
 import threading
 import time
+import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from dataclasses import asdict, is_dataclass, replace
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch.distributed as dist
@@ -20,11 +23,27 @@ from harness import run_ranks
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
 from lightning_ddp.launch.reconciliation import _find_server, open_server
 from lightning_ddp.supervise.client import ServerAddress, Watch
-from lightning_ddp.supervise.desync import Inspection
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.failure_report import render
-from lightning_ddp.supervise.framing import LIMIT_BYTES, ProtocolError, Unpacker, pack
 from lightning_ddp.supervise.graceful_stop import StepBoundary, StopAgreement
+from lightning_ddp.supervise.protocol import (
+    LIMIT_BYTES,
+    Active,
+    AllHere,
+    Bye,
+    Failed,
+    Failure,
+    Hello,
+    Hold,
+    Message,
+    Position,
+    ProtocolError,
+    Stop,
+    StopAfter,
+    Tell,
+    Unpacker,
+    pack,
+)
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
@@ -41,11 +60,21 @@ def raised(rank: int) -> FailureRecord:
     return FailureRecord(rank=rank, message="3 channels", exception_type="ValueError")
 
 
+def frame(values: Any) -> bytes:
+    """Any JSON as the channel would carry it."""
+    data = json.dumps(values).encode()
+    return struct.pack(">I", len(data)) + data
+
+
+def hello(rank: int, token: str = TOKEN, pid: int = 1) -> bytes:
+    return pack(Hello(token, Identity(rank=rank, node_rank=0, host="h", pid=pid)))
+
+
 # ---------------------------------------------------------------------- messages
 
 
 def test_messages_survive_any_cut_of_the_stream() -> None:
-    messages = [{"kind": "a", "n": i, "text": "ü" * i} for i in range(20)]
+    messages = [Tell(i, "ü" * i, {"n": [i]}) for i in range(20)]
     stream = b"".join(map(pack, messages))
     for seed in range(20):
         unpacker, received, position = Unpacker(), [], 0
@@ -63,8 +92,11 @@ def test_messages_survive_any_cut_of_the_stream() -> None:
         (struct.pack(">I", LIMIT_BYTES + 1), "a message of 65537 bytes"),
         (b"GET / HTTP/1.1\r\n\r\n", "a message of 1195725856 bytes"),
         (struct.pack(">I", 3) + b"abc", "no JSON"),
-        (struct.pack(">I", 2) + b"[]", "no object with a kind"),
-        (struct.pack(">I", 13) + b'{"kind": 1.0}', "no object with a kind"),
+        (struct.pack(">I", 2) + b"[]", "no object with a known kind"),
+        (frame({"kind": 1.0}), "no object with a known kind"),
+        (frame({"kind": "stop", "signal": "15", "is_requeue": False}), "stop.signal='15'"),
+        (frame({"kind": "stop", "signal": True, "is_requeue": False}), "stop.signal=True"),
+        (frame({"kind": "position"}), "position has no position"),
         (struct.pack(">I", 2) + b"\xff\xfe", "no JSON"),
         (struct.pack(">I", 60000) + b"[" * 60000, "nested too deeply"),
     ],
@@ -76,7 +108,7 @@ def test_bytes_that_are_no_message_are_refused(data, message) -> None:
 
 def test_a_message_over_the_limit_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="the limit is 65536"):
-        pack({"kind": "x", "text": "x" * LIMIT_BYTES})
+        pack(Tell(0, "x", "x" * LIMIT_BYTES))
 
 
 # ---------------------------------------------------------------------- records
@@ -91,7 +123,7 @@ def test_a_record_becomes_the_error_and_the_report() -> None:
             Identity(rank=2, node_rank=1, host="gpu-07", pid=41),
             Where(step=18, phase="training_step"),
         )
-    again = FailureRecord.from_message(record.to_message())
+    again = sent(record)
     assert again == record
     failure = again.to_error()
     assert isinstance(failure, PeerFailure)
@@ -105,30 +137,36 @@ def test_a_record_becomes_the_error_and_the_report() -> None:
     assert lines[-1] == "ValueError: expected 3 channels"
 
 
+def sent(record: FailureRecord) -> FailureRecord:
+    """What arrives at the other side."""
+    (message,) = Unpacker().feed(pack(Failed(record.cut())))
+    assert isinstance(message, Failed)
+    return message.record
+
+
 @pytest.mark.parametrize(
     "wrong", [{"rank": "1"}, {"rank": None}, {"rank": True}, {"message": 3}, {"time": "now"}, {"pid": 1.5}]
 )
 def test_a_malformed_record_is_refused(wrong) -> None:
-    with pytest.raises(ConfigurationError, match="failure record: "):
-        FailureRecord.from_message({**raised(1).to_message(), **wrong})
+    with pytest.raises(ProtocolError, match=f"failed.record.{next(iter(wrong))}="):
+        Unpacker().feed(frame({"kind": "failed", "record": {**asdict(raised(1)), **wrong}}))
 
 
 def test_long_texts_keep_their_end() -> None:
-    record = FailureRecord.from_message({**raised(1).to_message(), "traceback": "x" * 10**6 + "END"})
+    record = sent(replace(raised(1), traceback="x" * 10**6 + "END"))
     assert record.traceback is not None
     assert record.traceback.endswith("END")
-    pack({**record.to_message(), "kind": "failed"})
 
 
 @pytest.mark.parametrize("character", ["x", "\n", "漢", "\U0001f600", "\udc80", "x漢"])
 def test_texts_of_any_characters_fit_into_a_message(character) -> None:
     names = ("message", "traceback", "host", "phase", "exception_type", "exception_class")
     record = FailureRecord(rank=1, **dict.fromkeys(names, "A" + character * 50_000 + "Z"))
-    told = FailureRecord.from_message(Unpacker().feed(pack({**record.to_message(), "kind": "failed"}))[0])
+    told = sent(record)
     assert told.message.startswith("A" + character * 1_000)
     assert told.traceback is not None
     assert told.traceback.endswith(character * 2_000 + "Z")
-    pack({**told.to_message(), "kind": "failure"})  # as the server sends it on
+    pack(Failure(told.cut()))  # as the server sends it on
 
 
 @pytest.mark.parametrize(
@@ -208,12 +246,12 @@ def test_what_vanished_before_an_exception_is_the_first() -> None:
 
 def test_all_ranks_stop_after_the_greatest_position() -> None:
     agreement = StopAgreement(grace_s=30.0)
-    reason = {"signal": 15, "is_requeue": False}
-    assert agreement.request({0, 1, 2}, now=0.0, **reason) == [{"kind": "hold"}]
-    assert agreement.request({0, 1, 2}, now=1.0, **reason) == []
+    reason = Stop(15, is_requeue=False)
+    assert agreement.request({0, 1, 2}, 0.0, reason) == [Hold()]
+    assert agreement.request({0, 1, 2}, 1.0, reason) == []
     assert agreement.report(1, 7) == []
     assert agreement.report(0, 6) == []
-    assert agreement.report(2, 6) == [{"kind": "stop_after", "position": 7, **reason}]
+    assert agreement.report(2, 6) == [StopAfter(7, 15, is_requeue=False)]
     assert agreement.deadline() == 30.0
     for rank in (0, 1):
         agreement.left(rank)
@@ -226,10 +264,11 @@ def test_all_ranks_stop_after_the_greatest_position() -> None:
 
 def test_a_rank_that_leaves_while_asked_is_not_waited_for() -> None:
     agreement = StopAgreement(grace_s=30.0)
-    agreement.request({0, 1}, now=0.0, signal=15, is_requeue=False)
+    agreement.request({0, 1}, 0.0, Stop(15, is_requeue=False))
     agreement.report(0, 4)
     (message,) = agreement.left(1)
-    assert message["position"] == 4
+    assert isinstance(message, StopAfter)
+    assert message.position == 4
     agreement.left(0)
     assert agreement.deadline() is None
 
@@ -369,7 +408,7 @@ def test_a_process_whose_connection_closes_is_named() -> None:
 
 def leave(watch: Watch, timeout_s: float = DEADLINE_S) -> None:
     """Ends a run, and waits until all have ended it."""
-    watch.leave_run(lambda: watch.post("active", is_active=False), timeout_s)
+    watch.leave_run(lambda: watch.post(Active(is_active=False, run=1, name="fit")), timeout_s)
 
 
 @pytest.mark.parametrize("how", ["bye", "together", "alone"])
@@ -405,7 +444,8 @@ def test_nobody_leaves_a_run_before_all_have_ended_it(how) -> None:
         if how == "fails":
             run.watches[1].report(raised(1), is_echo=False)
         else:
-            run.watches[1].post("active", is_active=True)  # as a rank that is still in its last hook
+            # as a rank that is still in its last hook
+            run.watches[1].post(Active(is_active=True, run=2, name="fit"))
             run.watches[1].flush()
             run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
         leaving.join(DEADLINE_S)
@@ -451,7 +491,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_boundary() -> None:
             while not run.boundaries[rank].reached(lambda: None):
                 counts[rank] += 1
                 if rank == 1 and counts[1] == 100:
-                    run.watches[1].post("stop", signal=15, is_requeue=False)
+                    run.watches[1].post(Stop(15, is_requeue=False))
 
         threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(3)]
         for thread in threads:
@@ -488,26 +528,25 @@ def simulate_ranks(rank: int, _: int, port: int, num_ranks: int) -> dict[str, An
             connection = stack.enter_context(socket.create_connection((host, port), timeout=60.0))
             reset = struct.pack("ii", 1, 0)  # when it is closed, so that the kernel need not remember it
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-            hello = {"kind": "hello", "token": TOKEN, "rank": number, "node_rank": number // 8, "host": "h"}
-            connection.sendall(pack({**hello, "pid": number}))
+            connection.sendall(hello(number, pid=number))
             connections.append((connection, Unpacker()))
 
-        def read_until(kind: str) -> list[dict[str, Any]]:
+        def read_until(kind: type[Message]) -> list[Any]:
             found = []
             for connection, unpacker in connections:
-                messages: list[dict[str, Any]] = []
-                while not any(message["kind"] == kind for message in messages):
+                messages: list[Message] = []
+                while not any(isinstance(message, kind) for message in messages):
                     messages += unpacker.feed(connection.recv(65536))
                 found.append(messages[-1])
             return found
 
-        read_until("all_here")
+        read_until(AllHere)
         connected = time.monotonic() - start, time.process_time() - cpu
         threading.Event().wait(1.0)  # nothing happens: that is measured on the other side
         start, cpu = time.monotonic(), time.process_time()
-        failed = {**raised(num_ranks - 1).to_message(), "traceback": "x" * 12_000}
-        connections[-1][0].sendall(pack({**failed, "kind": "failed"}))
-        named = {message["rank"] for message in read_until("failure")}
+        failed = replace(raised(num_ranks - 1), traceback="x" * 12_000)
+        connections[-1][0].sendall(pack(Failed(failed)))
+        named = {message.record.rank for message in read_until(Failure)}
         told = time.monotonic() - start, time.process_time() - cpu
         return {"connected": connected, "told": told, "named": named}
 
@@ -551,11 +590,11 @@ GARBAGE = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "oversized": struct.pack(">I", 2**31) + b"x" * 1000,
     "no json": struct.pack(">I", 4) + b"\x80\x04N.",
-    "no hello": pack({"kind": "failed", **raised(1).to_message()}),
-    "wrong token": pack({"kind": "hello", "token": "x", "rank": 1, "node_rank": 0, "pid": 1, "host": "h"}),
-    "no token": pack({"kind": "hello", "rank": 1, "node_rank": 0, "pid": 1, "host": "h"}),
-    "odd token": pack({"kind": "hello", "token": ["x"], "rank": 1, "node_rank": 0, "pid": 1, "host": "h"}),
-    "no such rank": pack({"kind": "hello", "token": TOKEN, "rank": 9, "node_rank": 0, "pid": 1, "host": "h"}),
+    "no hello": pack(Failed(raised(1))),
+    "wrong token": hello(1, token="x"),
+    "no token": frame({"kind": "hello", "identity": asdict(Identity(rank=1, node_rank=0))}),
+    "odd token": frame({"kind": "hello", "token": ["x"], "identity": asdict(Identity(rank=1, node_rank=0))}),
+    "no such rank": hello(9),
     "random": random.Random(0).randbytes(200_000),
     "nothing": b"",
 }
@@ -605,8 +644,7 @@ def test_a_process_without_descriptors_does_not_spin_and_goes_on_when_there_are_
                 while True:
                     taken.append(os.dup(0))
             connection.connect(("127.0.0.1", run.server.port))
-            hello = {"kind": "hello", "token": TOKEN, "rank": 1, "node_rank": 0, "host": "h", "pid": 1}
-            connection.sendall(pack(hello) + pack({"kind": "bye"}))
+            connection.sendall(hello(1) + pack(Bye()))
             before = time.process_time()
             threading.Event().wait(0.5)
             assert time.process_time() - before < 0.25
@@ -617,41 +655,38 @@ def test_a_process_without_descriptors_does_not_spin_and_goes_on_when_there_are_
 
 
 NONSENSE: list[Any] = [None, True, -1, 10**400, 1e999, "x", "\x1b]0;x\x07", [], [[]], {}, [1, "2", None, {}]]
-FIELDS = ("position", "signal", "is_requeue", "is_active", "run", "name", "id", "state", "for_s", "lanes")
-FIELDS += (
-    "lane",
-    "number",
-    "ranks",
-    "text",
-    "to",
-    "topic",
-    "value",
-    "step",
-    "count",
-    "blocked_on",
-    "message",
-)
-SAID = (
-    "active",
-    "stopped",
-    "progress",
-    "who",
-    "bye",
-    "position",
-    "stop",
-    "failed",
-    "echo",
-    "vanished",
-    "exited",
-)
 
 
-@pytest.mark.parametrize("kind", [*SAID, *Inspection.KINDS, "hello", "all_here", "stop_after"])
+def spoiled(value: Any, values: random.Random) -> Any:
+    """What a message is made of, with some parts replaced."""
+    if values.random() < 0.2:
+        return values.choice([*NONSENSE, 0, 1, 2, "0-2"])
+    if isinstance(value, dict):
+        return {key: spoiled(part, values) for key, part in value.items()}
+    return [spoiled(part, values) for part in value] if isinstance(value, list | tuple) else value
+
+
+def example(hint: Any) -> Any:
+    """Something of the type of a field, as JSON."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        return {name: example(of) for name, of in hints.items() if name not in ("kind", "kinds")}
+    if origin in (Annotated, Union, types.UnionType, Literal):
+        return arguments[0] if origin is Literal else example(arguments[0])
+    if origin is tuple:
+        return [example(of) for of in arguments if of is not ...]
+    return {int: 2, str: "0-2", bool: True, float: 1.5}.get(hint, {"1": "x"})
+
+
+@pytest.mark.parametrize("kind", sorted(Message.kinds))
 def test_whatever_a_process_says_at_whatever_time_no_thread_of_the_others_dies(kind) -> None:
     values = random.Random(0)
-    messages = [{"kind": kind, "rank": 1}] + [
-        {"kind": kind, "rank": 2, **{name: values.choice([*NONSENSE, 0, 1, 2, "0-2"]) for name in FIELDS}}
-        for _ in range(30)
+    whole = {**example(Message.kinds[kind]), "kind": kind}
+    assert Unpacker().feed(frame(whole)), "an example that the protocol refuses"
+    messages = [whole] + [
+        {name: value if name == "kind" else spoiled(value, values) for name, value in whole.items()}
+        for _ in range(15)
     ]
     with running(3, stall_timeout_s=60.0) as run:
         run.connect_all()
@@ -659,15 +694,7 @@ def test_whatever_a_process_says_at_whatever_time_no_thread_of_the_others_dies(k
             with suppress(OSError):  # it has been hung up on, and comes again
                 connection = socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S)
                 with connection:
-                    hello = {
-                        "kind": "hello",
-                        "token": TOKEN,
-                        "rank": 2,
-                        "node_rank": 0,
-                        "host": "h",
-                        "pid": 1,
-                    }
-                    connection.sendall(pack(hello) + pack(message) + pack({"kind": "bye"}))
+                    connection.sendall(hello(2) + frame(message) + pack(Bye()))
                     connection.shutdown(socket.SHUT_WR)
                     while connection.recv(65536):
                         pass
@@ -683,8 +710,8 @@ def test_whatever_a_process_says_at_whatever_time_no_thread_of_the_others_dies(k
 def test_an_answer_that_nobody_has_asked_for_stops_nobody() -> None:
     with running(2) as run:
         run.connect_all()
-        run.watches[1].post("position", position=3)
-        run.watches[1].post("stop", signal=15, is_requeue=False)
+        run.watches[1].post(Position(3))
+        run.watches[1].post(Stop(15, is_requeue=False))
         deadline = time.monotonic() + DEADLINE_S
         while not all(boundary.signal for boundary in run.boundaries):
             assert time.monotonic() < deadline
@@ -696,15 +723,16 @@ def test_a_message_of_the_server_that_cannot_be_read_is_a_failure_and_no_silence
     with running(1) as run:
         run.connect_all()
         (peer,) = run.server._peers.values()
-        peer.connection.sendall(pack({"kind": "stop_after"}))
+        peer.connection.sendall(frame({"kind": "stop_after"}))
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
-        assert record.message == "control channel: KeyError: 'position'"
+        assert record.message == "control channel: ProtocolError: stop_after has no position"
 
 
 def test_texts_of_failures_do_not_control_the_terminal() -> None:
-    forged = {**raised(1).to_message(), "message": "\x1b]0;owned\x07 a\tb\r\nc \x9b2J", "host": "\x1b[2J"}
-    report = render(FailureRecord.from_message({**forged, "traceback": "\x1b[31mred\u202e"}))
+    forged = {"message": "\x1b]0;owned\x07 a\tb\r\nc \x9b2J", "host": "\x1b[2J"}
+    forged["traceback"] = "\x1b[31mred\u202e"
+    report = render(sent(replace(raised(1), **forged)))
     assert "\\x1b]0;owned\\x07 a\tb\\r\nc \\x9b2J" in report
     assert "host \\x1b[2J" in report
     assert "\\x1b[31mred\\u202e" in report
@@ -713,8 +741,7 @@ def test_texts_of_failures_do_not_control_the_terminal() -> None:
 def test_a_rank_that_speaks_nonsense_is_hung_up_on_and_the_server_lives() -> None:
     with running(3) as run:
         run.connect_all()
-        run.watches[2].post("failed", rank="nobody")
-        run.watches[2].flush()
+        run.watches[2]._connection.sendall(frame({"kind": "failed", "record": {"rank": "nobody"}}))
         run.watches[1].report(raised(1), is_echo=False)
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None

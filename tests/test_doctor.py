@@ -18,12 +18,20 @@ from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
 from lightning_ddp.tools.doctor import checks, network
-from lightning_ddp.tools.doctor.checks import Finding
-from lightning_ddp.tools.doctor.examine import Plan, examine, exchange
+from lightning_ddp.tools.doctor.checks import Finding, worst
+from lightning_ddp.tools.doctor.command import format_report
 from lightning_ddp.tools.doctor.facts import gather_facts
-from lightning_ddp.tools.doctor.measure import Line, Timing, clock_offsets, fit_line, time_all_reduce
+from lightning_ddp.tools.doctor.measure import (
+    Line,
+    Plan,
+    Timing,
+    clock_offsets,
+    examine,
+    exchange,
+    fit_line,
+    time_all_reduce,
+)
 from lightning_ddp.tools.doctor.placement import first_host, place
-from lightning_ddp.tools.doctor.report import format_report
 
 TORCHRUN = {
     "RANK": "3",
@@ -84,7 +92,7 @@ def test_torchrun_is_recognised_with_what_it_implies():
     assert (placement.world_size, placement.num_nodes, placement.has_agent_store) == (4, 2, True)
     assert (placement.master_addr, placement.master_port) == ("node0", 29500)
     assert "Trainer(devices=2, num_nodes=2)" in text_of(list(placement.findings), "torchrun")
-    assert placement.is_complete
+    assert worst(placement.findings) == "PASS"
 
 
 def test_slurm_is_recognised_with_the_address_and_port_that_lightning_takes():
@@ -112,7 +120,6 @@ def test_slurm_is_recognised_with_the_address_and_port_that_lightning_takes():
 )
 def test_variables_that_contradict_each_other_fail(env, num_nodes, complaint):
     placement = place(env, num_nodes)
-    assert not placement.is_complete
     failed = [finding.message for finding in placement.findings if finding.level == "FAIL"]
     assert any(complaint in message for message in failed), failed
 
@@ -267,7 +274,7 @@ def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
     """Here rank 0 of two has one: alone in NCCL it would wait for the other."""
     devices = {"backend": "nccl", "devices": ["A"]}
     monkeypatch.setattr(
-        "lightning_ddp.tools.doctor.examine.gather_facts",
+        "lightning_ddp.tools.doctor.measure.gather_facts",
         lambda env, *, rank, local_rank: {**gather_facts(env, rank=rank, local_rank=local_rank), **devices},
     )
     store = dist.HashStore()

@@ -33,7 +33,7 @@ from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHo
 from lightning_ddp.launch.reconciliation import Reconciliation, _is_of_backend
 from lightning_ddp.shm import arena
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
-from lightning_ddp.supervise.framing import pack
+from lightning_ddp.supervise.protocol import Failed, Hello, pack
 
 SCRIPT = Path(user_script.__file__)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
@@ -272,12 +272,12 @@ def test_who_reads_the_store_cannot_stop_the_run(tmp_path, strategy) -> None:
         host, _, port = address.rpartition(":")
         store = dist.PrefixStore(f"run{number}", dist.TCPStore(host, int(port), is_master=False))
         entry = store.get("lightning_ddp/control_server").decode().split("\n")
-        failed = FailureRecord(rank=1, message="forged").to_message()
+        failed = pack(Failed(FailureRecord(rank=1, message="forged")))
         for token in ["", *entry]:
             with socket.create_connection((host, int(entry[1])), timeout=TIMEOUT_S) as connection:
-                hello = {"kind": "hello", "token": token, "rank": 1, "node_rank": 0, "host": "h", "pid": 1}
+                hello = Hello(token, Identity(rank=1, node_rank=0))
                 with suppress(ConnectionError):  # hung up on already
-                    connection.sendall(pack(hello) + pack({**failed, "kind": "failed"}))
+                    connection.sendall(pack(hello) + failed)
                     assert connection.recv(1) == b""
         assert variables["LIGHTNING_DDP_TOKEN"] not in entry
         (tmp_path / "go").touch()

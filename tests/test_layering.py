@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import lightning_ddp
 
@@ -160,3 +163,47 @@ def test_public_names_are_the_ones_promised() -> None:
         "scatter",
     }
     assert lightning_ddp.CustomDDPPlugin is lightning_ddp.CustomDDPStrategy
+
+
+ROOMS = sorted(folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
+TRIPS = {  # how many files somebody has to open who follows one
+    "How a gradient is reduced": 10,
+    "The same on CUDA": 9,
+    "How a child is started": 8,
+    "What happens when a rank raises": 8,
+}
+
+
+def named_files(page: str) -> set[str]:
+    """Files of Python that a page names, `{a,b}` written out."""
+    found = set()
+    for text in re.findall(r"`([\w./{},]+)`", page):
+        names = re.fullmatch(r"(.*)\{(.*)\}(.*)", text)
+        parts = [f"{names[1]}{name}{names[3]}" for name in names[2].split(",")] if names else [text]
+        found.update(part for part in parts if part.endswith(".py"))
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_the_page_of_a_room_names_its_files_and_no_others(room) -> None:
+    page = (room / "README.md").read_text()
+    table = page.partition("## Files in reading order")[2].partition("##")[0]
+    assert len(page.splitlines()) < 60
+    assert [name for name in named_files(table) if not (list(room.rglob(name)))] == []
+    files = {path.name for path in room.glob("*.py")} - {"__init__.py"}
+    assert files - {Path(name).name for name in named_files(table)} == set()
+    for section in (
+        "## What it may import",
+        "## Promises" if room.name != "tools" else "## What it may import",
+    ):
+        assert section in page
+
+
+@pytest.mark.parametrize(("trip", "most"), TRIPS.items(), ids=list(TRIPS))
+def test_the_trips_of_the_packages_page_are_short_and_lead_through_files_that_exist(trip, most) -> None:
+    page = (PACKAGE / "README.md").read_text()
+    part = page.partition(f"## {trip}")[2].partition("## ")[0]
+    named = named_files(part)
+    assert 5 < len(named) <= most
+    folders = ("", "ddp")  # a file named alone lies beside the one before it
+    assert [name for name in named if not any((PACKAGE / folder / name).exists() for folder in folders)] == []

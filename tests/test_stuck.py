@@ -27,11 +27,21 @@ from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.desync import ANSWER_WAIT_S, Inspection
 from lightning_ddp.supervise.failure_record import Identity, Where
-from lightning_ddp.supervise.framing import LIMIT_BYTES, pack
 from lightning_ddp.supervise.graceful_stop import StepBoundary
+from lightning_ddp.supervise.protocol import (
+    LIMIT_BYTES,
+    Announce,
+    Ask,
+    Found,
+    Go,
+    RollCall,
+    Status,
+    Unpacker,
+    pack,
+)
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.status import Account, LaneAccount, explain, join_ranks, split_ranks
+from lightning_ddp.supervise.status import GroupStatus, RankStatus, explain, join_ranks, split_ranks
 from lightning_ddp.telemetry.recording import load_folder
 
 CPU = torch.device("cpu")
@@ -373,18 +383,18 @@ def test_ranks_in_words() -> None:
         assert split_ranks(text) is None
 
 
-def account(rank: int, state: str, label: str | None = None, number: int = 7, **more: Any) -> Account:
-    lane = LaneAccount(name="world", ranks="0-3", number=number, calls={number: label or "x"})
-    values = {"rank": rank, "state": state, "label": label, "step": 120, "lanes": (lane,), **more}
+def status(rank: int, state: str, label: str | None = None, number: int = 7, **more: Any) -> RankStatus:
+    group = GroupStatus(name="world", ranks="0-3", number=number, calls={number: label or "x"})
+    values = {"rank": rank, "state": state, "label": label, "step": 120, "groups": (group,), **more}
     if state in ("waits", "starts"):
-        values = {"lane": "world", "number": number, **values}
-    return Account(**values)
+        values = {"group": "world", "number": number, **values}
+    return RankStatus(**values)
 
 
 def test_the_mismatch_is_one_sentence() -> None:
-    accounts = {rank: account(rank, "waits", "reduce of bucket 4", for_s=30.0 + rank) for rank in range(3)}
-    accounts[3] = account(3, "waits", "barrier 'val_end'", number=6, phase="validation", for_s=2.0)
-    found = explain(accounts, 0, "world", 7)
+    statuses = {rank: status(rank, "waits", "reduce of bucket 4", for_s=30.0 + rank) for rank in range(3)}
+    statuses[3] = status(3, "waits", "barrier 'val_end'", number=6, phase="validation", for_s=2.0)
+    found = explain(statuses, 0, "world", 7)
     assert found.missing == (3,)
     assert found.sentence == (
         "ranks 0-2 wait in reduce of bucket 4 at step 120;"
@@ -397,8 +407,8 @@ def test_the_mismatch_is_one_sentence() -> None:
 
 
 def test_all_in_the_same_collective_points_at_the_link() -> None:
-    accounts = {rank: account(rank, "waits", "reduce of bucket 4") for rank in range(4)}
-    found = explain(accounts, 2)
+    statuses = {rank: status(rank, "waits", "reduce of bucket 4") for rank in range(4)}
+    found = explain(statuses, 2)
     assert found.missing == ()
     assert (
         "ranks 0-3 wait in reduce of bucket 4 at step 120. All have called the same: the link is"
@@ -406,17 +416,17 @@ def test_all_in_the_same_collective_points_at_the_link() -> None:
     )
 
 
-WAITING = account(0, "waits", "a: all_reduce of [1] int32", for_s=5.0)
+WAITING = status(0, "waits", "a: all_reduce of [1] int32", for_s=5.0)
 
 
 @pytest.mark.parametrize(
     ("other", "is_contradiction"),
     [
-        (account(1, "waits", "b: all_reduce of [2] int32", for_s=1.5), True),
-        (account(1, "waits", "b: all_reduce of [1] int32", for_s=1.5), False),
-        (account(1, "waits", "b: all_reduce of [2] int32", for_s=0.5), False),
-        (account(1, "runs", "b: all_reduce of [2] int32", for_s=1.5), False),
-        (account(1, "waits", "b: all_reduce of [2] int32", number=8, for_s=1.5), False),
+        (status(1, "waits", "b: all_reduce of [2] int32", for_s=1.5), True),
+        (status(1, "waits", "b: all_reduce of [1] int32", for_s=1.5), False),
+        (status(1, "waits", "b: all_reduce of [2] int32", for_s=0.5), False),
+        (status(1, "runs", "b: all_reduce of [2] int32", for_s=1.5), False),
+        (status(1, "waits", "b: all_reduce of [2] int32", number=8, for_s=1.5), False),
     ],
 )
 def test_ranks_contradict_where_they_wait_in_different_calls_of_one_number(other, is_contradiction) -> None:
@@ -428,17 +438,18 @@ def test_silent_and_gone_ranks_are_named() -> None:
     for rank in range(3):
         inspection.joined(rank)
     assert inspection.left(2, 0.0) == []
-    letters = inspection.handle(0, {"kind": "ask", "lane": "world", "number": 7}, 10.0)
-    assert [(rank, m["kind"]) for rank, m in letters] == [(0, "roll_call"), (1, "roll_call")]
-    answer = {"kind": "account", "id": letters[0][1]["id"], **account(0, "waits", "barrier").to_message()}
+    letters = inspection.handle(0, Ask("world", 7), 10.0)
+    assert letters == [(0, RollCall(1)), (1, RollCall(1))]
+    answer = Status(1, status(0, "waits", "barrier"))
     assert inspection.handle(0, answer, 10.0) == []
     assert inspection.deadline() == 10.0 + ANSWER_WAIT_S
     assert inspection.due(10.0) == []
     ((rank, found),) = inspection.due(10.0 + ANSWER_WAIT_S)
     assert rank == 0
-    assert found["missing"] == [1, 2]
-    assert "rank 1 does not answer: it is stopped, or" in found["sentence"]
-    assert "rank 2 is gone" in found["sentence"]
+    assert isinstance(found, Found)
+    assert found.findings.missing == (1, 2)
+    assert "rank 1 does not answer: it is stopped, or" in found.findings.sentence
+    assert "rank 2 is gone" in found.findings.sentence
     assert inspection.deadline() is None
 
 
@@ -451,51 +462,23 @@ def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
     text = lane.next("all_reduce", tensors, "x" * 10_000).text()
     start = time.monotonic()
     for number in range(1, 6):
-        call = {"kind": "call", "lane": "world", "ranks": "0-999", "number": number, "text": text[:200]}
+        call = Announce("world", "0-999", number, text[:200], run=1)
         letters = []
         for rank in range(1000):
             assert letters == []
-            letters = inspection.handle(rank, {**call, "run": 1}, 0.0)
-        assert [m["kind"] for _, m in letters] == ["go"] * 1000
+            letters = inspection.handle(rank, call, 0.0)
+        assert letters == [(rank, Go("world", number)) for rank in range(1000)]
     print(f"\n1,000 ranks: {(time.monotonic() - start) / 5 * 1e3:.1f} ms of the server a compared collective")
-    letters = inspection.handle(999, {**call, "number": 6, "text": "other", "run": 1}, 0.0)
-    letters = inspection.handle(0, {**call, "number": 6, "run": 1}, 0.0)
-    assert {m["kind"] for _, m in letters} == {"roll_call"}
+    letters = inspection.handle(999, Announce("world", "0-999", 6, "other", run=1), 0.0)
+    letters = inspection.handle(0, Announce("world", "0-999", 6, text[:200], run=1), 0.0)
+    assert {m for _, m in letters} == {RollCall(1)}
     found = []
     for rank in range(1000):
-        said = account(rank, "runs", at="y" * 10_000, phase=f"p{rank}" * 100, number=6)
-        message = {"kind": "account", "id": 1, **said.to_message()}
+        said = Status(1, status(rank, "runs", at="y" * 10_000, phase=f"p{rank}" * 100, number=6))
+        (message,) = Unpacker().feed(pack(said))  # cuts what is too long
         found += inspection.handle(rank, message, 0.0)
     assert [rank for rank, _ in found] == [0, 999]
     assert all(len(pack(m)) < LIMIT_BYTES / 4 for _, m in found)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {
-            "kind": "account",
-            "id": 1,
-            "lanes": [[1], "x", None, [[], [], [], {}, {}]],
-            "state": 5,
-            "for_s": "x",
-        },
-        {
-            "kind": "account",
-            "id": 1,
-            "lanes": [["world", "0-1", True, [["a", "b"], [1], 7], 3]],
-            "number": "x",
-        },
-        {"kind": "account", "id": 1, "state": "elsewhere", "at": 3, "lane": [], "phase": "p" * 10**5},
-    ],
-)
-def test_a_malformed_account_is_taken_for_what_it_holds(message) -> None:
-    inspection = Inspection(1)
-    inspection.joined(0)
-    inspection.handle(0, {"kind": "ask", "number": 0}, 0.0)
-    ((_, found),) = inspection.handle(0, {"kind": "account", "id": 1, **message}, 0.0)
-    assert found["kind"] == "findings"
-    assert len(pack(found)) < LIMIT_BYTES / 4
 
 
 # ---------------------------------------------------------------------- a Trainer with two processes

@@ -268,10 +268,13 @@ def test_a_planted_defect_fails_the_checks_that_it_concerns(defect, only, failin
 
 
 def test_a_check_that_hangs_or_raises_is_named_and_those_after_it_run(tmp_path, capsys):
-    for defect, says in ((HANGS, "not over after 4 s"), (RAISES, "ValueError: the defect of this test")):
+    for defect, limit_s, says in (
+        (HANGS, 10, "not over after 10 s"),
+        (RAISES, DEADLINE_S, "ValueError: the defect of this test"),
+    ):
         file = tmp_path / "defect.py"
         file.write_text(defect)
-        arguments = ["--preload", str(file), "--only", "hook noop", "hook topk", "--timeout-s", "4"]
+        arguments = ["--preload", str(file), "--only", "hook noop", "hook topk", "--timeout-s", str(limit_s)]
         start = time.monotonic()
         status, found = verify(capsys, *arguments)
         assert time.monotonic() - start < DEADLINE_S
@@ -311,10 +314,10 @@ def test_more_ranks_than_gpus_are_an_error(capsys):
 def test_a_verdict_counts_what_is_not_finite_as_wrong_and_keeps_the_first_problem():
     verdict = Verdict()
     one = torch.ones(2)
-    verdict.check("here", Claim(what="x", found=one, expected=one + 1e-3, bound=1e-2))
+    verdict.check("here", Claim("x", one, one + 1e-3, 1e-2))
     assert (verdict.problem, verdict.num_values) == (None, 2)
     assert verdict.largest == pytest.approx(0.1, rel=1e-3)
-    verdict.check("here", Claim(what="x", found=torch.tensor([1.0, math.nan]), expected=one, bound=1.0))
+    verdict.check("here", Claim("x", torch.tensor([1.0, math.nan]), one, 1.0))
     assert verdict.problem == "here: x is nan where 1 +/- 1 is expected (1 of 2 numbers are wrong)"
-    verdict.check("there", Claim(what="y", found=one, expected=2 * one, bound=0.0))
+    verdict.check("there", Claim("y", one, 2 * one, 0.0))
     assert verdict.problem.startswith("here")

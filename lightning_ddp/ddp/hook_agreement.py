@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._torch import TorchDispatchMode, name_of_operator, tree_leaves
+from lightning_ddp._torch import TorchDispatchMode, name_of_operator, pop_mode, push_mode, tree_leaves
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hook_identity import describe_hook, describe_state
 from lightning_ddp.comm.waits import InThread
@@ -153,12 +153,24 @@ class Disagreement(Exception):
 
 
 class _Observer(TorchDispatchMode):
-    """Tells of each collective that this thread is about to start over as many ranks as the group has."""
+    """Tells of each collective that this thread is about to start over as many ranks as the group has.
+
+    torch's own `__enter__` tells the whole process that there is a mode, for good where two threads overlap.
+    `torch.compile` then compiles nothing, and torch 2.10 never again what it has passed over. So no more than
+    this thread's modes are changed.
+    """
 
     def __init__(self, group: Group, tell: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._size = group.size
         self._tell = tell
+
+    def __enter__(self) -> _Observer:
+        push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pop_mode()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -22,10 +22,22 @@ from lightning_ddp.comm.activity import Entry, Lane, Waiting
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.comm.waits import SLICE_S
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
-from lightning_ddp.supervise.client import Message, Watch
+from lightning_ddp.supervise.client import Watch
 from lightning_ddp.supervise.desync import ANSWER_WAIT_S
 from lightning_ddp.supervise.failure_record import Where
-from lightning_ddp.supervise.status import Account, LaneAccount, join_ranks
+from lightning_ddp.supervise.protocol import (
+    Active,
+    Announce,
+    Ask,
+    Found,
+    Go,
+    Message,
+    RollCall,
+    Status,
+    Tell,
+    Told,
+)
+from lightning_ddp.supervise.status import Findings, GroupStatus, RankStatus, State, join_ranks
 
 __all__ = ["Inspector"]
 
@@ -41,7 +53,7 @@ class _Answer:
 
     def __init__(self) -> None:
         self.has_come = threading.Event()
-        self.message: Message = {}
+        self.message: Message | None = None
 
 
 class Inspector:
@@ -106,32 +118,32 @@ class Inspector:
 
     def _post_run(self) -> None:
         if self._watch is not None:
-            self._watch.post(
-                "active", is_active=self._is_active, run=self._num_runs, name=self._run_name[:_LONGEST_TEXT]
-            )
+            self._watch.post(Active(self._is_active, self._num_runs, self._run_name[:_LONGEST_TEXT]))
 
     # ------------------------------------------------------------------ in the thread of the channel
 
     def on_message(self, message: Message) -> None:
         """A message that the watch does not know itself."""
-        kind = message["kind"]
-        if kind == "roll_call" and self._watch is not None:
-            self._watch.post("account", id=message.get("id"), **self.account().to_message())
-        elif kind in ("go", "findings"):
-            answer = self._answers.get((message.get("lane"), message.get("number", 0)))
-            if answer is not None:
-                answer.message = message
-                answer.has_come.set()
-        elif kind == "told":
-            listener = self._listeners.get(message.get("topic", ""))
-            if listener is not None:
-                listener(message["from"], message.get("value"))
+        match message:
+            case RollCall(number) if self._watch is not None:
+                self._watch.post(Status(number, self.status()))
+            case Go(group, number) | Found(group, number):
+                answer = self._answers.get((group, number))
+                if answer is not None:
+                    answer.message = message
+                    answer.has_come.set()
+            case Told(sender, topic, value):
+                listener = self._listeners.get(topic)
+                if listener is not None:
+                    listener(sender, value)
 
-    def account(self) -> Account:
+    def status(self) -> RankStatus:
         """What this rank is doing. Any thread."""
         activity, where = self._interrupt.activity, self._where()
         wait, now = activity.wait(), time.monotonic()
         is_main = wait is not None and not wait.is_side
+        state: State
+        label: str | None
         if self._interrupt.error is not None:
             state, label, since = "ending", None, activity.since
         elif wait is not None and is_main:
@@ -143,18 +155,18 @@ class Inspector:
         else:
             state, label, since = "runs", wait.label if wait is not None else None, activity.since
         entry = activity.entry()
-        return Account(
+        return RankStatus(
             rank=self._watch.identity.rank if self._watch is not None else 0,
             state=state,
             label=None if label is None else _cut(label),
-            lane=entry.lane.name if entry is not None else None,
+            group=entry.lane.name if entry is not None else None,
             number=entry.number if entry is not None else 0,
             for_s=now - since,
             step=where.step,
             phase=where.phase,
             at=self._place() if state == "runs" else None,
-            lanes=tuple(_lane_account(lane) for lane in activity.lanes[-_MOST_LANES:]),
-            blocked_on=tuple(activity.blocked_on()),
+            groups=tuple(_group_status(lane) for lane in activity.lanes[-_MOST_LANES:]),
+            blocked_on=tuple(activity.blocked_on()[:_MOST_LANES]),
         )
 
     def _place(self) -> str | None:
@@ -177,34 +189,33 @@ class Inspector:
         Raises:
             PeerFailure: the run has failed meanwhile.
         """
-        message = self._ask(waiting.entry or self._interrupt.activity.entry())
+        found = self._ask(waiting.entry or self._interrupt.activity.entry())
         waited_s = time.monotonic() - waiting.begun_at
-        missing = message.get("missing", [])
-        told = _tell(message)
+        missing = list(found.missing)
         absent = f"; missing: rank{'s' * (len(missing) > 1)} {join_ranks(missing)}" if missing else ""
         rank = self._watch.identity.rank if self._watch is not None else 0
         limit_s = self._interrupt.deadline_s
         return CollectiveTimeoutError(
             f"rank {rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"
-            f" deadline of {limit_s:g} s{absent}\n{told}\nLook at what the missing ranks do there. If they"
-            " only need longer, give the strategy a longer timeout.",
+            f" deadline of {limit_s:g} s{absent}\n{_tell(found)}\nLook at what the missing ranks do there. If"
+            " they only need longer, give the strategy a longer timeout.",
             label=waiting.label,
             rank=rank,
             waited_s=waited_s,
             missing=missing,
         )
 
-    def _ask(self, entry: Entry | None) -> Message:
+    def _ask(self, entry: Entry | None) -> Findings:
         """What the server finds where the ranks disagree."""
         key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
         answer = self._answers.setdefault(key, _Answer())
         if self._watch is not None:
-            self._watch.post("ask", lane=key[0], number=key[1])
+            self._watch.post(Ask(*key))
         deadline = time.monotonic() + _ASK_WAIT_S
         while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
             self._interrupt.check()
         self._answers.pop(key, None)
-        return answer.message
+        return _findings(answer.message)
 
     def look(self, entry: Entry) -> CollectiveMismatchError | None:
         """The error of ranks that wait for different collectives; asks all ranks, from one of them.
@@ -214,8 +225,8 @@ class Inspector:
         """
         if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
             return None
-        message = self._ask(entry)
-        return self._mismatch(entry, message) if message.get("is_contradiction") is True else None
+        found = self._ask(entry)
+        return self._mismatch(entry, found) if found.is_contradiction else None
 
     def mismatch(self) -> CollectiveMismatchError:
         """The error where gloo has found that the ranks call different collectives. Any thread.
@@ -227,17 +238,17 @@ class Inspector:
         entry = activity.entry() or activity.last_started()
         return self._mismatch(entry, self._ask(entry))
 
-    def _mismatch(self, entry: Entry | None, message: Message) -> CollectiveMismatchError:
+    def _mismatch(self, entry: Entry | None, found: Findings) -> CollectiveMismatchError:
         rank = self._watch.identity.rank if self._watch is not None else 0
         return CollectiveMismatchError(
-            f"rank {rank}: the ranks have called different collectives.\n{_tell(message)}\nAll ranks have to"
+            f"rank {rank}: the ranks have called different collectives.\n{_tell(found)}\nAll ranks have to"
             " call the same ones in the same order: look for self.log(..., sync_dist=True), a barrier or an"
             ' all_gather that only some of them reach. CustomDDPStrategy(debug="detail") names the first'
             " difference before any data moves.",
             label=entry.name() if entry is not None else "collective",
             rank=rank,
             waited_s=time.monotonic() - entry.since if entry is not None else 0.0,
-            missing=message.get("missing", []),
+            missing=list(found.missing),
         )
 
     def compare(self, entry: Entry) -> None:
@@ -256,30 +267,25 @@ class Inspector:
         activity = self._interrupt.activity
         activity.begin(entry.name(), entry, is_start=True)
         try:
-            watch.post(
-                "call",
-                lane=lane.name,
-                ranks=_cut(join_ranks(lane.ranks)),
-                number=entry.number,
-                text=_cut(entry.text()),
-                run=run,
-            )
+            ranks = _cut(join_ranks(lane.ranks))
+            watch.post(Announce(lane.name, ranks, entry.number, _cut(entry.text()), run))
             while not answer.has_come.wait(SLICE_S):
                 self._interrupt.check()
                 self._interrupt.check_deadline()
         finally:
             activity.advance()
             self._answers.pop((lane.name, entry.number), None)
-        if answer.message["kind"] == "go":
+        if isinstance(answer.message, Go):
             return
+        found = _findings(answer.message)
         raise CollectiveMismatchError(
             f"rank {watch.identity.rank}: the ranks are about to call different collectives; none of them"
-            f" was started.\n{_tell(answer.message)}\nAll ranks have to call the same collectives, in the"
+            f" was started.\n{_tell(found)}\nAll ranks have to call the same collectives, in the"
             " same order, on tensors of the same shapes and dtypes.",
             label=entry.name(),
             rank=watch.identity.rank,
             waited_s=time.monotonic() - entry.since,
-            missing=answer.message.get("missing", []),
+            missing=list(found.missing),
         )
 
     # ------------------------------------------------------------------ messages between ranks
@@ -290,7 +296,7 @@ class Inspector:
         Returns at once. Not a collective; values of a rank arrive in order, and none after a failure.
         """
         if self._watch is not None:
-            self._watch.post("tell", to=rank, topic=topic, value=value)
+            self._watch.post(Tell(rank, topic, value))
         return self._watch is not None
 
     def listen(self, topic: str, listener: Callable[[int, Any], None] | None) -> None:
@@ -301,10 +307,14 @@ class Inspector:
             self._listeners[topic] = listener
 
 
-def _tell(message: Message) -> str:
-    if not message:
-        return "  the control channel has not answered"
-    return f"  {message.get('sentence')}\n{message.get('table')}"
+def _findings(message: Message | None) -> Findings:
+    if isinstance(message, Found):
+        return message.findings
+    return Findings(sentence="the control channel has not answered", table="", missing=())
+
+
+def _tell(found: Findings) -> str:
+    return f"  {found.sentence}\n{found.table}".rstrip()
 
 
 def _cut(text: str) -> str:
@@ -314,9 +324,9 @@ def _cut(text: str) -> str:
     return f"{text[: _LONGEST_TEXT - 12]}... {zlib.crc32(text.encode()):08x}"[:_LONGEST_TEXT]
 
 
-def _lane_account(lane: Lane) -> LaneAccount:
+def _group_status(lane: Lane) -> GroupStatus:
     recent = list(lane.recent)
-    return LaneAccount(
+    return GroupStatus(
         name=lane.name,
         ranks=_cut(join_ranks(lane.ranks)),
         number=lane.number,

@@ -53,6 +53,7 @@ from lightning_ddp.launch.slurm import check_tasks
 from lightning_ddp.launch.unpicklable import find_unpicklable
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.protocol import Exited, Failed
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
@@ -292,7 +293,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             raise _like_torch(failure, error, failure.rank - first_rank) from error
         except BaseException as error:
             if server is not None:
-                server.tell({**_failure_of_launcher(error).to_message(), "kind": "failed"})
+                server.tell(Failed(_failure_of_launcher(error)))
                 server.wait_for_verdict(EXIT_WAIT_S)
             self._explain_unpicklable(error, trainer, function, args, kwargs)
             raise
@@ -389,7 +390,7 @@ class _EarlyEnds:
                 identity = Identity(rank=rank, node_rank=0, pid=self._launcher.procs[codes.index(0)].pid or 0)
                 message = "the process exited with code 0 before it had joined the others"
                 failure = FailureRecord.of_identity(identity, message, exit_code=0)
-                self._server.tell({**failure.to_message(), "kind": "exited"})
+                self._server.tell(Exited(failure))
             if failure is not None and not any(code != 0 for code in codes):
                 self._alarm.ring(failure.to_error())  # the main thread waits for what rank 0 returns
 

@@ -44,6 +44,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.failure_report import render, write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.protocol import Exited, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S
@@ -396,7 +397,7 @@ class Reconciliation:
         if not self.boundary.reached(self.interrupt.check):
             return False
         if self.watch is not None:
-            self.watch.post("stopped")
+            self.watch.post(Stopped())
         return True
 
     def fail(self, trace: str) -> None:
@@ -413,9 +414,9 @@ class Reconciliation:
     def child_ended(self, record: FailureRecord) -> None:
         """A child of this launching process ended without success. Any thread."""
         if self.watch is not None:
-            self.watch.post("exited", **record.to_message())
+            self.watch.post(Exited(record.cut()))
         elif self.server is not None:
-            self.server.tell({**record.to_message(), "kind": "exited"})
+            self.server.tell(Exited(record))
         if self.watch is None:
             self.interrupt.set(record.to_error())
 

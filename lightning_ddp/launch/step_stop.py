@@ -18,6 +18,7 @@ from lightning_ddp._lightning import (
     sigterm_exception,
 )
 from lightning_ddp.launch.reconciliation import current
+from lightning_ddp.supervise.protocol import Stop
 
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
@@ -77,4 +78,4 @@ def _ask_to_stop(number: int, frame: types.FrameType | None) -> None:
     """Handler of the signal by which SLURM announces the end of a job."""
     ours = current()
     if ours.watch is not None:
-        ours.watch.post("stop", signal=int(number), is_requeue=True)
+        ours.watch.post(Stop(int(number), is_requeue=True))

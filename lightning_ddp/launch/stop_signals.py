@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_ddp.supervise.client import Watch
 from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.protocol import Stop
 
 __all__ = ["StopSignals", "second_interrupt_ends"]
 
@@ -57,7 +58,7 @@ class StopSignals:
             os.write(2, f"lightning_ddp: rank {self._watch.identity.rank}: second SIGTERM, ending\n".encode())
             sys.stdout.flush()
             os._exit(128 + number)
-        self._watch.post("stop", signal=int(number), is_requeue=False)
+        self._watch.post(Stop(int(number), is_requeue=False))
         if callable(self._previous):
             self._previous(number, frame)
 

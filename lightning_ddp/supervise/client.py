@@ -10,24 +10,43 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from lightning_ddp.errors import RendezvousError
+from lightning_ddp.supervise.connections import UNREACHABLE, keep_alive
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
 from lightning_ddp.supervise.fork import close_in_forked_child
-from lightning_ddp.supervise.framing import UNREACHABLE, Unpacker, keep_alive, pack
 from lightning_ddp.supervise.graceful_stop import StepBoundary
+from lightning_ddp.supervise.protocol import (
+    AllHere,
+    Beat,
+    Bye,
+    Closing,
+    Echoed,
+    Failed,
+    Failure,
+    Hello,
+    Here,
+    Hold,
+    Left,
+    Look,
+    Message,
+    Position,
+    Progress,
+    StopAfter,
+    Unpacker,
+    Vanished,
+    Who,
+    pack,
+)
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.stall import REPORTS_A_TIMEOUT, silent
 
-__all__ = ["Message", "ServerAddress", "Watch"]
+__all__ = ["ServerAddress", "Watch"]
 
 _RECEIVE_BYTES = 64 * 1024
 _FLUSH_WAIT_S = 1.0
 _LOOK_AGAIN_S = 5.0
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +138,14 @@ class Watch:
         connection.settimeout(None)
         keep_alive(connection, self._settings.heartbeat_timeout_s)
         with suppress(OSError):  # at once: the server does not wait long; reading will say what is wrong
-            connection.sendall(pack({"kind": "hello", "token": self._server.token, **asdict(self.identity)}))
+            connection.sendall(pack(Hello(self._server.token, self.identity)))
         return connection
 
     # ------------------------------------------------------------------ called by the main thread
 
-    def post(self, kind: str, **content: Any) -> None:
+    def post(self, message: Message) -> None:
         """Queues a message; returns at once. Also safe in a signal handler."""
-        self._outbox.append(pack({"kind": kind, **content}))
+        self._outbox.append(pack(message))
         self._num_posted += 1
         with suppress(OSError):  # full of wake-ups: then the thread wakes anyway; or closed
             self._wake_sender.send(b"x")
@@ -139,7 +158,7 @@ class Watch:
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
         """Tells the server of a failure of this process, and waits until that is on its way."""
-        self.post("echo" if is_echo else "failed", **record.to_message())
+        self.post((Echoed if is_echo else Failed)(record.cut()))
         self.flush()
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
@@ -161,7 +180,7 @@ class Watch:
         while not self._all_here.wait(0.05):
             check()
             if time.monotonic() > deadline:
-                self.post("who")
+                self.post(Who())
                 self._who_answered.wait(_FLUSH_WAIT_S)
                 raise RendezvousError(
                     f"rank {self.identity.rank}: after {timeout_s:g} s not all ranks have arrived; there are"
@@ -191,16 +210,16 @@ class Watch:
         end()
         while self.failure is None and not self._all_left.wait(min(timeout_s, _LOOK_AGAIN_S)):
             if time.monotonic() >= deadline:
-                self.post("bye")
+                self.post(Bye())
                 return
-            self.post("look")  # whether one of them waits for what this rank will never call
+            self.post(Look())  # whether one of them waits for what this rank will never call
 
     def close(self) -> None:
         """Says goodbye: the end of this process is no failure any more."""
-        self.post("bye")
+        self.post(Bye())
         self.flush()
         self._is_closed = True
-        self.post("bye")  # wakes the thread
+        self.post(Bye())  # wakes the thread
         self._thread.join(timeout=_FLUSH_WAIT_S)
 
     # ------------------------------------------------------------------ the thread
@@ -221,7 +240,7 @@ class Watch:
         if now >= self._next_report:
             is_late = now - self._next_report > interval  # this process was stopped itself
             self._next_report = now + interval
-            self.post("progress", **asdict(self._where()))
+            self.post(Progress(self._where()))
             if is_late:
                 self._last_beat = now
             elif now - self._last_beat > self._settings.stall_timeout_s:
@@ -263,26 +282,26 @@ class Watch:
             self._learn(FailureRecord.of_identity(self._server.identity, text))
 
     def _handle(self, message: Message) -> None:
-        kind = message["kind"]
-        if kind == "failure":
-            self._learn(FailureRecord.from_message(message))
-        elif kind == "all_here":
-            self._all_here.set()
-        elif kind == "left":
-            self._all_left.set()
-        elif kind == "beat":
-            self._last_beat = time.monotonic()
-        elif kind == "here":
-            self._who = message.get("ranks")
-            self._who_answered.set()
-        elif kind == "hold":
-            self.post("position", position=self._boundary.hold())
-        elif kind == "stop_after":
-            self._boundary.release(message["position"], message["signal"], message["is_requeue"])
-        elif kind == "closing":  # the server's process ends, and that is no failure
-            self._stop_listening()
-        else:
-            self._on_message(message)
+        match message:
+            case Failure(record):
+                self._learn(record)
+            case AllHere():
+                self._all_here.set()
+            case Left():
+                self._all_left.set()
+            case Beat():
+                self._last_beat = time.monotonic()
+            case Here(ranks):
+                self._who = list(ranks)
+                self._who_answered.set()
+            case Hold():
+                self.post(Position(self._boundary.hold()))
+            case StopAfter(position, signal, is_requeue):
+                self._boundary.release(position, signal, is_requeue)
+            case Closing():
+                self._stop_listening()
+            case _:
+                self._on_message(message)
 
     def _lost_server(self, error: OSError | None) -> None:
         server = self._server.identity
@@ -301,13 +320,13 @@ class Watch:
             self._lost_server(None)
         else:  # it lives on another node than the server, which may know better why
             self._selector.unregister(self._parent_fd or 0)
-            self.post("vanished", **FailureRecord.of_identity(self._parent, GONE).to_message())
+            self.post(Vanished(FailureRecord.of_identity(self._parent, GONE)))
 
     def _learn(self, record: FailureRecord, *, is_news: bool = False) -> None:
         if self.failure is None:
             self.failure = record
             if is_news:  # to the server: if it is only stopped, it will read this when it is continued
-                self.post("failed", **record.to_message())
+                self.post(Failed(record.cut()))
             self._stop_listening()
             self._learned.set()
             self._all_left.set()

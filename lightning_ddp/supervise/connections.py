@@ -1,7 +1,8 @@
-"""The server's sockets: the one that listens, and what is known of each connection."""
+"""Sockets of the control channel: the one that listens, what is known of a connection, heartbeats."""
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import sys
@@ -10,12 +11,12 @@ from contextlib import ExitStack, suppress
 
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.failure_record import Identity
-from lightning_ddp.supervise.framing import Unpacker
+from lightning_ddp.supervise.protocol import Unpacker
 
 if sys.platform != "win32":
     import resource
 
-__all__ = ["NumDescriptors", "Peer", "listen"]
+__all__ = ["UNREACHABLE", "NumDescriptors", "Peer", "keep_alive", "listen"]
 
 _HELLO_LIMIT_BYTES = 1024
 _BACKLOG = 65_535  # the kernel has a limit of its own
@@ -96,3 +97,29 @@ def listen(address: str) -> socket.socket:
             " address of the node with NODE_RANK=0."
         ) from error
     return listener
+
+
+def keep_alive(connection: socket.socket, timeout_s: float) -> None:
+    """Has the kernel notice within about `timeout_s` seconds that the other host is unreachable.
+
+    The probes of the two kernels are the heartbeats: they cost no Python, and a process that holds the GIL
+    for long, or is stopped, is not mistaken for a lost node.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    interval = max(1, round(timeout_s / 4))
+    options = {
+        "TCP_KEEPIDLE": interval,
+        "TCP_KEEPALIVE": interval,  # the same under macOS's name
+        "TCP_KEEPINTVL": interval,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": round(timeout_s * 1000),  # for what is sent and not acknowledged
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            with suppress(OSError):  # an option that this kernel lacks; the others remain
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
+"""Errors of a socket whose other host is unreachable, as opposed to a process that ended."""

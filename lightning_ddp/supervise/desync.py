@@ -9,13 +9,25 @@ a roll call shows whether they still may, or whether everybody waits for somebod
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from lightning_ddp.supervise.framing import ProtocolError
-from lightning_ddp.supervise.status import Account, Findings, explain, members, split_ranks
+from lightning_ddp.supervise.protocol import (
+    Active,
+    Announce,
+    Ask,
+    Found,
+    Go,
+    Look,
+    Message,
+    ProtocolError,
+    RollCall,
+    Status,
+    Tell,
+    Told,
+)
+from lightning_ddp.supervise.status import Findings, RankStatus, explain, members, split_ranks
 
-__all__ = ["ANSWER_WAIT_S", "Inspection", "Letters"]
+__all__ = ["ANSWER_WAIT_S", "Inspection", "Outgoing"]
 
 ANSWER_WAIT_S = 1.0
 """How long a roll call waits for the ranks that do not answer."""
@@ -25,10 +37,9 @@ FIRST_LOOK_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 
 _FRESH_S = 3.0
-_NAME_CHARACTERS = 80
+_MOST_MISSING = 1000
 
-Message = dict[str, Any]
-Letters = list[tuple[int, Message]]
+Outgoing = list[tuple[int, Message]]
 """To which rank, and what."""
 
 
@@ -40,7 +51,7 @@ class _RollCall:
     deadline: float
     waiting: set[int]
     """Ranks that have not answered."""
-    accounts: dict[int, Account]
+    statuses: dict[int, RankStatus]
     askers: set[tuple[int, str | None, int]] = field(default_factory=set)
     """Rank, group and number of the collective in question."""
 
@@ -49,7 +60,7 @@ class _RollCall:
 class _Announced:
     """A collective that some members of its group are about to start."""
 
-    lane: str
+    group: str
     ranks: frozenset[int]
     number: int
     since: float
@@ -66,17 +77,14 @@ class Inspection:
         world_size: ranks of the run.
     """
 
-    KINDS = ("ask", "account", "call", "look", "tell")
-    """Kinds of message that `handle` takes."""
-
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._present: set[int] = set()
         self._finished: dict[int, tuple[int, str]] = {}
         self._num_rolls = 0
         self._roll: _RollCall | None = None
-        self._last: tuple[float, dict[int, Account]] = (float("-inf"), {})
-        self._unchecked: dict[int, Account] = {}
+        self._last: tuple[float, dict[int, RankStatus]] = (float("-inf"), {})
+        self._unchecked: dict[int, RankStatus] = {}
         self._announced: dict[str, _Announced] = {}
         self._pause_s = FIRST_LOOK_S
         self._broken: dict[str, Findings | None] = {}
@@ -88,14 +96,14 @@ class Inspection:
         if rank >= 0:
             self._present.add(rank)
 
-    def entered(self, rank: int, message: Message) -> None:
-        """A rank has begun or finished a run (a fit, a test ...), as its message 'active' says."""
-        if message.get("is_active") is True:
+    def entered(self, rank: int, message: Active) -> None:
+        """A rank has begun or finished a run (a fit, a test ...)."""
+        if message.is_active:
             self._finished.pop(rank, None)
-        elif isinstance(message.get("run"), int) and isinstance(message.get("name"), str):
-            self._finished[rank] = (message["run"], message["name"][:_NAME_CHARACTERS])
+        else:
+            self._finished[rank] = (message.run, message.name)
 
-    def left(self, rank: int, now: float) -> Letters:
+    def left(self, rank: int, now: float) -> Outgoing:
         """A rank has disconnected."""
         self._present.discard(rank)
         if self._roll is not None and rank in self._roll.waiting:
@@ -105,26 +113,24 @@ class Inspection:
 
     # ------------------------------------------------------------------ what they say
 
-    def handle(self, rank: int, message: Message, now: float) -> Letters:
-        """What a rank says, of one of the `KINDS`.
+    def handle(self, rank: int, message: Message, now: float) -> Outgoing:
+        """What a rank says.
 
         Raises:
-            ProtocolError: it is malformed.
+            ProtocolError: it is nothing that a rank says.
         """
-        kind = message["kind"]
-        if kind == "ask":
-            lane = message.get("lane")
-            return self._ask(rank, lane if isinstance(lane, str) else None, _int(message, "number"), now)
-        if kind == "account":
-            return self._answer(rank, message, now)
-        if kind == "call":
-            return self._announce(rank, message, now)
-        if kind == "look":
-            return self._call(now) if self._roll is None and now - self._last[0] >= _FRESH_S else []
-        to, topic = _int(message, "to"), _text(message, "topic")
-        if to not in self._present:
-            return []
-        return [(to, {"kind": "told", "from": rank, "topic": topic, "value": message.get("value")})]
+        match message:
+            case Ask(group, number):
+                return self._ask(rank, group, number, now)
+            case Status(number, status):
+                return self._answer(rank, number, replace(status, rank=rank), now)
+            case Announce():
+                return self._announce(rank, message, now)
+            case Look():
+                return self._call(now) if self._roll is None and now - self._last[0] >= _FRESH_S else []
+            case Tell(to, topic, value):
+                return [(to, Told(rank, topic, value))] if to in self._present else []
+        raise ProtocolError(f"a message {message.kind}")
 
     def deadline(self) -> float | None:
         """When `due` has something to do at the latest."""
@@ -136,7 +142,7 @@ class Inspection:
         oldest = min(announced.since for announced in self._announced.values())
         return max(oldest + FIRST_LOOK_S, self._last[0] + self._pause_s)
 
-    def due(self, now: float) -> Letters:
+    def due(self, now: float) -> Outgoing:
         """What is sent because nobody has answered for long enough."""
         if self._roll is not None:
             return self._finish(now) if now >= self._roll.deadline else []
@@ -147,54 +153,54 @@ class Inspection:
 
     # ------------------------------------------------------------------ roll call
 
-    def _ask(self, rank: int, lane: str | None, number: int, now: float) -> Letters:
-        when, accounts = self._last
-        if self._roll is None and now - when < _FRESH_S and rank in accounts:
-            known = accounts[rank]
-            if (known.lane, known.number) == (lane, number):  # the others have left their waits since
-                return [self._explain(accounts, rank, lane, number)]
-        letters = self._call(now) if self._roll is None else []
+    def _ask(self, rank: int, group: str | None, number: int, now: float) -> Outgoing:
+        when, statuses = self._last
+        if self._roll is None and now - when < _FRESH_S and rank in statuses:
+            known = statuses[rank]
+            if (known.group, known.number) == (group, number):  # the others have left their waits since
+                return [self._explain(statuses, rank, group, number)]
+        outgoing = self._call(now) if self._roll is None else []
         if self._roll is not None:
-            self._roll.askers.add((rank, lane, number))
-        return letters
+            self._roll.askers.add((rank, group, number))
+        return outgoing
 
-    def _call(self, now: float) -> Letters:
+    def _call(self, now: float) -> Outgoing:
         self._num_rolls += 1
         self._roll = _RollCall(self._num_rolls, now + ANSWER_WAIT_S, set(self._present), {})
-        return [(rank, {"kind": "roll_call", "id": self._num_rolls}) for rank in sorted(self._present)]
+        return [(rank, RollCall(self._num_rolls)) for rank in sorted(self._present)]
 
-    def _answer(self, rank: int, message: Message, now: float) -> Letters:
+    def _answer(self, rank: int, number: int, status: RankStatus, now: float) -> Outgoing:
         roll = self._roll
-        if roll is None or message.get("id") != roll.number:
+        if roll is None or number != roll.number:
             return []
-        roll.accounts[rank] = Account.from_message(rank, message)
+        roll.statuses[rank] = status
         roll.waiting.discard(rank)
         return self._finish_if_complete(now)
 
-    def _finish_if_complete(self, now: float) -> Letters:
+    def _finish_if_complete(self, now: float) -> Outgoing:
         return self._finish(now) if self._roll is not None and not self._roll.waiting else []
 
-    def _finish(self, now: float) -> Letters:
+    def _finish(self, now: float) -> Outgoing:
         roll, self._roll = self._roll, None
         if roll is None:
             return []
-        accounts = {r: roll.accounts.get(r) or self._mute(r, roll) for r in range(self._world_size)}
-        self._last = (now, accounts)
-        self._unchecked = accounts
-        if self._is_deadlock(accounts):
+        statuses = {r: roll.statuses.get(r) or self._mute(r, roll) for r in range(self._world_size)}
+        self._last = (now, statuses)
+        self._unchecked = statuses
+        if self._is_deadlock(statuses):
             for announced in self._announced.values():
-                self._broken[announced.lane] = None
-                roll.askers.update((rank, announced.lane, announced.number) for rank in announced.texts)
+                self._broken[announced.group] = None
+                roll.askers.update((rank, announced.group, announced.number) for rank in announced.texts)
             self._announced.clear()
-        return [self._explain(accounts, *asked) for asked in sorted(roll.askers, key=str)]
+        return [self._explain(statuses, *asked) for asked in sorted(roll.askers, key=str)]
 
     def _explain(
-        self, accounts: dict[int, Account], rank: int, lane: str | None, number: int
+        self, statuses: dict[int, RankStatus], rank: int, group: str | None, number: int
     ) -> tuple[int, Message]:
-        findings = explain(accounts, rank, lane, number)
-        if lane is not None and lane in self._broken:
-            self._broken[lane] = findings
-        return (rank, _findings_message(findings, lane, number))
+        findings = explain(statuses, rank, group, number)
+        if group is not None and group in self._broken:
+            self._broken[group] = findings
+        return (rank, _found(findings, group, number))
 
     def stranded(self, leaving: Callable[[], set[int]]) -> tuple[int, str] | None:
         """A rank that waits in vain, and the sentence that says for what, of the last roll call; once.
@@ -202,53 +208,52 @@ class Inspection:
         Args:
             leaving: tells the ranks that have ended a run, and call nothing before the others have as well.
         """
-        accounts, self._unchecked = self._unchecked, {}
-        ended = leaving() if accounts else set()
-        for rank in sorted(accounts.keys() - ended):
-            for lane, number, is_start in accounts[rank].blocked_on:
-                never = [accounts[r].on(lane) for r in ended & members(accounts, lane)]
+        statuses, self._unchecked = self._unchecked, {}
+        ended = leaving() if statuses else set()
+        for rank in sorted(statuses.keys() - ended):
+            for group, number, is_start in statuses[rank].blocked_on:
+                never = [statuses[r].on(group) for r in ended & members(statuses, group)]
                 if not is_start and any(known is None or known.number < number for known in never):
-                    return rank, explain(accounts, rank, lane, number).sentence
+                    return rank, explain(statuses, rank, group, number).sentence
         return None
 
-    def _mute(self, rank: int, roll: _RollCall) -> Account:
-        """The account of a rank that has given none."""
+    def _mute(self, rank: int, roll: _RollCall) -> RankStatus:
+        """The status of a rank that has given none."""
         if rank in self._finished:
-            return Account(rank=rank, state="finished", label=self._finished[rank][1])
-        return Account(rank=rank, state="silent" if rank in roll.waiting else "gone")
+            return RankStatus(rank=rank, state="finished", label=self._finished[rank][1])
+        return RankStatus(rank=rank, state="silent" if rank in roll.waiting else "gone")
 
     # ------------------------------------------------------------------ before each collective
 
-    def _announce(self, rank: int, message: Message, now: float) -> Letters:
-        lane, number = _text(message, "lane"), _int(message, "number")
-        text, run = _text(message, "text"), _int(message, "run")
-        if lane in self._broken:
-            findings = self._broken[lane]
+    def _announce(self, rank: int, message: Announce, now: float) -> Outgoing:
+        group, number, text = message.group, message.number, message.text
+        if group in self._broken:
+            findings = self._broken[group]
             if findings is not None:
-                return [(rank, _findings_message(findings, lane, number))]
-            return self._ask(rank, lane, number, now)
-        announced = self._announced.get(lane)
+                return [(rank, _found(findings, group, number))]
+            return self._ask(rank, group, number, now)
+        announced = self._announced.get(group)
         if announced is None:
-            ranks = split_ranks(_text(message, "ranks"))
+            ranks = split_ranks(message.ranks)
             concerned = frozenset(range(self._world_size) if ranks is None else ranks)
-            announced = _Announced(lane, concerned, number, now)
+            announced = _Announced(group, concerned, number, now)
         if rank not in announced.ranks:
-            raise ProtocolError(f"rank {rank} is not in {lane}")
-        self._announced[lane] = announced
+            raise ProtocolError(f"rank {rank} is not in {group}")
+        self._announced[group] = announced
         known = next(iter(announced.texts.values()), text)  # those that have come are the same
         announced.texts[rank] = text
-        announced.run = max(announced.run, run)
+        announced.run = max(announced.run, message.run)
         if announced.number != number or known != text:
-            del self._announced[lane]
-            self._broken[lane] = None
-            return [x for r in sorted(announced.texts) for x in self._ask(r, lane, announced.number, now)]
+            del self._announced[group]
+            self._broken[group] = None
+            return [x for r in sorted(announced.texts) for x in self._ask(r, group, announced.number, now)]
         if len(announced.texts) == len(announced.ranks):
-            del self._announced[lane]
+            del self._announced[group]
             self._pause_s = FIRST_LOOK_S
-            return [(r, {"kind": "go", "lane": lane, "number": number}) for r in sorted(announced.ranks)]
+            return [(r, Go(group, number)) for r in sorted(announced.ranks)]
         return []
 
-    def _is_deadlock(self, accounts: dict[int, Account]) -> bool:
+    def _is_deadlock(self, statuses: dict[int, RankStatus]) -> bool:
         """Whether no rank gets on without a collective for which some other rank never comes.
 
         Exact: a rank that is blocked is freed only by a `go` of this object, which is sent when all have
@@ -257,38 +262,23 @@ class Inspection:
         if not self._announced:
             return False
         latest = max(announced.run for announced in self._announced.values())
-        for rank, account in accounts.items():
-            if account.state == "finished" and self._finished.get(rank, (0, ""))[0] >= latest:
+        for rank, status in statuses.items():
+            if status.state == "finished" and self._finished.get(rank, (0, ""))[0] >= latest:
                 continue
-            if not account.blocked_on or any(self._may_end(rank, accounts, *c) for c in account.blocked_on):
+            if not status.blocked_on or any(self._may_end(rank, statuses, *c) for c in status.blocked_on):
                 return False
         return True
 
     def _may_end(
-        self, rank: int, accounts: dict[int, Account], lane: str, number: int, is_start: bool
+        self, rank: int, statuses: dict[int, RankStatus], group: str, number: int, is_start: bool
     ) -> bool:
         """Whether a rank may be freed from a collective for which it waits."""
         if is_start:
-            announced = self._announced.get(lane)
+            announced = self._announced.get(group)
             return announced is None or announced.number != number or rank not in announced.texts
-        started = (accounts[r].on(lane) for r in members(accounts, lane))
+        started = (statuses[r].on(group) for r in members(statuses, group))
         return all(known is not None and known.number >= number for known in started)
 
 
-def _findings_message(findings: Findings, lane: str | None, number: int) -> Message:
-    message = {"kind": "findings", "lane": lane, "number": number, **vars(findings)}
-    return {**message, "missing": list(findings.missing)[:1000]}
-
-
-def _int(message: Message, name: str) -> int:
-    value = message.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ProtocolError(f"{name}={value!r}"[:_NAME_CHARACTERS])
-    return value
-
-
-def _text(message: Message, name: str) -> str:
-    value = message.get(name)
-    if not isinstance(value, str):
-        raise ProtocolError(f"{name}={value!r}"[:_NAME_CHARACTERS])
-    return value
+def _found(findings: Findings, group: str | None, number: int) -> Found:
+    return Found(group, number, replace(findings, missing=findings.missing[:_MOST_MISSING]))

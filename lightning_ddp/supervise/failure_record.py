@@ -8,11 +8,10 @@ import re
 import socket
 import time
 import traceback as traceback_module
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.errors import PeerFailure
 
 __all__ = ["GONE", "FailureRecord", "Identity", "Where"]
 
@@ -28,7 +27,6 @@ _LONGEST = {
     "exception_class": 1_200,
 }
 """In bytes as JSON, where a character takes up to twelve; together they fit into a message of the channel."""
-_SHOWN_CHARACTERS = 200
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -104,26 +102,14 @@ class FailureRecord:
         """A failure of a process that says nothing itself."""
         return cls(**vars(identity), message=message, **more)
 
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> FailureRecord:
-        """The record that a message of another process holds.
-
-        Raises:
-            ConfigurationError: a field is missing or of another type.
-        """
-        values: dict[str, Any] = {name: message.get(name) for name in _KINDS}
-        for name, kinds in _KINDS.items():
-            if not isinstance(values[name], kinds) or isinstance(values[name], bool):
-                raise ConfigurationError(f"failure record: {name}={values[name]!r}"[:_SHOWN_CHARACTERS])
-        return cls(**values)
-
-    def to_message(self) -> dict[str, Any]:
-        """The record in types that JSON has, its texts cut to what a message may hold."""
-        values = asdict(self)
+    def cut(self) -> FailureRecord:
+        """This record with its texts cut to what a message of the control channel may hold."""
+        shorter: dict[str, Any] = {}
         for name, longest in _LONGEST.items():
-            if values[name] is not None:
-                values[name] = _cut(values[name], longest, keeps_end=name == "traceback")
-        return values
+            text = getattr(self, name)
+            if text is not None:
+                shorter[name] = _cut(text, longest, keeps_end=name == "traceback")
+        return replace(self, **shorter)
 
     def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
         """The error that the process `healthy_rank` raises.
@@ -162,20 +148,3 @@ def _cut(text: str, longest: int, *, keeps_end: bool) -> str:
     if len(kept) == len(text):
         return text
     return f"... {kept}" if keeps_end else f"{kept} ..."
-
-
-_TEXT, _NUMBER = (str, type(None)), (int, type(None))
-_KINDS: dict[str, tuple[type, ...]] = {
-    "rank": (int,),
-    "message": (str,),
-    "node_rank": _NUMBER,
-    "host": _TEXT,
-    "pid": _NUMBER,
-    "step": _NUMBER,
-    "phase": _TEXT,
-    "exception_type": _TEXT,
-    "exception_class": _TEXT,
-    "traceback": _TEXT,
-    "exit_code": _NUMBER,
-    "time": (float, int),
-}

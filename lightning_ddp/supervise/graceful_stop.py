@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord
+from lightning_ddp.supervise.protocol import Hold, Message, Stop, StopAfter
 
 __all__ = ["StepBoundary", "StopAgreement"]
 
 _SLICE_S = 0.05
-
-Message = dict[str, Any]
 
 
 class StopAgreement:
@@ -35,16 +33,16 @@ class StopAgreement:
         self._running: set[int] = set()
         self._deadline: float | None = None
         self._is_settled = False
-        self._reason: Message = {}
+        self._reason = Stop(0, is_requeue=False)
 
-    def request(self, ranks: set[int], now: float, *, signal: int, is_requeue: bool) -> list[Message]:
-        """Somebody was asked to stop by `signal`; later requests change nothing."""
+    def request(self, ranks: set[int], now: float, reason: Stop) -> list[Message]:
+        """Somebody was asked to stop by a signal; later requests change nothing."""
         if self._deadline is not None or not ranks:
             return []
-        self._reason = {"signal": signal, "is_requeue": is_requeue}
+        self._reason = reason
         self._expected, self._running = set(ranks), set(ranks)
         self._deadline = now + self._grace_s
-        return [{"kind": "hold"}]
+        return [Hold()]
 
     def report(self, rank: int, position: int) -> list[Message]:
         """A rank's answer: the boundaries that it has passed. Unasked it changes nothing."""
@@ -64,7 +62,7 @@ class StopAgreement:
             return []
         self._is_settled = True
         position = max(self._positions.values())
-        return [{"kind": "stop_after", "position": position, **self._reason}]
+        return [StopAfter(position, self._reason.signal, self._reason.is_requeue)]
 
     def deadline(self) -> float | None:
         """When ranks that still run are overdue."""

@@ -17,14 +17,35 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice, takewhile
-from typing import Any
 
-from lightning_ddp.supervise.connections import NumDescriptors, Peer, listen
-from lightning_ddp.supervise.desync import Inspection, Letters
-from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
+from lightning_ddp.supervise.connections import UNREACHABLE, NumDescriptors, Peer, keep_alive, listen
+from lightning_ddp.supervise.desync import Inspection, Outgoing
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord
 from lightning_ddp.supervise.fork import close_in_forked_child
-from lightning_ddp.supervise.framing import UNREACHABLE, ProtocolError, keep_alive, pack
 from lightning_ddp.supervise.graceful_stop import StopAgreement
+from lightning_ddp.supervise.protocol import (
+    Active,
+    AllHere,
+    Beat,
+    Bye,
+    Closing,
+    Echoed,
+    Exited,
+    Failed,
+    Failure,
+    Hello,
+    Here,
+    Left,
+    Message,
+    Position,
+    Progress,
+    ProtocolError,
+    Stop,
+    Stopped,
+    Vanished,
+    Who,
+    pack,
+)
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.stall import StallWatch
 from lightning_ddp.supervise.verdict import Verdict
@@ -40,8 +61,6 @@ _ACCEPTED_AT_ONCE = 256
 _RETRY_S = 0.05
 
 _log = logging.getLogger("lightning_ddp")
-
-Message = dict[str, Any]
 
 
 class ControlServer:
@@ -148,7 +167,7 @@ class ControlServer:
             for message in injected:
                 self._handle_report(message)
             self._decide()
-        self._send_all([{"kind": "closing"}])
+        self._send_all([Closing()])
         self._close_sockets()
 
     def _timeout(self) -> float | None:
@@ -206,53 +225,45 @@ class ControlServer:
         if peer.identity is None:
             self._greet(peer, message)
             return
-        kind = message["kind"]
-        if kind == "active":
-            peer.is_active = bool(message.get("is_active"))
-            if peer.is_active:
-                peer.has_left = False
-            else:
-                self._send_all(self._stop.left(peer.identity.rank))
-                self._forget(peer.identity.rank)
-                self._note_end(peer)
-            self._inspection.entered(peer.identity.rank, message)
-        elif kind in Inspection.KINDS:
-            self._deliver(self._inspection.handle(peer.identity.rank, message, time.monotonic()))
-        elif kind == "stopped":
-            self._send_all(self._stop.left(peer.identity.rank))
-        elif kind == "progress":
-            if self._stall is not None and peer.is_active:
-                self._stall.report(peer.identity, message, time.monotonic())
-            self._send(peer, {"kind": "beat"})
-        elif kind == "who":
-            self._send(peer, {"kind": "here", "ranks": sorted(self._ranks)})
-        elif kind == "bye":
-            peer.has_left = True
-        elif kind == "stop":
-            signal, is_requeue = _number(message, "signal"), message.get("is_requeue") is True
-            self._send_all(
-                self._stop.request(
-                    self._active_ranks(), time.monotonic(), signal=signal, is_requeue=is_requeue
-                )
-            )
-        elif kind == "position":
-            self._send_all(self._stop.report(peer.identity.rank, _number(message, "position")))
-        else:
-            self._handle_report(message)
+        rank, now = peer.identity.rank, time.monotonic()
+        match message:
+            case Active(is_active):
+                peer.is_active = is_active
+                if is_active:
+                    peer.has_left = False
+                else:
+                    self._send_all(self._stop.left(rank))
+                    self._forget(rank)
+                    self._note_end(peer)
+                self._inspection.entered(rank, message)
+            case Stopped():
+                self._send_all(self._stop.left(rank))
+            case Progress(where):
+                if self._stall is not None and peer.is_active:
+                    self._stall.report(peer.identity, where, now)
+                self._send(peer, Beat())
+            case Who():
+                self._send(peer, Here(tuple(sorted(self._ranks))))
+            case Bye():
+                peer.has_left = True
+            case Stop():
+                self._send_all(self._stop.request(self._active_ranks(), now, message))
+            case Position(position):
+                self._send_all(self._stop.report(rank, position))
+            case Failed() | Echoed() | Vanished() | Exited():
+                self._handle_report(message)
+            case _:
+                self._deliver(self._inspection.handle(rank, message, now))
 
     def _greet(self, peer: Peer, message: Message) -> None:
-        token = message.get("token")
-        if message["kind"] != "hello" or not isinstance(token, str):
+        if not isinstance(message, Hello):
             raise ProtocolError("no hello")
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
+        if not hmac.compare_digest(message.token.encode(), self.token.encode()):
             raise ProtocolError("another token")
-        host = message.get("host")
-        if not isinstance(host, str):
-            raise ProtocolError("no host")
-        rank, node_rank, pid = (_number(message, name) for name in ("rank", "node_rank", "pid"))
+        rank = message.identity.rank
         if not 0 <= rank < self._world_size:
             raise ProtocolError(f"rank {rank}")
-        peer.identity = Identity(rank=rank, node_rank=node_rank, host=host[:200], pid=pid)
+        peer.identity = message.identity
         peer.is_active = True
         peer.unpacker.limit_bytes = _RECEIVE_BYTES
         with suppress(OSError):  # it is gone already, which reading from it will say
@@ -261,13 +272,13 @@ class ControlServer:
         self._peers[id(peer)] = self._ranks[rank] = peer
         self._inspection.joined(rank)
         if self._verdict.first is not None:
-            self._send(peer, {**self._verdict.first.to_message(), "kind": "failure"})
+            self._send(peer, Failure(self._verdict.first.cut()))
         if len(self._ranks) == self._world_size:
             self.has_met = True
             if self._stall is not None:
                 identities = [p.identity for p in self._ranks.values() if p.identity is not None]
                 self._stall.begin(identities, time.monotonic())
-            self._send_all([{"kind": "all_here"}])
+            self._send_all([AllHere()])
 
     def _note_end(self, peer: Peer) -> None:
         """A rank has ended a run. It leaves it when all have: until then one of them may still fail."""
@@ -276,21 +287,19 @@ class ControlServer:
         if self._num_ended[peer.num_ended] == self._world_size:
             self._num_left = max(self._num_left, peer.num_ended)
             del self._num_ended[peer.num_ended]
-            self._send_all([{"kind": "left"}])
+            self._send_all([Left()])
 
     def _handle_report(self, message: Message) -> None:
-        record = FailureRecord.from_message(message)
         now = time.monotonic()
-        if message["kind"] == "failed":
-            self._verdict.accuse(record)
-        elif message["kind"] == "echo":
-            self._verdict.echo(record, now)
-        elif message["kind"] == "vanished":
-            self._verdict.vanished(record, now)
-        elif message["kind"] == "exited":
-            self._verdict.exited(record, record.message, now)
-        else:
-            raise ProtocolError(f"kind {message['kind'][:40]!r}")
+        match message:
+            case Failed(record):
+                self._verdict.accuse(record)
+            case Echoed(record):
+                self._verdict.echo(record, now)
+            case Vanished(record):
+                self._verdict.vanished(record, now)
+            case Exited(record):
+                self._verdict.exited(record, record.message, now)
 
     def _lost(self, peer: Peer, error: OSError | None) -> None:
         identity = peer.identity
@@ -332,7 +341,7 @@ class ControlServer:
         first = self._verdict.decide(now)
         if first is not None and not self._is_told:
             self._is_told = True
-            self._send_all([{**first.to_message(), "kind": "failure"}])
+            self._send_all([Failure(first.cut())])
             self._decided.set()
             if self._on_failure is not None:
                 self._on_failure(first)
@@ -350,8 +359,8 @@ class ControlServer:
             for peer in list(self._peers.values()):
                 self._send_packed(peer, data)
 
-    def _deliver(self, letters: Letters) -> None:
-        for rank, message in letters:
+    def _deliver(self, outgoing: Outgoing) -> None:
+        for rank, message in outgoing:
             if rank in self._ranks:
                 self._send(self._ranks[rank], message)
 
@@ -397,10 +406,3 @@ class ControlServer:
         self._wake_sender.close()
         self._selector.close()
         self._num_descriptors.restore()
-
-
-def _number(message: Message, name: str) -> int:
-    value = message.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ProtocolError(f"{name}={value!r}"[:80])
-    return value

@@ -6,9 +6,8 @@ nothing any more, else one that does not wait for others; if all wait, they wait
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 
@@ -58,14 +57,8 @@ class StallWatch:
         for progress in self._ranks.values():
             progress.changed_at = progress.reported_at = now
 
-    def report(self, identity: Identity, message: Mapping[str, Any], now: float) -> None:
+    def report(self, identity: Identity, where: Where, now: float) -> None:
         """What a rank says that it is doing."""
-        where = Where(
-            step=_of_kind(message, "step", int),
-            phase=_of_kind(message, "phase", str),
-            waits_for=_of_kind(message, "waits_for", str),
-            count=_of_kind(message, "count", int) or 0,
-        )
         known = self._ranks.get(identity.rank)
         changed_at = now if known is None or known.where.count != where.count else known.changed_at
         self._ranks[identity.rank] = _Progress(identity, where, changed_at, now)
@@ -115,8 +108,3 @@ def _state(where: Where) -> str:
     state = f"waits in {where.waits_for}" if where.waits_for is not None else "does not wait for others"
     at = f" at step {where.step}" if where.step is not None else ""
     return f"{state}{at}" + (f" in {where.phase}" if where.phase else "")
-
-
-def _of_kind(message: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = message.get(name)
-    return value if isinstance(value, kind) else None

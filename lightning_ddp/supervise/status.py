@@ -6,94 +6,77 @@ Everything that a rank says is bounded in size, and cut where it is longer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-__all__ = ["Account", "Findings", "LaneAccount", "explain", "join_ranks", "members", "split_ranks"]
+__all__ = [
+    "Findings",
+    "GroupStatus",
+    "Name",
+    "RankStatus",
+    "State",
+    "Text",
+    "explain",
+    "join_ranks",
+    "members",
+    "split_ranks",
+]
 
-_NAME_CHARACTERS = 80
-_CALL_CHARACTERS = 200
 _RANKS_CHARACTERS = 200
 _SENTENCE_CHARACTERS = 1_500
 _TABLE_CHARACTERS = 2_000
-_MOST_LANES = 6
-_MOST_CALLS = 4
+_MOST_GROUPS = 6
 _MOST_ROWS = 16
 _CERTAIN_AFTER_S = 1.0
-_STATES = ("waits", "starts", "runs", "finished", "ending", "silent", "gone")
+
+State = Literal["waits", "starts", "runs", "finished", "ending", "silent", "gone"]
+Name = Annotated[str, 80]
+Text = Annotated[str, 200]
+"""Of at most so many characters; the protocol cuts what is longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneAccount:
+class GroupStatus:
     """What a rank has done with one process group."""
 
-    name: str
+    name: Name
     """The same on all ranks of the group."""
-    ranks: str
+    ranks: Annotated[str, _RANKS_CHARACTERS]
     """Its global ranks, as `join_ranks` writes them."""
     number: int
     """How many collectives it has started there."""
-    calls: Mapping[int, str] = field(default_factory=dict)
+    calls: dict[int, Text] = field(default_factory=dict)
     """Number -> what it was, for the last few."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class RankStatus:
     """What a rank says that it is doing."""
 
     rank: int
-    state: str
+    state: State
     """'waits' for a collective, 'starts' one with the others, 'runs', 'finished' its run, is 'ending' because
     of a failure, 'silent' or 'gone'."""
-    label: str | None = None
+    label: Text | None = None
     """The collective that it waits for; of one that has finished, what."""
-    lane: str | None = None
+    group: Text | None = None
     """Name of the process group of that."""
     number: int = 0
     """Its number there; 0 where it is not known."""
     for_s: float = 0.0
     """Seconds since that began."""
     step: int | None = None
-    phase: str | None = None
-    at: str | None = None
+    phase: Text | None = None
+    at: Text | None = None
     """Line of the program at which its main thread is."""
-    lanes: tuple[LaneAccount, ...] = ()
-    blocked_on: tuple[tuple[str, int, bool], ...] = ()
+    groups: Annotated[tuple[GroupStatus, ...], _MOST_GROUPS] = ()
+    blocked_on: Annotated[tuple[tuple[Text, int, bool], ...], _MOST_GROUPS] = ()
     """Group, number and whether it has not been started, of the collectives without which the rank does not
     get on; empty where it may get on by itself."""
 
-    def to_message(self) -> dict[str, Any]:
-        """In types that JSON has."""
-        values = asdict(self)
-        values["lanes"] = [
-            [lane.name, lane.ranks, lane.number, [[n, text] for n, text in lane.calls.items()]]
-            for lane in self.lanes[:_MOST_LANES]
-        ]
-        return values
-
-    @classmethod
-    def from_message(cls, rank: int, message: Mapping[str, Any]) -> Account:
-        """What rank `rank` says; whatever is malformed in it is left out."""
-        state = message.get("state")
-        for_s = message.get("for_s")
-        lanes = message.get("lanes")
-        return cls(
-            rank=rank,
-            state=state if isinstance(state, str) and state in _STATES else "runs",
-            label=_text(message, "label"),
-            lane=_text(message, "lane"),
-            number=_int(message.get("number")) or 0,
-            for_s=float(for_s) if isinstance(for_s, (int, float)) else 0.0,
-            step=_int(message.get("step")),
-            phase=_text(message, "phase"),
-            at=_text(message, "at"),
-            lanes=tuple(map(_lane, lanes[:_MOST_LANES])) if isinstance(lanes, list) else (),
-            blocked_on=_blocked(message.get("blocked_on")),
-        )
-
-    def on(self, lane: str) -> LaneAccount | None:
+    def on(self, group: str) -> GroupStatus | None:
         """What it has done with one group."""
-        return next((known for known in self.lanes if known.name == lane), None)
+        return next((known for known in self.groups if known.name == group), None)
 
     def describe(self) -> str:
         """Its state in words, after 'rank 3' or 'ranks 0-2'."""
@@ -113,34 +96,6 @@ class Account:
             "silent": "does not answer: it is stopped, or something holds its interpreter",
             "gone": "is gone",
         }[self.state]
-
-
-def _text(message: Mapping[str, Any], name: str) -> str | None:
-    value = message.get(name)
-    return value[:_CALL_CHARACTERS] if isinstance(value, str) else None
-
-
-def _int(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _blocked(value: object) -> tuple[tuple[str, int, bool], ...]:
-    known = value[:_MOST_LANES] if isinstance(value, list) else []
-    if not all(isinstance(v, list) and len(v) == 3 and _int(v[1]) is not None for v in known):
-        return ()
-    return tuple((str(lane), number, is_start is True) for lane, number, is_start in known)
-
-
-def _lane(value: object) -> LaneAccount:
-    fields: list[Any] = value if isinstance(value, list) and len(value) == 4 else ["?", "", 0, []]
-    name, ranks, number, calls = fields
-    pairs = [p for p in calls if isinstance(p, list) and len(p) == 2] if isinstance(calls, list) else []
-    return LaneAccount(
-        name=str(name)[:_NAME_CHARACTERS],
-        ranks=str(ranks)[:_RANKS_CHARACTERS],
-        number=_int(number) or 0,
-        calls={n: str(text)[:_CALL_CHARACTERS] for n, text in pairs[-_MOST_CALLS:] if _int(n) is not None},
-    )
 
 
 # ---------------------------------------------------------------------- ranks in words
@@ -197,7 +152,7 @@ def _plural(text: str, count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What comparing the accounts has shown."""
+    """What comparing the statuses has shown."""
 
     sentence: str
     """Where the ranks disagree."""
@@ -210,26 +165,26 @@ class Findings:
 
 
 def explain(
-    accounts: Mapping[int, Account], asker: int, lane: str | None = None, number: int = 0
+    statuses: Mapping[int, RankStatus], asker: int, group: str | None = None, number: int = 0
 ) -> Findings:
     """Says where the ranks disagree. Pure.
 
     Args:
-        accounts: of all ranks of the run.
+        statuses: of all ranks of the run.
         asker: the rank that wants to know.
-        lane: the process group in question; None to choose the one that most ranks wait in.
+        group: the process group in question; None to choose the one that most ranks wait in.
         number: the collective in question.
     """
-    if lane is None or not any(account.on(lane) for account in accounts.values()):
-        lane, number = _busiest(accounts)
-    parted = _first_difference(accounts, lane) if lane is not None else None
-    missing = _missing(accounts, asker, lane, number) if lane is not None else ()
+    if group is None or not any(status.on(group) for status in statuses.values()):
+        group, number = _busiest(statuses)
+    parted = _first_difference(statuses, group) if group is not None else None
+    missing = _missing(statuses, asker, group, number) if group is not None else ()
     if parted is not None:
         sentence = parted
     else:
-        concerned = members(accounts, lane) if lane is not None else set(accounts)
+        concerned = members(statuses, group) if group is not None else set(statuses)
         present = [r for r in sorted(concerned) if r not in missing]
-        sentence = "; ".join(filter(None, (_sum_up(accounts, present), _sum_up(accounts, missing))))
+        sentence = "; ".join(filter(None, (_sum_up(statuses, present), _sum_up(statuses, missing))))
         if not missing:
             sentence += (
                 ". All have called the same: the link is slow or broken, or a call from outside of this"
@@ -237,45 +192,45 @@ def explain(
             sentence += " package is in between"
     return Findings(
         sentence=sentence[:_SENTENCE_CHARACTERS],
-        table=_table(accounts),
+        table=_table(statuses),
         missing=tuple(missing),
-        is_contradiction=_contradicts(accounts, lane, number),
+        is_contradiction=_contradicts(statuses, group, number),
     )
 
 
-def _contradicts(accounts: Mapping[int, Account], lane: str | None, number: int) -> bool:
+def _contradicts(statuses: Mapping[int, RankStatus], group: str | None, number: int) -> bool:
     called = set()
-    for account in accounts.values():
-        known = account.on(lane) if lane is not None else None
-        is_there = account.state == "waits" and (account.lane, account.number) == (lane, number)
-        if known is not None and is_there and account.for_s >= _CERTAIN_AFTER_S and number in known.calls:
+    for status in statuses.values():
+        known = status.on(group) if group is not None else None
+        is_there = status.state == "waits" and (status.group, status.number) == (group, number)
+        if known is not None and is_there and status.for_s >= _CERTAIN_AFTER_S and number in known.calls:
             called.add(known.calls[number].rpartition(": ")[2])  # a label alone makes no difference
     return len(called) > 1
 
 
-def _busiest(accounts: Mapping[int, Account]) -> tuple[str | None, int]:
+def _busiest(statuses: Mapping[int, RankStatus]) -> tuple[str | None, int]:
     """The collective that most ranks wait for."""
-    waits = [(a.lane, a.number) for a in accounts.values() if a.lane is not None and a.number]
+    waits = [(a.group, a.number) for a in statuses.values() if a.group is not None and a.number]
     return max(waits, key=waits.count, default=(None, 0))
 
 
-def members(accounts: Mapping[int, Account], lane: str) -> set[int]:
-    """Global ranks of a group, as far as the accounts tell."""
-    for account in accounts.values():
-        known = account.on(lane)
+def members(statuses: Mapping[int, RankStatus], group: str) -> set[int]:
+    """Global ranks of a group, as far as the statuses tell."""
+    for status in statuses.values():
+        known = status.on(group)
         ranks = split_ranks(known.ranks) if known is not None else None
         if ranks is not None:
-            return ranks & accounts.keys()
-    return {rank for rank, account in accounts.items() if account.on(lane) is not None}
+            return ranks & statuses.keys()
+    return {rank for rank, status in statuses.items() if status.on(group) is not None}
 
 
-def _missing(accounts: Mapping[int, Account], asker: int, lane: str, number: int) -> tuple[int, ...]:
+def _missing(statuses: Mapping[int, RankStatus], asker: int, group: str, number: int) -> tuple[int, ...]:
     """Ranks that have not come to a collective, or called another one in its place."""
-    mine = accounts[asker].on(lane) if asker in accounts else None
+    mine = statuses[asker].on(group) if asker in statuses else None
     expected = mine.calls.get(number) if mine is not None else None
     missing = []
-    for rank in sorted(members(accounts, lane)):
-        known = accounts[rank].on(lane)
+    for rank in sorted(members(statuses, group)):
+        known = statuses[rank].on(group)
         has_come = known is not None and known.number >= number
         called = known.calls.get(number) if known is not None else None
         if not has_come or (expected is not None and called not in (None, expected)):
@@ -283,9 +238,9 @@ def _missing(accounts: Mapping[int, Account], asker: int, lane: str, number: int
     return tuple(missing)
 
 
-def _first_difference(accounts: Mapping[int, Account], lane: str) -> str | None:
+def _first_difference(statuses: Mapping[int, RankStatus], group: str) -> str | None:
     """The first collective of a group that ranks remember differently, in words."""
-    calls = {r: known.calls for r, a in accounts.items() if (known := a.on(lane)) is not None}
+    calls = {r: known.calls for r, a in statuses.items() if (known := a.on(group)) is not None}
     for number in sorted({n for known in calls.values() for n in known}):
         groups: dict[str, list[int]] = {}
         for rank in sorted(calls):
@@ -293,45 +248,45 @@ def _first_difference(accounts: Mapping[int, Account], lane: str) -> str | None:
                 groups.setdefault(calls[rank][number], []).append(rank)
         if len(groups) > 1:
             called = [
-                f"{_who(ranks)} called {text}{_place(accounts, ranks)}" for text, ranks in groups.items()
+                f"{_who(ranks)} called {text}{_place(statuses, ranks)}" for text, ranks in groups.items()
             ]
-            return f"as collective {number} of {lane} " + "; ".join(called)
+            return f"as collective {number} of {group} " + "; ".join(called)
     return None
 
 
-def _place(accounts: Mapping[int, Account], ranks: Sequence[int]) -> str:
-    places = {(accounts[r].step, accounts[r].phase) for r in ranks}
+def _place(statuses: Mapping[int, RankStatus], ranks: Sequence[int]) -> str:
+    places = {(statuses[r].step, statuses[r].phase) for r in ranks}
     if len(places) > 1:
         return ""
     ((step, phase),) = places
     return (f" at step {step}" if step is not None else "") + (f" in {phase}" if phase else "")
 
 
-def _grouped(accounts: Mapping[int, Account], ranks: Iterable[int]) -> dict[str, list[int]]:
+def _grouped(statuses: Mapping[int, RankStatus], ranks: Iterable[int]) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {}
     for rank in ranks:
-        groups.setdefault(accounts[rank].describe(), []).append(rank)
+        groups.setdefault(statuses[rank].describe(), []).append(rank)
     return groups
 
 
-def _sum_up(accounts: Mapping[int, Account], ranks: Sequence[int]) -> str:
-    groups = _grouped(accounts, ranks)
+def _sum_up(statuses: Mapping[int, RankStatus], ranks: Sequence[int]) -> str:
+    groups = _grouped(statuses, ranks)
     parts = [f"{_who(same)} {_plural(text, len(same))}" for text, same in groups.items()]
     return "; ".join(parts[:_MOST_ROWS])
 
 
-def _table(accounts: Mapping[int, Account]) -> str:
+def _table(statuses: Mapping[int, RankStatus]) -> str:
     groups: dict[Any, list[int]] = {}
-    is_long = len(accounts) > _MOST_ROWS
-    for rank in sorted(accounts):
-        account = accounts[rank]
-        text = account.describe()
-        if account.number and account.lane:
-            text += f" (collective {account.number} of {account.lane})"
+    is_long = len(statuses) > _MOST_ROWS
+    for rank in sorted(statuses):
+        status = statuses[rank]
+        text = status.describe()
+        if status.number and status.group:
+            text += f" (collective {status.number} of {status.group})"
         groups.setdefault(text if is_long else (text, rank), []).append(rank)
     rows = [("rank", "state", "for")]
     for key, ranks in list(groups.items())[:_MOST_ROWS]:
-        times = sorted(accounts[rank].for_s for rank in ranks)
+        times = sorted(statuses[rank].for_s for rank in ranks)
         spread = f"{times[0]:.1f} s" if len(times) == 1 else f"{times[0]:.1f} to {times[-1]:.1f} s"
         rows.append((join_ranks(ranks), key if is_long else key[0], spread))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]

@@ -1,79 +1,36 @@
-"""Options that the tools share, and how their values are checked; free of torch, so that `--help` is fast."""
+"""Options that the tools share, and how their values are checked."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-MODEL_NAMES: Final = ("linear500", "linear16", "transformer6", "convbn40")
-"""The models of `lightning_ddp.tools.models`, in the order in which they are measured."""
+from lightning_ddp.tools.models import MODEL_NAMES
 
 PICTURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 """Formats of pictures."""
 
 
-def add_rounds_argument(parser: argparse.ArgumentParser, default: int) -> None:
-    """Declare the number of rounds, in each of which every contender is measured once."""
-    parser.add_argument(
-        "--rounds", type=positive_int, default=default, metavar="N", help=f"measured rounds ({_DEFAULT})"
-    )
+def add_shared(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Declare some of the options that several tools have: name -> default."""
+    for name, default in defaults.items():
+        names, options = _SHARED[name]
+        if isinstance(default, list):
+            text = options["help"].replace("%(default)s", " ".join(map(str, default)))
+            options = {**options, "nargs": "+", "help": text}
+        parser.add_argument(*names, default=default, **options)
 
 
-def add_world_size_argument(parser: argparse.ArgumentParser, default: object = 2) -> None:
-    """Declare the number of processes.
-
-    Args:
-        parser: of the command.
-        default: a number; a list, if several can be given; None where ranks of torchrun are joined.
-    """
-    parser.add_argument(
-        "--world-size",
-        "--devices",
-        type=positive_int,
-        nargs="+" if isinstance(default, list) else None,
-        default=default,
-        metavar="N",
-        help="number of processes (default: 2" + (")" if default else ", or those of torchrun)"),
-    )
-
-
-def add_timeout_argument(parser: argparse.ArgumentParser, default: float) -> None:
-    """Declare the deadline."""
-    parser.add_argument(
-        "--timeout-s",
-        type=positive_float,
-        default=default,
-        metavar="S",
-        help=f"seconds after which spawned processes are ended and the run fails ({_DEFAULT})",
-    )
-
-
-def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare the kind of device."""
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help=f"cpu with gloo, or cuda with NCCL and one GPU per process ({_DEFAULT})",
-    )
-
-
-def add_models_argument(parser: argparse.ArgumentParser, default: tuple[str, ...] = MODEL_NAMES) -> None:
-    """Declare the choice among `MODEL_NAMES`."""
-    parser.add_argument(
-        "--models",
-        "--model",
-        nargs="+",
-        choices=MODEL_NAMES,
-        default=list(default),
-        metavar="MODEL",
-        help=f"any of {', '.join(MODEL_NAMES)} (default: {' '.join(default)})",
-    )
-
-
-_DEFAULT = "default: %(default)s"
+def _number_above(text: str, kind: type, least: float, expected: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not least <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value
 
 
 def positive_int(text: str) -> int:
@@ -85,13 +42,7 @@ def positive_int(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: the text is no integer or is below 1.
     """
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return value
+    return int(_number_above(text, int, 1, "an integer of at least 1"))
 
 
 def positive_float(text: str) -> float:
@@ -103,13 +54,7 @@ def positive_float(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: the text is no number, or not above 0, or infinite.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
+    return float(_number_above(text, float, 5e-324, "a number above 0"))
 
 
 def existing_file(text: str) -> str:
@@ -148,3 +93,37 @@ def picture_path(text: str) -> Path:
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install matplotlib")
     return path
+
+
+_DEFAULT = "(default: %(default)s)"
+_SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
+    "rounds": (("--rounds",), {"type": positive_int, "metavar": "N", "help": f"measured rounds {_DEFAULT}"}),
+    "world_size": (
+        ("--world-size", "--devices"),
+        {"type": positive_int, "metavar": "N", "help": "number of processes (default: 2, or torchrun's)"},
+    ),
+    "timeout_s": (
+        ("--timeout-s",),
+        {
+            "type": positive_float,
+            "metavar": "S",
+            "help": f"seconds after which spawned processes are ended and the run fails {_DEFAULT}",
+        },
+    ),
+    "device": (
+        ("--device",),
+        {
+            "choices": ("cpu", "cuda"),
+            "help": f"cpu with gloo, or cuda with NCCL and one GPU per process {_DEFAULT}",
+        },
+    ),
+    "models": (
+        ("--models", "--model"),
+        {
+            "choices": MODEL_NAMES,
+            "metavar": "MODEL",
+            "help": f"any of {', '.join(MODEL_NAMES)} {_DEFAULT}",
+        },
+    ),
+}
+"""Option -> its names and what argparse is told. A list as the default lets several values be given."""

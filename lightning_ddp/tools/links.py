@@ -16,8 +16,6 @@ from typing import Final
 
 from lightning_ddp.tools import ToolError
 
-__all__ = ["INTERFACE", "can_shape_links", "enter_namespace", "read_sent_bytes", "shaped_link"]
-
 INTERFACE: Final = "link0"
 """The link's name in both namespaces."""
 
@@ -77,22 +75,14 @@ def _ip(*arguments: str) -> None:
 
 
 def enter_namespace(name: str) -> None:
-    """Move the calling thread into a namespace; threads that it starts later are there as well.
-
-    Raises:
-        ToolError: the kernel does not let it.
-    """
+    """Move the calling thread into a namespace; threads that it starts later are there as well."""
     with open(f"/var/run/netns/{name}", encoding="ascii") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
             raise ToolError(f"setns failed: {os.strerror(ctypes.get_errno())}")
 
 
 def read_sent_bytes() -> int:
-    """Bytes that the kernel has sent on this rank's link, with all headers.
-
-    Raises:
-        ToolError: this thread is in no namespace of a link.
-    """
+    """Bytes that the kernel has sent on this rank's link, with all headers."""
     for line in Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == INTERFACE:

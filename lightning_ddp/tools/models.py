@@ -29,7 +29,7 @@ def build_workload(name: str, *, rank: int) -> Workload:
     """Build one model and one batch.
 
     Args:
-        name: one of `lightning_ddp.tools.arguments.MODEL_NAMES`.
+        name: one of `MODEL_NAMES`.
         rank: seeds the batch, so that ranks have different gradients to average.
 
     Returns:
@@ -91,3 +91,6 @@ WORKLOADS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convbn40": (_convbn40, (8, 32, 16, 16)),
 }
 """Name -> how to build the model, and the shape of its batch."""
+
+MODEL_NAMES = tuple(WORKLOADS)
+"""In the order in which they are measured."""

@@ -40,19 +40,6 @@ from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.links import INTERFACE, enter_namespace, shaped_link
 from lightning_ddp.tools.sigterm import at_once, held_back
 
-__all__ = [
-    "FAILURE_KEY",
-    "RankContext",
-    "RoundRobin",
-    "TorchrunRank",
-    "Worker",
-    "host_store",
-    "run_ranks",
-    "shuffled",
-    "timed",
-    "torchrun_rank",
-]
-
 SettingsT = TypeVar("SettingsT")
 ItemT = TypeVar("ItemT")
 
@@ -69,13 +56,10 @@ class RankContext:
     """What a worker knows about its own process."""
 
     rank: int
-    """Rank in the default process group."""
     world_size: int
-    """Ranks of the default process group."""
     replica: int = 0
-    """Which of the replicas this process belongs to."""
+    """Which of the replicas this process belongs to, each with a process group of its own."""
     num_replicas: int = 1
-    """How many times the ranks have been started, each time with a process group of their own."""
     device: torch.device
     """The device of this rank; for CUDA also the current device."""
     store: Store
@@ -86,28 +70,21 @@ class RankContext:
         if self.rank == 0:
             self.store.add(_PROGRESS_KEY, 1)
 
-    def synchronize(self) -> None:
-        """Wait for all work queued on the device; nothing to wait for on a CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
-    def timed(self, step: Callable[[], object]) -> float:
-        """Seconds of a step that all ranks begin together, until the device has done it; communicates."""
-        return timed(step, self.device)
+def synchronize(device: torch.device) -> None:
+    """Wait for all work queued on the device; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def timed(step: Callable[[], object], device: torch.device) -> float:
     """Time a step that all ranks begin together, until the device has done it; communicates."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     dist.barrier()
-    start = now()
+    synchronize(device)
+    start = time.perf_counter()
     step()
-    return now() - start
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 Worker = Callable[[RankContext, SettingsT], object]
@@ -121,15 +98,14 @@ class TorchrunRank:
     rank: int
     local_rank: int
     world_size: int
-    host: str
-    port: int
+    address: tuple[str, int]
     store: Store
     prefix: str
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """Of the measurements, the same on all ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Meeting:
     """Where ranks meet, and which of them are started here."""
 
@@ -144,7 +120,7 @@ class _Meeting:
     namespaces: Sequence[str] = ()
     device: str
     timeout_s: float
-    preload: str | None = None
+    preload: str | None
 
     def open_store(self) -> Store:
         """Connects to the store."""
@@ -181,8 +157,8 @@ def run_ranks(
     """Run a worker in fresh processes that share a process group.
 
     Args:
-        worker: called in each process; must be importable by name.
-        settings: passed to each worker; must pickle.
+        worker: called in each process with `settings`, which must pickle.
+        settings: see there.
         world_size: number of ranks.
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU per process).
         timeout_s: seconds after which all processes are killed.
@@ -196,40 +172,39 @@ def run_ranks(
         start_method: "fork" spares processes all imports, but not where CUDA is in use.
 
     Returns:
-        One result per rank, in the order of the ranks; those of one replica after those of the other; the
-        same in all processes of torchrun.
+        One result per rank, replica by replica; the same in all processes of torchrun.
 
     Raises:
         ToolError: a process fails (the message holds its traceback), the deadline passes, there are too few
             GPUs, or namespaces are not permitted. No process that was started here is left.
     """
+    meeting = _Meeting(
+        address="",
+        world_size=world_size,
+        num_local_ranks=world_size,
+        num_replicas=num_replicas,
+        device=device,
+        timeout_s=timeout_s,
+        preload=preload,
+    )
     with ExitStack() as stack:
-        where: dict[str, Any] = {}
         if torchrun is not None:
-            prefix = f"{torchrun.prefix}/{next(torchrun.numbers)}"
-            meeting_store: Store = PrefixStore(prefix, torchrun.store)
-            where = {"address": (torchrun.host, torchrun.port), "prefix": prefix, "num_local_ranks": 1}
-            where |= {"first_rank": torchrun.rank, "first_local_rank": torchrun.local_rank}
+            meeting.address, meeting.num_local_ranks = torchrun.address, 1
+            meeting.prefix = f"{torchrun.prefix}/{next(torchrun.numbers)}"
+            meeting.first_rank, meeting.first_local_rank = torchrun.rank, torchrun.local_rank
+            opened: Store = PrefixStore(meeting.prefix, torchrun.store)
         elif mbit is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_ddp_link_"))
-            path = str(Path(folder, "store"))  # in no namespace's network
-            meeting_store = dist.FileStore(path, -1)
-            where = {"address": path, "namespaces": stack.enter_context(shaped_link(mbit))}
+            meeting.address = str(Path(folder, "store"))  # in no namespace's network
+            meeting.namespaces = stack.enter_context(shaped_link(mbit))
+            opened = dist.FileStore(meeting.address, -1)
         else:
             if device == "cuda" and torch.cuda.device_count() < world_size:
                 found = torch.cuda.device_count()
                 raise ToolError(f"--world-size {world_size} needs as many GPUs, found {found}")
-            meeting_store = opened = store or host_store(timeout_s)
-            where = {"address": (_HOST, opened.port)}
-        meeting = _Meeting(
-            world_size=world_size,
-            num_replicas=num_replicas,
-            device=device,
-            timeout_s=timeout_s,
-            preload=preload,
-            **{"num_local_ranks": world_size, **where},
-        )
-        return _run(worker, settings, meeting, meeting_store, on_progress, start_method)
+            store = store or host_store(timeout_s)
+            opened, meeting.address = store, (_HOST, store.port)
+        return _run(worker, settings, meeting, opened, on_progress, start_method)
 
 
 def _run(
@@ -240,20 +215,16 @@ def _run(
     on_progress: Callable[[int], object],
     start_method: str,
 ) -> list[Any]:
-    num_processes = meeting.num_local_ranks * meeting.num_replicas
+    count = meeting.num_local_ranks * meeting.num_replicas
     # A store in this process looks up the address of each that connects, and holds a lock of the C library
     # while it does: a rank forked then could never take that lock.
-    all_made = multiprocessing.get_context(start_method).Barrier(num_processes)
+    all_made = multiprocessing.get_context(start_method).Barrier(count)
+    arguments = (worker, settings, meeting, all_made)
     context: ProcessContext | None = None
     try:
         with held_back():
             context = start_processes(
-                _run_rank,
-                (worker, settings, meeting, all_made),
-                nprocs=num_processes,
-                join=False,
-                daemon=True,
-                start_method=start_method,
+                _run_rank, arguments, nprocs=count, join=False, daemon=True, start_method=start_method
             )
         _watch(context, store, meeting, on_progress)
     finally:
@@ -262,7 +233,7 @@ def _run(
                 process.kill()
             process.join()
     return [
-        json.loads(store.get(_result_key(replica, rank)))
+        json.loads(store.get(f"result/{replica}/{rank}"))
         for replica in range(meeting.num_replicas)
         for rank in range(meeting.world_size)
     ]
@@ -315,16 +286,10 @@ def _run_rank(
         timeout=timedelta(seconds=meeting.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    context = RankContext(
-        rank=rank,
-        world_size=meeting.world_size,
-        replica=replica,
-        num_replicas=meeting.num_replicas,
-        device=device,
-        store=store,
-    )
+    sizes = {"world_size": meeting.world_size, "num_replicas": meeting.num_replicas}
+    context = RankContext(rank=rank, replica=replica, device=device, store=store, **sizes)
     try:
-        store.set(_result_key(replica, rank), json.dumps(worker(context, settings)))
+        store.set(f"result/{replica}/{rank}", json.dumps(worker(context, settings)))
         dist.barrier()  # nobody leaves while another rank still communicates
     except Exception:
         # Before the group goes, which makes the others fail as well: the first entry is the cause.
@@ -335,18 +300,11 @@ def _run_rank(
         dist.destroy_process_group()
 
 
-def _result_key(replica: int, rank: int) -> str:
-    return f"result/{replica}/{rank}"
-
-
 class RoundRobin:
     """Turns of replicas, one after the other, so that they share the processors. Who waits for a turn sleeps.
 
-    All processes ask for the same turns in the same order, each saying which are its own.
-
-    Args:
-        store: shared by all processes.
-        num_ranks: how many processes have one turn together.
+    All processes ask for the same turns in the same order, each saying which are its own; `num_ranks` of them
+    have one turn together.
     """
 
     def __init__(self, store: Store, num_ranks: int) -> None:
@@ -356,13 +314,7 @@ class RoundRobin:
 
     @contextmanager
     def take(self, *, is_mine: bool) -> Generator[bool, None, None]:
-        """Wait for the end of the turn before this one, if this process has part in it.
-
-        Args:
-            is_mine: whether it has.
-
-        Yields:
-            The same; the caller leaves the turn to the others if not.
+        """Wait for the end of the turn before this one, if this process takes part; yields whether it does.
 
         Raises:
             RuntimeError: the turn before does not end within the timeout of the store.
@@ -391,10 +343,8 @@ def shuffled(items: Sequence[ItemT], *, seed: int) -> list[ItemT]:
 def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, None, None]:
     """Find torchrun's ranks, if it has started this process; yields None otherwise.
 
-    At the end of the block torchrun's processes wait for each other, unless it raised.
-
-    Args:
-        args: with `world_size` (None if it was not given), `device` and `timeout_s`.
+    At the end of the block torchrun's processes wait for each other, unless it raised. `args` have
+    `world_size` (None if it was not given), `device` and `timeout_s`.
 
     Raises:
         ToolError: the number that was asked for is not that of torchrun, its processes do not find each
@@ -423,8 +373,7 @@ def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, No
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
-        host=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
+        address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
         store=found_store,
         prefix=prefix,
     )

@@ -21,22 +21,14 @@ from typing import Any, Final
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.sigterm import held_back
 
-__all__ = [
-    "PACKAGE_ROOT",
-    "TRAINING",
-    "FailedRun",
-    "compiled_package",
-    "num_alive",
-    "run_to_fault",
-    "run_to_mark",
-    "started",
-]
-
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
 """Where a script finds this package."""
 
 TRAINING: Final = Path(__file__).with_name("training_script.py")
 """The script that trains."""
+
+STRATEGIES: Final = ("custom_ddp", "ddp")
+"""What takes turns in it: ours and Lightning's."""
 
 _TAIL: Final = 4000  # characters of a failed script's output to show
 _POLL_S: Final = 0.02
@@ -62,15 +54,13 @@ class _Started:
     def __init__(self, script: Path, arguments: dict[str, Any], output: Path) -> None:
         self.label = f"{script.name} {arguments.get('strategy', '')}".strip()
         self._output = output
+        # inside of a SLURM job as well it starts its processes itself
+        env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        command = [sys.executable, str(script), json.dumps(arguments)]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with output.open("wb") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, str(script), json.dumps(arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                # inside of a SLURM job as well it starts its processes itself
-                env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
-                start_new_session=True,
+                command, env=env, stdout=stream, start_new_session=True, **streams
             )
 
     @property
@@ -85,12 +75,7 @@ class _Started:
 
 @contextmanager
 def started(script: Path, arguments: dict[str, Any]) -> Iterator[_Started]:
-    """Start a script; at the end of the block what is left of its processes is killed.
-
-    Args:
-        script: the file to run with this interpreter.
-        arguments: given to it as JSON.
-    """
+    """Start a script; at the end of the block what is left of its processes is killed."""
     running: _Started | None = None
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_script_") as folder:
         try:
@@ -111,7 +96,7 @@ def run_to_mark(
     may_fail_later: bool = False,
     ends_there: bool = False,
 ) -> tuple[float, str]:
-    """Run a script to its end, or to a line that it prints.
+    """Run a script, with arguments as JSON, to its end, or to a line that it prints.
 
     Args:
         script: the file to run with this interpreter.
@@ -173,12 +158,12 @@ def run_to_fault(
     accelerator: str = "cpu",
     preload: str | None = None,
 ) -> FailedRun:
-    """Train until a rank fails, and wait until all processes are gone.
+    """Train until a rank fails by an "exception" or a "kill", and wait until all processes are gone.
 
     Args:
-        strategy: "custom_ddp" or "ddp".
+        strategy: of `STRATEGIES`.
         world_size: number of ranks.
-        fault: "exception" or "kill".
+        fault: one of the two.
         victim: the rank that fails.
         timeout_s: seconds for the script to reach its fault, and again from there until all are gone.
         accelerator: of the Trainer.

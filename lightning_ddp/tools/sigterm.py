@@ -7,11 +7,9 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Final
-
-__all__ = ["at_once", "held_back", "unwinds_at_sigterm"]
+from typing import Final
 
 _STATUS: Final = 128 + signal.SIGTERM
 
@@ -46,20 +44,22 @@ def unwinds_at_sigterm() -> Generator[None, None, None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = _set(_Handler())
+    previous = signal.signal(signal.SIGTERM, _Handler())
     try:
         yield
-    finally:
-        _set(previous)
+    finally:  # None stands for a handler that was not set from Python
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
+def _ours() -> _Handler | None:
+    handler = signal.getsignal(signal.SIGTERM)
+    return handler if isinstance(handler, _Handler) else None
 
 
 @contextmanager
 def held_back() -> Generator[None, None, None]:
     """Keep SIGTERM waiting until the end of the block: for starting what has to be ended again."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if not isinstance(handler, _Handler):
-        yield
-        return
+    handler = _ours() or _Handler()
     handler.num_holding += 1
     try:
         yield
@@ -71,17 +71,11 @@ def held_back() -> Generator[None, None, None]:
 @contextmanager
 def at_once() -> Generator[None, None, None]:
     """Let SIGTERM end the process in this block: for waits in C++, where no exception would be raised."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if not isinstance(handler, _Handler):
-        yield
-        return
-    _set(signal.SIG_DFL)
+    handler = _ours()
+    if handler is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         yield
     finally:
-        _set(handler)
-
-
-def _set(handler: Callable[[int, types.FrameType | None], Any] | int | None) -> Any:
-    # None stands for a handler that was not set from Python
-    return signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)

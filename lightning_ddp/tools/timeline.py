@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.hooks import build_hook
+from lightning_ddp.telemetry.picture import draw
+from lightning_ddp.telemetry.recording import Recording, load_folder, save
+from lightning_ddp.telemetry.timeline import chrome_trace, lanes_of
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.arguments import (
-    MODEL_NAMES,
-    add_device_argument,
-    add_timeout_argument,
-    add_world_size_argument,
-    output_path,
-    positive_int,
-)
-
-if TYPE_CHECKING:
-    from lightning_ddp.tools.ranks import RankContext
+from lightning_ddp.tools.arguments import add_shared, output_path, positive_int
+from lightning_ddp.tools.contenders import OURS, TrainingRun
+from lightning_ddp.tools.models import MODEL_NAMES, build_workload
+from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 
 _NUM_WARMUP_STEPS = 5
 
@@ -51,26 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="linear16",
         help="what is trained without a folder (default: %(default)s)",
     )
-    add_world_size_argument(parser)
-    add_device_argument(parser)
-    add_timeout_argument(parser, 300.0)
+    add_shared(parser, world_size=2, device="cpu", timeout_s=300.0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write trace and picture, and say in a line a rank what they show.
-
-    Returns:
-        The exit status, 0.
+    """Write trace and picture, and say in a line a rank what they show; returns the exit status, 0.
 
     Raises:
         ToolError: the folder holds no recordings, or a process that records fails.
     """
-    from lightning_ddp.errors import ConfigurationError
-    from lightning_ddp.telemetry.picture import draw
-    from lightning_ddp.telemetry.recording import load_folder
-    from lightning_ddp.telemetry.timeline import chrome_trace, lanes_of
-    from lightning_ddp.tools.ranks import run_ranks
-
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder
         if folder is None:
@@ -107,7 +95,6 @@ class RecordSettings:
     """What `record_steps` trains."""
 
     model: str
-    """One of `lightning_ddp.tools.arguments.MODEL_NAMES`."""
     folder: str
     """Where each rank leaves its file."""
     num_steps: int
@@ -122,13 +109,6 @@ def record_steps(context: RankContext, settings: RecordSettings) -> list[list[tu
     Returns:
         Shapes of the parameters of each bucket, where gradients are not averaged.
     """
-    import socket
-
-    from lightning_ddp.hooks import build_hook
-    from lightning_ddp.telemetry.recording import Recording, save
-    from lightning_ddp.tools.contenders import OURS, TrainingRun
-    from lightning_ddp.tools.models import build_workload
-
     training = TrainingRun(OURS, build_workload(settings.model, rank=context.rank), context.device)
     wrapped: Any = training.wrapped
     shapes: dict[int, list[tuple[int, ...]]] = {}
@@ -143,7 +123,7 @@ def record_steps(context: RankContext, settings: RecordSettings) -> list[list[tu
     recorder = wrapped.record_steps(settings.num_steps)
     for _ in range(_NUM_WARMUP_STEPS + settings.num_steps):
         training.step()
-        context.synchronize()  # on CUDA a step is kept once the device has finished it
+        synchronize(context.device)  # on CUDA a step is kept once the device has finished it
     size, steps = context.world_size, list(recorder.records)
     recording = Recording(rank=context.rank, world_size=size, host=socket.gethostname(), steps=steps)
     save(Path(settings.folder), recording)

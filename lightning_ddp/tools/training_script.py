@@ -6,7 +6,7 @@ package, which it finds where it is told to.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import runpy
@@ -36,17 +36,10 @@ def main(
 ) -> None:
     """Trains, and prints `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
 
-    Args:
-        strategy: of the Trainer.
-        package_root: folder of this package.
-        devices: of the Trainer.
-        accelerator: of the Trainer.
-        num_steps: of the training.
-        model: of `lightning_ddp.tools.models`, whose steps are timed; None for a small one.
-        fault: "exception" or "kill" in the fourth step, or None.
-        victim: rank with the fault.
-        preload: a Python file that each rank runs first.
+    Strategy, devices, accelerator and number of steps are the Trainer's; a model of `models.py` has its steps
+    timed. The victim has its fault, "exception" or "kill", in the fourth step; a file to preload runs first.
     """
+    models: Any = importlib.import_module("models") if model else None  # "ddp" runs without the package
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # whose names are common
     import pytorch_lightning as pl
     import torch
@@ -56,7 +49,9 @@ def main(
         import lightning_ddp  # noqa: F401 (registers the strategy)
     if preload:
         runpy.run_path(preload)
-    models = _load_models(package_root) if model else None
+    if model:
+        warnings.filterwarnings("ignore")
+        torch.set_num_threads(1)
 
     class Probe(pl.LightningModule):
         def __init__(self) -> None:
@@ -117,21 +112,6 @@ def main(
     trainer.fit(probe, torch.utils.data.DataLoader(torch.zeros(devices * num_steps, 1)))  # type: ignore[arg-type]  # a tensor has length and items
     if trainer.global_rank == 0:
         _say(f"STEP_SECONDS {json.dumps(probe.seconds)}")
-
-
-def _load_models(package_root: str) -> Any:
-    """By its path, so that "ddp" runs without the package."""
-    import torch
-
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    path = Path(package_root, "lightning_ddp", "tools", "models.py")
-    spec = importlib.util.spec_from_file_location("bench_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    models = sys.modules["bench_models"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(models)
-    return models
 
 
 if __name__ == "__main__":

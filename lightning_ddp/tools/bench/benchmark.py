@@ -1,18 +1,65 @@
-"""Benchmark class: a name, options, a measurement and a table; then files on request."""
+"""Benchmark class: a name, options, a measurement and a table; a JSON report and a picture on request."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
 
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.arguments import output_path, picture_path
-from lightning_ddp.tools.report import Comparisons, Samples, compare, draw_bars, format_table, write_report
+from lightning_ddp.tools.report import format_table, installed_version, paired_ratio
 
-__all__ = ["Benchmark", "Result", "format_comparisons"]
+_NUM_COLUMNS: Final = 2
+_ROOM: Final = 1.55  # of the longest bar, so that the text beside it fits
+
+Samples = Mapping[str, Mapping[str, Sequence[float]]]
+"""Subject (a model, a start) -> contender -> one value per round; those of a round were measured in turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One contender's figures beside a reference contender."""
+
+    median: float
+    """Median over the rounds."""
+    iqr: float
+    """Interquartile range over the rounds, in the unit of the median."""
+    ratio: float
+    """Reference / this contender, the median of ratios paired by round; below 1 the reference is smaller."""
+
+
+Comparisons = Mapping[str, Mapping[str, Comparison]]
+"""Subject -> contender -> its figures."""
+
+
+def compare(samples: Mapping[str, Sequence[float]], *, reference: str) -> dict[str, Comparison]:
+    """Summarize the rounds of each contender, and set the reference in relation to it.
+
+    Raises:
+        KeyError: the reference is no contender.
+        ValueError: contenders have different numbers of rounds, or a value is not above 0.
+    """
+    found = {}
+    for name, values in samples.items():
+        first, third = _quartiles(values)
+        ratio = paired_ratio(samples[reference], values)
+        found[name] = Comparison(median=statistics.median(values), iqr=third - first, ratio=ratio)
+    return found
+
+
+def _quartiles(samples: Sequence[float]) -> tuple[float, float]:
+    """The first and the third one; the sample itself where there is but one."""
+    first, _, third = statistics.quantiles([*samples, *samples[: len(samples) == 1]], method="inclusive")
+    return first, third
 
 
 @dataclass(kw_only=True)
@@ -20,7 +67,6 @@ class Result:
     """What was measured."""
 
     samples: Samples = field(default_factory=dict)
-    """Subject (a model, a start) -> contender -> one value per round."""
     references: Mapping[str, str] | str = ""
     """The contender above the fraction line, of all subjects or of each."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -41,8 +87,50 @@ class Result:
         }
 
 
-def _draw(result: Result, path: Any, *, unit: str, title: str) -> None:
-    draw_bars(result.samples, result.comparisons, path, unit=unit, title=title)
+def draw_bars(result: Result, path: Path, *, unit: str, title: str) -> None:
+    """Draw a panel a subject: a bar a contender, as long as its median, with quartiles, rounds and ratio."""
+
+    def draw_panel(axes: Any, subject: str) -> None:
+        rounds, figures = result.samples[subject], comparisons[subject]
+        ends = []
+        for row, (name, values) in enumerate(rounds.items()):
+            median, ratio = figures[name].median, figures[name].ratio
+            first, third = _quartiles(values)
+            axes.barh(row, median, height=0.6, color=f"C{row}", alpha=0.55)
+            axes.errorbar(median, row, xerr=[[median - first], [third - median]], color="black", capsize=3)
+            axes.plot(values, [row + 0.2] * len(values), ".", color="black", alpha=0.25, markersize=3)
+            ends.append(max(median, third))
+            text = f"{median:.4g} (ratio {ratio:.2f})"
+            axes.annotate(text, (ends[-1], row), (6, 0), textcoords="offset points", va="center")
+        axes.set_xlim(0, _ROOM * max(ends))  # a round that took far longer lies outside
+        axes.set_yticks(range(len(rounds)), list(rounds))
+        axes.invert_yaxis()
+        axes.set(xlabel=unit)
+
+    comparisons = result.comparisons
+    panels = {subject: partial(draw_panel, subject=subject) for subject in result.samples}
+    longest = max(map(len, result.samples.values()))
+    save_panels(path, panels, title=title, height=0.9 + 0.42 * longest)
+
+
+def save_panels(
+    path: Path, panels: Mapping[str, Callable[[Any], None]], *, title: str, height: float = 4.5
+) -> None:
+    """Draw panels of so many inches in two columns, each by a function of its axes, and save the picture."""
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
+
+    num_columns = min(_NUM_COLUMNS, len(panels))
+    num_rows = math.ceil(len(panels) / num_columns)
+    figure = Figure(figsize=(6.5 * num_columns, 0.8 + num_rows * height), layout="constrained")
+    all_axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
+    for axes in all_axes[len(panels) :]:
+        axes.remove()
+    for axes, (name, draw) in zip(all_axes, panels.items(), strict=False):
+        axes.grid(alpha=0.3)
+        axes.set(title=name)
+        draw(axes)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +148,7 @@ class Benchmark:
     """Does the work; None in a process of torchrun that does not report."""
     table: Callable[[Result], str]
     """Lays out what is printed."""
-    draw: Callable[..., None] = _draw
+    draw: Callable[..., None] = draw_bars
     """Draws the result into a file, given unit and title."""
     title: str = "medians with quartiles; the ratio is ours / contender"
     """Of the picture."""
@@ -70,21 +158,14 @@ class Benchmark:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         self.options(parser)
-        parser.add_argument(
-            "--json", type=output_path, metavar="PATH", help="write all samples and the summary to this file"
-        )
-        parser.add_argument(
-            "--plot",
-            type=picture_path,
-            metavar="PATH",
-            help="draw the figures (PNG, SVG or PDF; needs matplotlib)",
-        )
+        for name, kind, text in (
+            ("--json", output_path, "write all samples and the summary to this file"),
+            ("--plot", picture_path, "draw the figures (PNG, SVG or PDF; needs matplotlib)"),
+        ):
+            parser.add_argument(name, type=kind, metavar="PATH", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure, print the table, and write the files that were asked for.
-
-        Returns:
-            The exit status, 0.
+        """Measure, print the table, and write the files that were asked for; returns the exit status, 0.
 
         Raises:
             ToolError: what was asked for cannot be measured, a process fails or a deadline passes.
@@ -98,19 +179,31 @@ class Benchmark:
             return 0
         print(self.table(result))
         if args.json is not None:
-            write_report(
-                args.json,
-                benchmark=self.name,
-                unit=self.unit,
-                settings=result.settings,
-                samples=result.samples,
-                comparisons=result.comparisons,
-                extra=result.extra,
-            )
+            args.json.write_text(json.dumps(self._report(result), indent=2, allow_nan=False) + "\n")
         if args.plot is not None:
             self.draw(result, args.plot, unit=self.unit, title=f"bench {self.name}: {self.title}")
             print(f"picture: {args.plot}")
         return 0
+
+    def _report(self, result: Result) -> dict[str, object]:
+        packages = ("torch", "pytorch-lightning", "lightning_ddp")
+        table = {
+            subject: {name: asdict(comparison) for name, comparison in contenders.items()}
+            for subject, contenders in result.comparisons.items()
+        }
+        return {
+            "benchmark": self.name,
+            "environment": {
+                "platform": platform.platform(),
+                "python": platform.python_version(),
+                "num_cpus": os.cpu_count(),
+                "packages": {name: installed_version(name) for name in packages},
+            },
+            "settings": result.settings,
+            "unit": self.unit,
+            "summary": {"comparisons": table, **result.extra},
+            "samples": result.samples,
+        }
 
 
 def format_comparisons(

@@ -11,21 +11,17 @@ import argparse
 import statistics
 from typing import Final
 
-from lightning_ddp.tools.arguments import add_rounds_argument, add_timeout_argument, add_world_size_argument
+from lightning_ddp.tools.arguments import add_shared
 from lightning_ddp.tools.bench.benchmark import Benchmark, Result
 from lightning_ddp.tools.report import format_table, progress_bar
-from lightning_ddp.tools.scripts import FailedRun, run_to_fault
+from lightning_ddp.tools.scripts import STRATEGIES, FailedRun, run_to_fault
 
-OURS: Final = "custom_ddp"
-STRATEGIES: Final = (OURS, "ddp")
 FAULTS: Final = ("exception", "kill")
 VICTIMS: Final = ("first", "last")
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    add_rounds_argument(parser, 3)
-    add_world_size_argument(parser)
-    add_timeout_argument(parser, 60.0)
+    add_shared(parser, rounds=3, world_size=2, timeout_s=60.0)
 
 
 def _measure(args: argparse.Namespace) -> Result:
@@ -44,7 +40,7 @@ def _measure(args: argparse.Namespace) -> Result:
         gone.setdefault(f"{fault}, {place} rank", {})[strategy] = [run.gone_s for run in runs]
     return Result(
         samples=gone,
-        references=OURS,
+        references=STRATEGIES[0],
         settings={"rounds": args.rounds, "world_size": args.world_size},
         extra={"scripts": {"/".join(cell): [vars(run) for run in runs] for cell, runs in found.items()}},
     )

@@ -13,22 +13,25 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.comm.group import Group
+from lightning_ddp.communication import Communication
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.arguments import (
-    add_rounds_argument,
-    add_timeout_argument,
-    positive_float,
-    positive_int,
-)
-from lightning_ddp.tools.bench.benchmark import Benchmark, Result
+from lightning_ddp.tools.arguments import add_shared, positive_float, positive_int
+from lightning_ddp.tools.bench.benchmark import Benchmark, Result, draw_bars, save_panels
+from lightning_ddp.tools.bench.tasks import make_task
 from lightning_ddp.tools.contenders import OURS, TORCH_DEFAULT, TrainingRun
-from lightning_ddp.tools.report import draw_bars, format_table, paired_ratio, progress_bar
-
-if TYPE_CHECKING:
-    from lightning_ddp.tools.ranks import RankContext
+from lightning_ddp.tools.links import read_sent_bytes
+from lightning_ddp.tools.models import build_workload
+from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled, timed
+from lightning_ddp.tools.report import format_table, paired_ratio, progress_bar
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 """Contender -> one entry a round or a seed -> figures."""
@@ -50,66 +53,46 @@ _TASKS: Final = {"digits": 800, "text": 2000}
 _SGD: Final = {"momentum": 0.9, "nesterov": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvergenceRun:
-    """A hook or an averager as it is trained with, of whose settings some follow from the task."""
-
-    hook: Mapping[str, Any] | None = None
-    """Specification of a hook."""
-    averaging: Mapping[str, Any] | None = None
-    """Specification of an averager."""
-    start: float = 0.0
-    """Part of the steps with averaged gradients, before compression or local training."""
-    text_start: float | None = None
-    """The same for the characters; None for `start`."""
-    warmup: float = 0.0
-    """Part of the steps in which the ratio of `topk` falls."""
-    takes_momentum: bool = False
-    """Whether the hook applies the momentum where the task trains with SGD, and the optimizer none."""
-
-    def arguments(self, task: str, num_steps: int) -> dict[str, Any]:
-        """The arguments of `Communication` for a task.
-
-        >>> ConvergenceRun(hook={"name": "sign"}, start=0.1, takes_momentum=True).arguments("text", 300)
-        {'hook': {'name': 'sign', 'start_step': 30}}
-        """
-        key, spec = ("hook", self.hook) if self.hook is not None else ("averaging", self.averaging)
-        chosen = dict(spec or {})
-        start = self.text_start if task == "text" and self.text_start is not None else self.start
-        for option, part in (("start_step", start), ("warmup_steps", self.warmup)):
-            if part:
-                chosen[option] = round(part * num_steps)
-        if self.takes_momentum and task == "digits":
-            chosen |= _SGD
-        return {key: chosen}
-
-
-def _hook(name: str, **options: Any) -> Mapping[str, Any]:
-    return {"name": name, **options}
-
-
-CONVERGENCE_RUNS: Final[Mapping[str, ConvergenceRun]] = {
-    **{name: ConvergenceRun(hook=_hook(name)) for name in ("allreduce", "fp16", "bf16", "int8", "fp8")},
-    "powersgd_r2": ConvergenceRun(hook=_hook("powersgd", rank=2), start=0.1, text_start=0.5),
-    "powersgd_r4": ConvergenceRun(hook=_hook("powersgd", rank=4), start=0.1, text_start=0.5),
-    "topk_1pc": ConvergenceRun(
-        hook=_hook("topk", ratio=0.01), warmup=0.1, text_start=0.5, takes_momentum=True
-    ),
-    "randomk_25pc": ConvergenceRun(hook=_hook("randomk", ratio=0.25), text_start=0.5, takes_momentum=True),
-    "sign": ConvergenceRun(hook=_hook("sign"), start=0.1, text_start=0.5, takes_momentum=True),
-    "post_local_sgd": ConvergenceRun(averaging=_hook("post_local_sgd", period=8), start=0.5),
-    "hierarchical_sgd": ConvergenceRun(averaging=_hook("hierarchical_sgd", periods={8: 0}), start=0.5),
-    "slowmo": ConvergenceRun(averaging=_hook("slowmo", period=8, slow_momentum=0.2), start=0.25),
-    "diloco_h20": ConvergenceRun(averaging=_hook("diloco", period=20, outer_momentum=0.5), start=0.25),
-    "streaming_h20": ConvergenceRun(
-        averaging=_hook("streaming_diloco", period=20, outer_momentum=0.5), start=0.25
-    ),
+CONVERGENCE_RUNS: Final[Mapping[str, Mapping[str, Any]]] = {
+    **{name: {"hook": {"name": name}} for name in ("allreduce", "fp16", "bf16", "int8", "fp8")},
+    "powersgd_r2": {"hook": {"name": "powersgd", "rank": 2}, "start": 0.1, "text_start": 0.5},
+    "powersgd_r4": {"hook": {"name": "powersgd", "rank": 4}, "start": 0.1, "text_start": 0.5},
+    "topk_1pc": {"hook": {"name": "topk", "ratio": 0.01, **_SGD}, "warmup": 0.1, "text_start": 0.5},
+    "randomk_25pc": {"hook": {"name": "randomk", "ratio": 0.25, **_SGD}, "text_start": 0.5},
+    "sign": {"hook": {"name": "sign", **_SGD}, "start": 0.1, "text_start": 0.5},
+    "post_local_sgd": {"averaging": {"name": "post_local_sgd", "period": 8}, "start": 0.5},
+    "hierarchical_sgd": {"averaging": {"name": "hierarchical_sgd", "periods": {8: 0}}, "start": 0.5},
+    "slowmo": {"averaging": {"name": "slowmo", "period": 8, "slow_momentum": 0.2}, "start": 0.25},
+    "diloco_h20": {"averaging": {"name": "diloco", "period": 20, "outer_momentum": 0.5}, "start": 0.25},
+    "streaming_h20": {
+        "averaging": {"name": "streaming_diloco", "period": 20, "outer_momentum": 0.5},
+        "start": 0.25,
+    },
 }
 """What is compared by what it learns, with settings for a short run of two ranks: compression begins after
-the warm-up of the learning rate, post-local SGD in the middle, and the outer momentum is small. Hooks that
-let a part of the gradient wait begin in the middle where the characters are learned: Adam at a high rate does
-not bear gradients that are many steps old, so that in a run as short as this they would cost more steps than
-it has."""
+the warm-up of the learning rate, post-local SGD in the middle, and the outer momentum is small. `start` is
+the part of the steps with averaged gradients before that, `warmup` that in which the ratio of `topk` falls.
+Hooks that let a part of the gradient wait begin in the middle where the characters are learned
+(`text_start`): Adam at a high rate does not bear gradients that are many steps old, so that in a run as short
+as this they would cost more steps than it has. They apply the momentum where the task trains with SGD."""
+
+
+def communication_of(run: Mapping[str, Any], task: str, num_steps: int) -> dict[str, Any]:
+    """The arguments of `Communication` for one of `CONVERGENCE_RUNS` and a task.
+
+    >>> communication_of(CONVERGENCE_RUNS["sign"], "text", 300)
+    {'hook': {'name': 'sign', 'start_step': 150}}
+    """
+    key = "hook" if "hook" in run else "averaging"
+    chosen = {k: v for k, v in run[key].items() if task == "digits" or k not in _SGD}
+    start = run.get("start", 0.0)
+    for option, part in (
+        ("start_step", run.get("text_start", start) if task == "text" else start),
+        ("warmup_steps", run.get("warmup", 0.0)),
+    ):
+        if part:
+            chosen[option] = round(part * num_steps)
+    return {key: chosen}
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +104,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="MBIT",
         help="link speeds in Mbit/s, none to leave out that part (default: 100 1000; needs root)",
     )
-    add_rounds_argument(parser, 5)
+    add_shared(parser, rounds=5, timeout_s=7200.0)
     names = sorted(CONVERGENCE_RUNS)
     parser.add_argument(
         "--hooks", nargs="+", choices=names, metavar="NAME", help="convergence runs (default: all)"
@@ -132,7 +115,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=positive_int, default=5, metavar="N", help="training runs of each (default: 5)"
     )
-    add_timeout_argument(parser, 7200.0)
 
 
 def _measure(args: argparse.Namespace) -> Result:
@@ -153,9 +135,7 @@ def _measure(args: argparse.Namespace) -> Result:
 
 
 def _time_link(args: argparse.Namespace, mbit: float) -> Rows:
-    from lightning_ddp.tools.ranks import run_ranks
-
-    settings = LinkSettings(model="linear16", hooks=dict(LINK_HOOKS), num_rounds=args.rounds)
+    settings = LinkSettings(model="linear16", hooks=LINK_HOOKS, num_rounds=args.rounds)
     return merge_ranks(run_ranks(time_on_link, settings, world_size=2, timeout_s=args.timeout_s, mbit=mbit))
 
 
@@ -175,19 +155,14 @@ def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
 
 
 def _learn(args: argparse.Namespace) -> dict[str, Rows]:
-    from lightning_ddp.tools.ranks import run_ranks
-
-    names = [name for name in CONVERGENCE_RUNS if not args.hooks or name in args.hooks]
-    tasks = {task: _TASKS[task] for task in args.tasks}
-    contenders = {
-        task: {name: CONVERGENCE_RUNS[name].arguments(task, num_steps) for name in names}
-        for task, num_steps in tasks.items()
-    }
-    settings = LearningSettings(contenders=contenders, num_steps=tasks, seeds=tuple(range(args.seeds)))
-    with progress_bar(len(names) * len(tasks) * args.seeds, "bench hooks") as bar:
-        learned: dict[str, Rows] = run_ranks(
-            train_tasks, settings, world_size=2, timeout_s=args.timeout_s, on_progress=bar.update
-        )[0]
+    runs = {name: run for name, run in CONVERGENCE_RUNS.items() if not args.hooks or name in args.hooks}
+    tasks: Learning = {}
+    for task in args.tasks:
+        contenders = {name: communication_of(run, task, _TASKS[task]) for name, run in runs.items()}
+        tasks[task] = (_TASKS[task], contenders, args.seeds)
+    options = {"world_size": 2, "timeout_s": args.timeout_s}
+    with progress_bar(len(runs) * len(tasks) * args.seeds, "bench hooks") as bar:
+        learned: dict[str, Rows] = run_ranks(train_tasks, tasks, on_progress=bar.update, **options)[0]
     return learned
 
 
@@ -207,15 +182,18 @@ def _format(result: Result) -> str:
 
 def format_link(rows: Rows) -> str:
     """Lay out the table of one link."""
+
+    def median(entries: Sequence[Mapping[str, float]], key: str, factor: float) -> float:
+        return factor * statistics.median(row[key] for row in entries)
+
     seconds = {name: [row["seconds"] for row in entries] for name, entries in rows.items()}
-    table = [
+    figures = (("kernel_bytes", 1e-6), ("counted_bytes", 1e-6), ("codec_seconds", 1e3))
+    table: list[tuple[str | float, ...]] = [
         (
             name,
-            1e3 * statistics.median(seconds[name]),
+            median(entries, "seconds", 1e3),
             paired_ratio(seconds[OURS], seconds[name]),
-            statistics.median(row["kernel_bytes"] for row in entries) / 1e6,
-            statistics.median(row["counted_bytes"] for row in entries) / 1e6,
-            1e3 * statistics.median(row["codec_seconds"] for row in entries),
+            *(median(entries, key, factor) for key, factor in figures),
         )
         for name, entries in rows.items()
     ]
@@ -250,31 +228,25 @@ def _spread(entries: Sequence[Mapping[str, float]]) -> float:
 
 
 def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
-    if not result.extra["learned"]:
-        draw_bars(result.samples, result.comparisons, path, unit=unit, title=title)
-        return
-    draw_learned(result.extra["learned"], path)
+    if result.extra["learned"]:
+        draw_learned(result.extra["learned"], path)
+    else:
+        draw_bars(result, path, unit=unit, title=title)
 
 
 def draw_learned(learned: Mapping[str, Rows], path: Path) -> None:
     """Draw a panel a task: the score against the part of the bytes, with the spread over seeds."""
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
 
-    figure = Figure(figsize=(6.5 * len(learned), 5), layout="constrained")
-    panels = figure.subplots(1, len(learned), squeeze=False)[0]
-    for axes, (task, scores) in zip(panels, learned.items(), strict=True):
-        for name, entries in scores.items():
+    def draw_panel(axes: Any, task: str) -> None:
+        for name, entries in learned[task].items():
             at = (_mean(entries, "part"), _mean(entries, "score"))
             axes.errorbar(*at, yerr=_spread(entries), marker="o", capsize=2)
             axes.annotate(name, at, xytext=(4, 4), textcoords="offset points", fontsize=7)
-        axes.set(
-            xscale="log",
-            xlabel="bytes sent, as part of uncompressed float32",
-            ylabel="test accuracy (%)" if task == "digits" else "perplexity",
-            title=task,
-        )
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+        ylabel = "test accuracy (%)" if task == "digits" else "perplexity"
+        axes.set(xscale="log", xlabel="bytes sent, as part of uncompressed float32", ylabel=ylabel)
+
+    panels = {task: partial(draw_panel, task=task) for task in learned}
+    save_panels(path, panels, title="what is learned for the bytes that it takes")
 
 
 # ---------------------------------------------------------------------- what each rank does
@@ -282,14 +254,12 @@ def draw_learned(learned: Mapping[str, Rows], path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSettings:
-    """What `time_on_link` measures."""
+    """What `time_on_link` measures, in rounds in which contenders take turns."""
 
     model: str
-    """A model of `lightning_ddp.tools.arguments.MODEL_NAMES`."""
-    hooks: dict[str, Any]
+    hooks: Mapping[str, Any]
     """Contender -> specification of a hook; None for a wrapper without one."""
     num_rounds: int
-    """Timed steps of each contender; they take turns."""
 
 
 def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list[dict[str, float]]]:
@@ -298,14 +268,6 @@ def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list
     Returns:
         Contender -> one entry a round: seconds, bytes by the kernel's and by the hook's count, codec seconds.
     """
-    import torch.distributed as dist
-
-    from lightning_ddp.comm.group import Group
-    from lightning_ddp.communication import Communication
-    from lightning_ddp.tools.links import read_sent_bytes
-    from lightning_ddp.tools.models import build_workload
-    from lightning_ddp.tools.ranks import shuffled
-
     runs: dict[str, tuple[TrainingRun, Communication]] = {}
     for name, hook in settings.hooks.items():
         wrapper = TORCH_DEFAULT if name == TORCH_DEFAULT else OURS
@@ -319,41 +281,32 @@ def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list
             run.step()
         runs[name] = run, communication
 
-    def counts(communication: Communication) -> tuple[int, int, float]:
+    def counts(communication: Communication) -> dict[str, float]:
         """Bytes that the kernel and the hook have sent, and seconds of the hook's encoding and decoding."""
-        if communication.hook is None:
-            return read_sent_bytes(), 0, 0.0
-        channel = communication.hook.channel
-        return read_sent_bytes(), channel.num_bytes_sent, channel.busy_s - channel.wait_s
+        channel = communication.hook.channel if communication.hook is not None else None
+        return {
+            "kernel_bytes": read_sent_bytes(),
+            "counted_bytes": channel.num_bytes_sent if channel else 0,
+            "codec_seconds": channel.busy_s - channel.wait_s if channel else 0.0,
+        }
 
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for number in range(settings.num_rounds):
         for name in shuffled(list(runs), seed=number):
             run, communication = runs[name]
             before = counts(communication)
-            seconds = context.timed(run.step)
+            seconds = timed(run.step, context.device)
             dist.barrier()  # a peer that is through has received all that is counted here
-            changes = [b - a for a, b in zip(before, counts(communication), strict=True)]
-            names = ("kernel_bytes", "counted_bytes", "codec_seconds")
-            rows[name].append({"seconds": seconds, **dict(zip(names, changes, strict=True))})
+            changes = {key: value - before[key] for key, value in counts(communication).items()}
+            rows[name].append({"seconds": seconds, **changes})
     return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class LearningSettings:
-    """What `train_tasks` trains."""
-
-    contenders: dict[str, dict[str, dict[str, Any]]]
-    """Task -> contender -> arguments of `Communication`."""
-    num_steps: dict[str, int]
-    """Task -> optimizer steps."""
-    seeds: tuple[int, ...]
-    """One training run each."""
+Learning = dict[str, tuple[int, dict[str, dict[str, Any]], int]]
+"""Task -> optimizer steps, contender -> arguments of `Communication`, and the number of seeds."""
 
 
-def train_tasks(
-    context: RankContext, settings: LearningSettings
-) -> dict[str, dict[str, list[dict[str, float]]]]:
+def train_tasks(context: RankContext, tasks: Learning) -> dict[str, dict[str, list[dict[str, float]]]]:
     """Train every contender on every task with every seed. All ranks call it; communicates.
 
     Returns:
@@ -361,24 +314,16 @@ def train_tasks(
     """
     return {
         task: {
-            name: [_train(context, task, num_steps, arguments, seed) for seed in settings.seeds]
-            for name, arguments in settings.contenders[task].items()
+            name: [_train(context, task, num_steps, arguments, seed) for seed in range(num_seeds)]
+            for name, arguments in contenders.items()
         }
-        for task, num_steps in settings.num_steps.items()
+        for task, (num_steps, contenders, num_seeds) in tasks.items()
     }
 
 
 def _train(
     context: RankContext, name: str, num_steps: int, arguments: dict[str, Any], seed: int
 ) -> dict[str, float]:
-    import torch
-    import torch.distributed as dist
-
-    from lightning_ddp import BucketedDDP
-    from lightning_ddp.comm.group import Group
-    from lightning_ddp.communication import Communication
-    from lightning_ddp.tools.bench.tasks import make_task
-
     group = Group(dist.group.WORLD)
     task = make_task(name, rank=context.rank, world_size=group.size, seed=seed)
     model = BucketedDDP(task.module)

@@ -18,15 +18,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.arguments import add_rounds_argument, add_timeout_argument, add_world_size_argument
+from lightning_ddp.tools.arguments import add_shared
 from lightning_ddp.tools.bench.benchmark import Benchmark, Result, format_comparisons
 from lightning_ddp.tools.report import progress_bar
-from lightning_ddp.tools.scripts import TRAINING, compiled_package, run_to_mark
+from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, run_to_mark
 
-OURS: Final = "custom_ddp"
-STRATEGIES: Final = (OURS, "ddp")
 PARTS: Final = ("first_batch", "import")
-
 ALONE: Final = "alone"
 """Lightning's import by itself."""
 WITH_OURS: Final = "with lightning_ddp"
@@ -50,9 +47,7 @@ print(json.dumps([between - start, time.perf_counter() - start]))
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    add_rounds_argument(parser, 10)
-    add_world_size_argument(parser, [2])
-    add_timeout_argument(parser, 120.0)
+    add_shared(parser, rounds=10, world_size=[2], timeout_s=120.0)
     parser.add_argument(
         "--parts",
         nargs="+",
@@ -73,7 +68,7 @@ def _measure(args: argparse.Namespace) -> Result:
             imports = time_imports(args.rounds, package_root, timeout_s=args.timeout_s)
     return Result(
         samples=starts | imports,
-        references=dict.fromkeys(starts, OURS) | dict.fromkeys(imports, WITH_OURS),
+        references=dict.fromkeys(starts, STRATEGIES[0]) | dict.fromkeys(imports, WITH_OURS),
         settings={"rounds": args.rounds, "world_size": args.world_size, "parts": args.parts},
         extra={"import_adds_ms": {subject: added_ms(rounds) for subject, rounds in imports.items()}},
     )
@@ -90,12 +85,7 @@ def _format(result: Result) -> str:
 
 
 def time_first_batch(script: Path, arguments: dict[str, Any], *, timeout_s: float) -> float:
-    """Run a script to its first training batch, end it there, and return the seconds from its start.
-
-    Args:
-        script: prints `FIRST_BATCH <seconds since the epoch>` at its first batch.
-        arguments: given to it as JSON.
-        timeout_s: seconds that it has to get there.
+    """Run a script to its `FIRST_BATCH <seconds since the epoch>`, end it there; returns the seconds it took.
 
     Raises:
         ToolError: the script fails, is too slow or never prints the line. No process is left.
@@ -106,7 +96,8 @@ def time_first_batch(script: Path, arguments: dict[str, Any], *, timeout_s: floa
 
 def _time_starts(args: argparse.Namespace, package_root: str) -> dict[str, dict[str, list[float]]]:
     sizes = tuple(dict.fromkeys(args.world_size))
-    samples = {_subject(size): {name: list[float]() for name in STRATEGIES} for size in sizes}
+    subjects = {size: f"first batch, {size} devices" for size in sizes}
+    samples = {subject: {name: list[float]() for name in STRATEGIES} for subject in subjects.values()}
     with progress_bar((1 + args.rounds * len(sizes)) * len(STRATEGIES), "bench launch") as bar:
 
         def time_one(name: str, size: int) -> float:
@@ -119,18 +110,14 @@ def _time_starts(args: argparse.Namespace, package_root: str) -> dict[str, dict[
             time_one(name, min(sizes))
         for number in range(args.rounds):
             for size in sizes:
-                found = samples[_subject(size)]
+                found = samples[subjects[size]]
                 for name in STRATEGIES if number % 2 else reversed(STRATEGIES):
                     found[name].append(time_one(name, size))
                 if bar.disable:  # says how far a long run is where no bar does
                     last = ", ".join(f"{name} {seconds[-1]:.1f} s" for name, seconds in found.items())
-                    text = f"bench launch: round {number + 1} of {args.rounds}, {_subject(size)}: {last}"
+                    text = f"bench launch: round {number + 1} of {args.rounds}, {subjects[size]}: {last}"
                     print(text, file=sys.stderr, flush=True)
     return samples
-
-
-def _subject(world_size: int) -> str:
-    return f"first batch, {world_size} devices"
 
 
 def time_imports(
@@ -139,10 +126,7 @@ def time_imports(
     """Import Lightning and then this package in fresh processes, one after the other.
 
     Both names of Lightning take turns, where they are installed. A first round fills the file cache and is
-    not counted.
-
-    Returns:
-        "import <name>" -> `ALONE` and `WITH_OURS` -> seconds of each round.
+    not counted. Returns "import <name>" -> `ALONE` and `WITH_OURS` -> seconds of each round.
 
     Raises:
         ToolError: a process fails or its deadline passes.

@@ -1,6 +1,6 @@
 """Step time and efficiency with more ranks, and the buckets to use, predicted from recorded steps.
 
-Records a model of `bench step` without communication, or reads the folder that
+Records a model of `bench step` without communication and times collectives alone, or reads the folder that
 `CommunicationMonitor(timeline=folder)` has written, and plays the step with any number of ranks: each bucket
 becomes ready, is encoded, and passes a link with a latency and a bandwidth. The sizes of the buckets that end
 the step soonest are printed as a `bucket_cap_mb_list`.
@@ -11,29 +11,43 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+
+from lightning_ddp.averaging import parse_averager
+from lightning_ddp.comm.cost import TransferCost
+from lightning_ddp.comm.group import Group
+from lightning_ddp.ddp.reducer_options import bucket_caps_bytes
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.hooks import parse_hook
+from lightning_ddp.telemetry.recording import load_folder
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.arguments import (
-    add_device_argument,
-    add_models_argument,
-    add_timeout_argument,
-    positive_float,
-    positive_int,
+from lightning_ddp.tools.arguments import add_shared, positive_float, positive_int
+from lightning_ddp.tools.bench.benchmark import Benchmark, Result, save_panels
+from lightning_ddp.tools.perf_model.network import Network
+from lightning_ddp.tools.perf_model.planning import recommend_buckets
+from lightning_ddp.tools.perf_model.prediction import Prediction, predict_averager, predict_hook
+from lightning_ddp.tools.perf_model.profile import (
+    Shapes,
+    StepProfile,
+    cut_sizes,
+    num_bytes_of,
+    square_shapes,
 )
-from lightning_ddp.tools.bench.benchmark import Benchmark, Result
+from lightning_ddp.tools.perf_model.program import plain_model, trace_hook
+from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled
 from lightning_ddp.tools.report import format_table, progress_bar
-
-if TYPE_CHECKING:
-    from lightning_ddp.comm.cost import TransferCost
-    from lightning_ddp.tools.bench.calibration import LinkCost
-    from lightning_ddp.tools.perf_model import BucketPlan, HookModel, Network, Prediction, StepProfile
-    from lightning_ddp.tools.perf_model.profile import Shapes
+from lightning_ddp.tools.timeline import RecordSettings, record_steps
 
 NONE: Final = "none"
 """The reducer without a hook."""
@@ -43,11 +57,14 @@ _RANKS: Final = tuple(2**power for power in range(13))
 _NUM_RANKS: Final = 2  # that record
 _NUM_PROBES: Final = 5
 _GLOO_IN_FLIGHT: Final = 2  # threads of a gloo group of torch
+_PROBE_BYTES = (4_096, 65_536, 262_144, 1_048_576, 4_194_304, 8_388_608)
+_PROBE_BLOCK_BYTES = 2_097_152
+_MOST_IN_BLOCK = 16
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     subject = parser.add_argument_group("what is trained")
-    add_models_argument(parser, ("transformer6",))
+    add_shared(parser, models=["transformer6"], device="cpu", timeout_s=900.0)
     subject.add_argument(
         "--from-timeline",
         type=Path,
@@ -57,7 +74,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
     subject.add_argument(
         "--steps", type=positive_int, default=10, metavar="N", help="recorded steps (default: %(default)s)"
     )
-    add_device_argument(parser)
     subject.add_argument(
         "--cores-per-rank",
         type=positive_float,
@@ -66,10 +82,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
         " the CPU, else no limit)",
     )
     network = parser.add_argument_group("network (default: as between two processes of this machine)")
-    network.add_argument("--latency-us", type=positive_float, metavar="US", help="of a message between nodes")
-    network.add_argument("--gbit", type=positive_float, metavar="GBIT", help="Gbit/s between nodes, each way")
-    network.add_argument("--node-latency-us", type=positive_float, metavar="US", help="within a node")
-    network.add_argument("--node-gbit", type=positive_float, metavar="GBIT", help="Gbit/s within a node")
+    for name, metavar, text in (
+        ("--latency-us", "US", "of a message between nodes"),
+        ("--gbit", "GBIT", "Gbit/s between nodes, each way"),
+        ("--node-latency-us", "US", "within a node"),
+        ("--node-gbit", "GBIT", "Gbit/s within a node"),
+    ):
+        network.add_argument(name, type=positive_float, metavar=metavar, help=text)
     network.add_argument("--ranks-per-node", type=positive_int, default=1, metavar="N", help="default: 1")
     network.add_argument("--algorithm", choices=("ring", "tree", "hierarchical"), default="ring")
     network.add_argument(
@@ -89,26 +108,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="MB",
         help="bucket plans to compare (default: the recorded one)",
     )
-    add_timeout_argument(parser, 900.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFigures:
-    """What is known about a model without communication."""
-
-    profile: StepProfile
-    buckets: tuple[Shapes, ...]
-    """Shapes of the parameters of each bucket."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A contender's predictions over the numbers of ranks."""
-
-    subject: str
-    """Model and bucket plan."""
-    contender: str
-    predictions: tuple[Prediction, ...]
 
 
 def parse_contender(text: str) -> dict[str, Any]:
@@ -127,14 +126,14 @@ def parse_contender(text: str) -> dict[str, Any]:
         call = ast.parse(f"f({options})", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise SyntaxError
-        if None in (keyword.arg for keyword in call.keywords):
+        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if None in given:
             raise SyntaxError
-        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise ConfigurationError(
             f"{text!r}: expected NAME:option=value,option=value; text in quotes"
         ) from error
-    return {"name": name, **given}
+    return {"name": name, **given}  # type: ignore[dict-item]  # None was refused
 
 
 def _measure(args: argparse.Namespace) -> Result:
@@ -146,121 +145,104 @@ def _measure(args: argparse.Namespace) -> Result:
 
 def _predict(args: argparse.Namespace) -> Result:
     """Records or reads, traces and predicts."""
-    from lightning_ddp.averaging import parse_averager
-    from lightning_ddp.hooks import parse_hook
-    from lightning_ddp.tools.perf_model import plain_model, predict_averager, predict_hook
-
     hooks = {text: None if text == NONE else parse_hook(parse_contender(text)) for text in args.hooks}
     averagers = {text: parse_averager(parse_contender(text)) for text in args.averagers}
-    plans = {text: plan for text, plan in hooks.items() if plan is not None}
     if args.from_timeline is not None:
         _network(args, None)  # refuses what is missing before hooks are traced, which takes a while
     recorded, probed, world_size = _record(args) if args.from_timeline is None else _read(args)
     network = _network(args, probed)
-    cores = args.cores_per_rank or _default_cores(args)
+    is_limited = args.from_timeline is None and args.device == "cpu"
+    cores = args.cores_per_rank or ((os.cpu_count() or 1) / _NUM_RANKS if is_limited else float("inf"))
     figures = _replanned(args, recorded) if args.bucket_caps_mb else recorded
-    curves = []
+    curves: list[_Row] = []
     with progress_bar(len(figures) * (len(hooks) + len(averagers)), "bench scaling") as bar:
+
+        def add(subject: str, contender: str, predict: Callable[[int], Prediction]) -> None:
+            rows = [asdict(predict(number)) for number in args.ranks or _RANKS]
+            curves.append({"subject": subject, "contender": contender, "predictions": rows})
+            bar.update()
+
         for subject, found in figures.items():
             profile = found.profile
-            traced = _traced(args, found, plans)
-            for text in args.hooks:
-                hook = traced[text] if text != NONE else plain_model([size for size, _ in profile.ready])
-                rows = [predict_hook(profile, hook, network, n, cores=cores) for n in args.ranks or _RANKS]
-                curves.append(Curve(subject=subject, contender=text, predictions=tuple(rows)))
-                bar.update()
+            for text, hook_plan in hooks.items():
+                model = _trace(args, found, hook_plan)
+                add(subject, text, partial(predict_hook, profile, model, network, cores=cores))
             for text, plan in averagers.items():
-                rows = [predict_averager(profile, plan, network, n) for n in args.ranks or _RANKS]
-                curves.append(Curve(subject=subject, contender=text, predictions=tuple(rows)))
-                bar.update()
+                add(subject, text, partial(predict_averager, profile, plan, network))
     return Result(
-        settings={name: value for name, value in vars(args).items() if _is_plain(value)},
+        settings={k: v for k, v in vars(args).items() if v is None or isinstance(v, (int, float, str, list))},
         extra={
             "network": asdict(network),
             "note": _note(args, network, cores),
-            "predictions": [asdict(curve) for curve in curves],
-            "bucket_plans": _recommend(recorded, network, args.ranks or [world_size], cores),
+            "predictions": curves,
+            "bucket_plans": {
+                subject: [
+                    asdict(recommend_buckets(found.profile, found.shapes, network, number, cores=cores))
+                    for number in args.ranks or [world_size]
+                    if number > 1
+                ]
+                for subject, found in recorded.items()
+            },
         },
     )
 
 
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, list))
+@dataclass(frozen=True, kw_only=True)
+class _Figures:
+    """What is known about a model without communication."""
+
+    profile: StepProfile
+    buckets: tuple[Shapes, ...]
+    """Shapes of the parameters of each bucket."""
+
+    @property
+    def shapes(self) -> Shapes:
+        return tuple(shape for bucket in self.buckets for shape in bucket)
 
 
-def _recommend(
-    figures: dict[str, ModelFigures], network: Network, nums_ranks: Sequence[int], cores: float
-) -> dict[str, list[dict[str, Any]]]:
-    """The buckets that end a step of each subject soonest, for each number of ranks but one."""
-    from lightning_ddp.tools.perf_model import recommend_buckets
-
-    def plan(found: ModelFigures, num_ranks: int) -> BucketPlan:
-        shapes = [shape for bucket in found.buckets for shape in bucket]
-        return recommend_buckets(found.profile, shapes, network, num_ranks, cores=cores)
-
-    return {
-        subject: [asdict(plan(found, number)) for number in nums_ranks if number > 1]
-        for subject, found in figures.items()
-    }
-
-
-def _default_cores(args: argparse.Namespace) -> float:
-    if args.from_timeline is not None or args.device != "cpu":
-        return float("inf")
-    return (os.cpu_count() or 1) / _NUM_RANKS
-
-
-_Recorded = tuple[dict[str, "ModelFigures"], "LinkCost | None", int]
+_Recorded = tuple[dict[str, _Figures], "LinkCost | None", int]
 """What is known of each subject and of the link, and how many ranks have recorded."""
 
 
 def _record(args: argparse.Namespace) -> _Recorded:
     """Lets two ranks train the models without communication; then they probe the link between them."""
-    from lightning_ddp.telemetry.recording import load_folder
-    from lightning_ddp.tools.bench.calibration import CalibrationSettings, LinkCost, calibrate
-    from lightning_ddp.tools.perf_model import StepProfile
-    from lightning_ddp.tools.ranks import run_ranks
-
     models, figures = tuple(dict.fromkeys(args.models)), {}
     with (
         tempfile.TemporaryDirectory(prefix="lightning_ddp_scaling_") as scratch,
         progress_bar(len(models), "bench scaling: recording") as bar,
     ):
-        settings = CalibrationSettings(
-            models=models, num_steps=args.steps, num_probes=_NUM_PROBES, folder=scratch
-        )
+        recordings = {
+            model: RecordSettings(
+                model=model, folder=str(Path(scratch, model)), num_steps=args.steps, communicates=False
+            )
+            for model in models
+        }
         options = {"world_size": _NUM_RANKS, "device": args.device, "timeout_s": args.timeout_s}
-        results = run_ranks(calibrate, settings, on_progress=bar.update, **options)
+        results = run_ranks(calibrate, recordings, on_progress=bar.update, **options)
         for model in models:
             profile = StepProfile.from_recordings(load_folder(Path(scratch, model)))
             buckets = tuple(tuple(map(tuple, bucket)) for bucket in results[0]["shapes"][model])
-            figures[model] = ModelFigures(profile=profile, buckets=buckets)
+            figures[model] = _Figures(profile=profile, buckets=buckets)
     return figures, LinkCost.of([result["probes"] for result in results]), _NUM_RANKS
 
 
 def _read(args: argparse.Namespace) -> _Recorded:
     """Takes the steps of a run of the user's, with matrices as large as the buckets."""
-    from lightning_ddp.telemetry.recording import load_folder
-    from lightning_ddp.tools.perf_model import StepProfile, square_shapes
-
     recordings = load_folder(args.from_timeline)
     profile = StepProfile.from_recordings(recordings)
     buckets = tuple(square_shapes(size) for size, _ in profile.ready)
-    figures = ModelFigures(profile=profile, buckets=buckets)
+    figures = _Figures(profile=profile, buckets=buckets)
     return {args.from_timeline.name: figures}, None, recordings[0].world_size
 
 
-def _replanned(args: argparse.Namespace, figures: dict[str, ModelFigures]) -> dict[str, ModelFigures]:
+def _replanned(args: argparse.Namespace, figures: dict[str, _Figures]) -> dict[str, _Figures]:
     """The figures with each bucket plan that is asked for."""
-    from lightning_ddp.ddp.reducer_options import bucket_caps_bytes
-    from lightning_ddp.tools.perf_model import cut_into_buckets
-    from lightning_ddp.tools.perf_model.profile import num_bytes_of
-
     replanned = {}
     for name, found in figures.items():
-        shapes = tuple(shape for bucket in found.buckets for shape in bucket)
+        shapes = found.shapes
         for cap_mb in args.bucket_caps_mb:
-            buckets = tuple(cut_into_buckets(shapes, bucket_caps_bytes(cap_mb)))
+            ends = cut_sizes([num_bytes_of((shape,)) for shape in shapes], bucket_caps_bytes(cap_mb))
+            buckets = tuple(shapes[start:end] for start, end in pairwise([0, *ends]))
             sizes = [num_bytes_of(bucket) for bucket in buckets]
             sizes[-1] += found.profile.num_bytes - sum(sizes)  # what is less than an element
             profile = found.profile.rebucketed(sizes)
@@ -268,27 +250,20 @@ def _replanned(args: argparse.Namespace, figures: dict[str, ModelFigures]) -> di
     return replanned
 
 
-def _traced(args: argparse.Namespace, found: ModelFigures, hooks: dict[str, Any]) -> dict[str, HookModel]:
-    """What hooks do that have run here, with the buckets of these figures."""
-    import torch
-
-    from lightning_ddp.tools.perf_model import trace_hook
-
-    device, num_runs = torch.device(args.device), min(args.steps, 5)
+def _trace(args: argparse.Namespace, found: _Figures, plan: Any) -> Any:
+    """What a hook does that has run here, with the buckets of these figures."""
+    if plan is None:
+        return plain_model([size for size, _ in found.profile.ready])
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in each rank
     try:
-        return {
-            text: trace_hook(plan, found.buckets, device=device, num_runs=num_runs)
-            for text, plan in hooks.items()
-        }
+        device = torch.device(args.device)
+        return trace_hook(plan, found.buckets, device=device, num_runs=min(args.steps, 5))
     finally:
         torch.set_num_threads(num_threads)
 
 
 def _network(args: argparse.Namespace, probed: LinkCost | None) -> Network:
-    from lightning_ddp.tools.perf_model import Network
-
     local = probed.hop if probed is not None else None
     hop = _hop(args.latency_us, args.gbit, local)
     if hop is None:
@@ -305,8 +280,6 @@ def _network(args: argparse.Namespace, probed: LinkCost | None) -> Network:
 
 
 def _hop(latency_us: float | None, gbit: float | None, default: TransferCost | None) -> TransferCost | None:
-    from lightning_ddp.comm.cost import TransferCost
-
     if latency_us is None and gbit is None:
         return default
     if default is None and (latency_us is None or gbit is None):
@@ -320,23 +293,21 @@ def _hop(latency_us: float | None, gbit: float | None, default: TransferCost | N
 
 def _note(args: argparse.Namespace, network: Network, cores: float) -> str:
     """What the predictions rest on."""
-    is_read = args.from_timeline is not None
+    folder = args.from_timeline
     names = ("latency_us", "gbit", "node_latency_us", "node_gbit", "bucket_caps_mb", "cores_per_rank")
     given = [f"{name}={getattr(args, name)}" for name in names if getattr(args, name) is not None]
-    lines = [
+    steps = "of two ranks here without communication" if folder is None else f"in {folder}"
+    hooks = "" if folder is None else " with square matrices as large as the buckets"
+    probes = "" if args.gbit and args.latency_us else ", collectives between two processes of this machine"
+    return (
         f"a hop between nodes: {1e6 * network.hop.latency_s:.1f} us and"
         f" {8e-9 / network.hop.seconds_per_byte:.3g} Gbit/s, {args.algorithm},"
-        f" {args.ranks_per_node} ranks a node",
-        "measured: steps "
-        + (f"in {args.from_timeline}" if is_read else "of two ranks here without communication")
-        + ", hooks alone on this machine"
-        + (" with square matrices as large as the buckets" if is_read else "")
-        + ("" if args.gbit and args.latency_us else ", collectives between two processes of this machine"),
-        "given: " + (", ".join(given) or "nothing"),
+        f" {args.ranks_per_node} ranks a node\n"
+        f"measured: steps {steps}, hooks alone on this machine{hooks}{probes}\n"
+        f"given: {', '.join(given) or 'nothing'}\n"
         f"assumed: equal ranks without stragglers, {cores:g} cores a rank, a link that is this rank's alone,"
-        " averagers without arithmetic of their own",
-    ]
-    return "\n".join(lines)
+        " averagers without arithmetic of their own"
+    )
 
 
 # ---------------------------------------------------------------------- tables and the picture
@@ -348,6 +319,13 @@ def _efficiency(prediction: _Row) -> float:
     return float(100 * prediction["compute_s"] / prediction["step_s"])
 
 
+def _by_subject(result: Result) -> dict[str, list[_Row]]:
+    found: dict[str, list[_Row]] = {}
+    for curve in result.extra["predictions"]:
+        found.setdefault(curve["subject"], []).append(curve)
+    return found
+
+
 def _format(result: Result) -> str:
     """For each subject three tables over the numbers of ranks, and the buckets; then what they rest on."""
     figures: tuple[tuple[str, Callable[[_Row], float]], ...] = (
@@ -355,13 +333,11 @@ def _format(result: Result) -> str:
         ("step, ms", lambda p: 1e3 * p["step_s"]),
         ("communication that nothing hides, ms a step", lambda p: 1e3 * p["exposed_s"]),
     )
-    curves: list[_Row] = result.extra["predictions"]
     blocks = []
-    for subject in dict.fromkeys(curve["subject"] for curve in curves):
-        mine = [curve for curve in curves if curve["subject"] == subject]
-        ranks = [str(p["num_ranks"]) for p in mine[0]["predictions"]]
+    for subject, curves in _by_subject(result).items():
+        ranks = [str(p["num_ranks"]) for p in curves[0]["predictions"]]
         for title, figure in figures:
-            rows = [(c["contender"], *(f"{figure(p):.1f}" for p in c["predictions"])) for c in mine]
+            rows = [(c["contender"], *(f"{figure(p):.1f}" for p in c["predictions"])) for c in curves]
             table = format_table(("contender", *ranks), rows)
             blocks.append(f"{subject}: {title}, by ranks\n{table}\n")
     for subject, plans in result.extra["bucket_plans"].items():
@@ -376,25 +352,80 @@ def _format(result: Result) -> str:
 
 def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
     """A panel a subject: efficiency against ranks, a line a contender."""
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
 
-    curves: list[_Row] = result.extra["predictions"]
-    subjects = list(dict.fromkeys(curve["subject"] for curve in curves))
-    figure = Figure(figsize=(6.5 * len(subjects), 4.5), layout="constrained")
-    panels = figure.subplots(1, len(subjects), squeeze=False)[0]
-    for axes, subject in zip(panels, subjects, strict=True):
-        mine = [curve for curve in curves if curve["subject"] == subject]
-        ticks = [p["num_ranks"] for p in mine[0]["predictions"]]
-        for curve in mine:
+    def draw_panel(axes: Any, curves: Sequence[_Row]) -> None:
+        ticks = [p["num_ranks"] for p in curves[0]["predictions"]]
+        for curve in curves:
             efficiency = [_efficiency(p) for p in curve["predictions"]]
             axes.plot(ticks, efficiency, marker=".", label=curve["contender"])
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(number) for number in ticks], rotation=45)
-        axes.set(xlabel="ranks", ylabel=f"efficiency ({unit})", title=subject, ylim=(0, 102))
-        axes.grid(alpha=0.3)
+        axes.set(xlabel="ranks", ylabel=f"efficiency ({unit})", ylim=(0, 102))
         axes.legend(fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+
+    panels = {subject: partial(draw_panel, curves=curves) for subject, curves in _by_subject(result).items()}
+    save_panels(path, panels, title=title)
+
+
+# ---------------------------------------------------------------------- what each rank does
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCost:
+    """What a message between two ranks costs."""
+
+    hop: TransferCost
+    cpu_seconds_per_byte: float
+    """CPU seconds of a rank for each byte of an all-reduce."""
+
+    @classmethod
+    def of(cls, probes: Sequence[Sequence[Sequence[float]]]) -> LinkCost:
+        """Of all-reduces of two ranks: two messages in a row, each with half of the bytes.
+
+        Args:
+            probes: of each rank: bytes, seconds and CPU seconds of an all-reduce, one a size and round.
+        """
+        by_size: dict[float, list[Sequence[float]]] = {}
+        for rows in probes:
+            for row in rows:
+                by_size.setdefault(row[0], []).append(row)
+        line = TransferCost.fit(
+            [(int(size), statistics.median(row[1] for row in by_size[size])) for size in sorted(by_size)]
+        )
+        largest = max(by_size)
+        cpu_s = statistics.median(row[2] for row in by_size[largest])
+        return cls(hop=replace(line, latency_s=line.latency_s / 2), cpu_seconds_per_byte=cpu_s / largest)
+
+
+def calibrate(context: RankContext, recordings: Mapping[str, RecordSettings]) -> dict[str, Any]:
+    """Record each model without communication, then time collectives; all ranks.
+
+    Returns:
+        "shapes": model -> shapes of the parameters of each bucket; "probes": bytes, seconds and CPU seconds
+        of an all-reduce, one entry a size and round.
+    """
+    shapes = {}
+    for model, settings in recordings.items():
+        shapes[model] = record_steps(context, settings)
+        context.advance()
+    probes = [row for number in range(_NUM_PROBES) for row in _probe(context.device, number)]
+    return {"shapes": shapes, "probes": probes}
+
+
+def _probe(device: torch.device, seed: int) -> list[list[float]]:
+    group = Group(dist.group.WORLD)
+    rows = []
+    for size in shuffled(_PROBE_BYTES, seed=seed):
+        tensor = torch.zeros(size // 4, device=device)
+        count = max(1, min(_MOST_IN_BLOCK, _PROBE_BLOCK_BYTES // size))
+        dist.barrier()
+        group.wait(group.all_reduce(tensor), device)  # spends what an idle link has saved up
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            group.wait(group.all_reduce(tensor), device)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+        rows.append([float(size), seconds / count, cpu_s / count])
+    return rows
 
 
 SCALING: Final = Benchmark(

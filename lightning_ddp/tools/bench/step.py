@@ -6,8 +6,7 @@ a few steps in an order that is shuffled each round, and sleep meanwhile; a barr
 step. The time of a step is that of its slowest rank, the sample of a round is the median of its steps, and
 ratios are paired by round. The peak is that of the largest rank: on a CPU of its resident memory, in which
 memory that ranks share counts once for all of them; on CUDA that of the allocator. On a link (`--links`) all
-contenders share two processes, so that their memory is not told apart. Over 500 lines with options, table and
-what a rank does, which belong together.
+contenders share two processes, so that their memory is not told apart.
 """
 
 from __future__ import annotations
@@ -16,23 +15,20 @@ import argparse
 import gc
 import json
 import re
+import resource
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.arguments import (
-    add_device_argument,
-    add_models_argument,
-    add_rounds_argument,
-    add_timeout_argument,
-    add_world_size_argument,
-    positive_float,
-    positive_int,
-)
-from lightning_ddp.tools.bench.benchmark import Benchmark, Result, format_comparisons
+from lightning_ddp.tools.arguments import add_shared, positive_float, positive_int
+from lightning_ddp.tools.bench.benchmark import Benchmark, Comparisons, Result, format_comparisons
 from lightning_ddp.tools.contenders import (
     BARE,
     CONTENDERS,
@@ -41,23 +37,25 @@ from lightning_ddp.tools.contenders import (
     TORCH_FLAGS,
     TrainingRun,
     constructor_flags,
+    is_torch,
 )
-from lightning_ddp.tools.report import Comparisons, progress_bar
-from lightning_ddp.tools.scripts import TRAINING, compiled_package, run_to_mark
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightning_ddp.tools.ranks import RankContext, TorchrunRank
+from lightning_ddp.tools.models import MODEL_NAMES, build_workload
+from lightning_ddp.tools.ranks import (
+    RankContext,
+    RoundRobin,
+    TorchrunRank,
+    run_ranks,
+    shuffled,
+    timed,
+    torchrun_rank,
+)
+from lightning_ddp.tools.report import progress_bar
+from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, run_to_mark
 
 DEFAULT_CONTENDERS: Final = (OURS, TORCH_DEFAULT, TORCH_FLAGS)
 FASTEST_TORCH: Final = "fastest_torch"
 """Label of the ratio against whichever of torch's sets of flags has the lowest median on a model."""
-
-TRAINER_OURS: Final = "custom_ddp"
-STRATEGIES: Final = (TRAINER_OURS, "ddp")
-"""What takes turns inside a Trainer."""
-
+TRAINER_OURS: Final = STRATEGIES[0]
 SCRIPT = TRAINING
 """What is started for each turn of a Trainer."""
 
@@ -68,18 +66,15 @@ _MIB: Final = 2**20
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    add_rounds_argument(parser, 30)
-    add_world_size_argument(parser, None)
-    add_timeout_argument(parser, 1800.0)
-    add_models_argument(parser)
-    add_device_argument(parser)
+    add_shared(parser, rounds=30, world_size=None, timeout_s=1800.0, models=list(MODEL_NAMES), device="cpu")
+    names, default = ", ".join(CONTENDERS), " ".join(DEFAULT_CONTENDERS)
     parser.add_argument(
         "--contenders",
         nargs="+",
         choices=tuple(CONTENDERS),
         default=list(DEFAULT_CONTENDERS),
         metavar="NAME",
-        help=f"what takes turns, any of {', '.join(CONTENDERS)} (default: {' '.join(DEFAULT_CONTENDERS)})",
+        help=f"what takes turns, any of {names} (default: {default})",
     )
     parser.add_argument(
         "--links",
@@ -88,38 +83,21 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="MBIT",
         help="between two network namespaces, on links of these speeds in Mbit/s (Linux, as root)",
     )
-    parser.add_argument(
-        "--trainer",
-        type=positive_int,
-        metavar="N",
-        help="also N whole runs of a Trainer with each of the strategies custom_ddp and ddp, in turns",
-    )
-    parser.add_argument(
-        "--steps",
-        type=positive_int,
-        default=4,
-        metavar="N",
-        help="timed steps of each contender in a round (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=positive_int,
-        default=5,
-        metavar="N",
-        help="steps of each contender before the first round (default: %(default)s)",
-    )
+    for name, default_n, text in (
+        ("--trainer", None, "also N whole runs of a Trainer with each of the strategies custom_ddp and ddp"),
+        ("--steps", 4, "timed steps of each contender in a round (default: %(default)s)"),
+        ("--warmup", 5, "steps of each contender before the first round (default: %(default)s)"),
+    ):
+        parser.add_argument(name, type=positive_int, default=default_n, metavar="N", help=text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What `time_steps` measures."""
+    """What `time_steps` measures: model after model, in rounds in which contenders take turns."""
 
     models: tuple[str, ...]
-    """Models, measured one after the other."""
     contenders: tuple[str, ...]
-    """Contenders, which take turns within each round."""
     num_rounds: int
-    """Rounds per model."""
     num_steps: int
     """Timed steps of each contender in a round."""
     num_warmup_steps: int
@@ -127,8 +105,6 @@ class StepSettings:
 
 
 def _measure(args: argparse.Namespace) -> Result | None:
-    from lightning_ddp.tools.ranks import torchrun_rank
-
     settings = StepSettings(
         models=tuple(dict.fromkeys(args.models)),
         contenders=tuple(dict.fromkeys(args.contenders)),
@@ -143,28 +119,26 @@ def _measure(args: argparse.Namespace) -> Result | None:
         trained = _measure_trainer(args, settings, world_size) if args.trainer is not None else {}
     if torchrun is not None and torchrun.rank > 0:
         return None
-    reference = reference_of(settings.contenders)
-    references = dict.fromkeys(samples, reference) | dict.fromkeys(trained, TRAINER_OURS)
+    references = dict.fromkeys(samples, reference_of(settings.contenders))
     flags = {name: constructor_flags(name) for name in settings.contenders}
+    asked = {
+        name: getattr(args, name) for name in ("rounds", "steps", "warmup", "trainer", "device", "links")
+    }
     result = Result(
         samples=samples | trained,
-        references=references,
-        settings={"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup, "trainer": args.trainer}
-        | {"world_size": world_size, "device": args.device, "links": args.links, "flags": flags},
-        extra={"peak_mib": peaks},
+        references=references | dict.fromkeys(trained, TRAINER_OURS),
+        settings=asked | {"world_size": world_size, "flags": flags},
     )
-    steps = {subject: result.comparisons[subject] for subject in samples}
-    result.extra["geometric_mean"] = geometric_means(steps)
+    means = geometric_means({subject: result.comparisons[subject] for subject in samples})
     if trained:
         in_trainer = [result.comparisons[subject]["ddp"].ratio for subject in trained]
-        result.extra["geometric_mean"]["Trainer ddp"] = statistics.geometric_mean(in_trainer)
+        means["Trainer ddp"] = statistics.geometric_mean(in_trainer)
+    result.extra |= {"peak_mib": peaks, "geometric_mean": means}
     return result
 
 
 def default_world_size(args: argparse.Namespace) -> int:
     """The number of ranks that was asked for; else 2, on CUDA as many as there are GPUs for them."""
-    import torch
-
     if args.world_size is not None:
         return int(args.world_size)
     return max(1, min(2, torch.cuda.device_count())) if args.device == "cuda" else 2
@@ -184,8 +158,6 @@ def _measure_steps(
     args: argparse.Namespace, settings: StepSettings, world_size: int, torchrun: TorchrunRank | None
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
     """Milliseconds of each round, and MiB at the peak, of each model and contender."""
-    from lightning_ddp.tools.ranks import run_ranks
-
     links = tuple(dict.fromkeys(args.links or [None]))
     samples: dict[str, dict[str, list[float]]] = {}
     peaks: dict[str, dict[str, float]] = {}
@@ -219,25 +191,21 @@ RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
 
 
 def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[str, dict[str, list[float]]]:
-    """Turn the seconds of each rank's steps into one figure per round: the median step of the slowest rank.
+    """Model -> contender -> milliseconds of each round: of the median step, of which the slowest rank counts.
 
     Args:
         found: of all processes, each of which has timed some contenders.
         settings: the models and contenders.
-
-    Returns:
-        Model -> contender -> milliseconds of each round.
     """
-    samples: dict[str, dict[str, list[float]]] = {}
-    for model in settings.models:
-        samples[model] = {}
-        for name in settings.contenders:
-            ranks = [seconds[model][name] for seconds in found if name in seconds[model]]
-            samples[model][name] = [
-                1e3 * statistics.median(max(step) for step in zip(*of_round, strict=True))
-                for of_round in zip(*ranks, strict=True)
-            ]
-    return samples
+
+    def milliseconds(model: str, name: str) -> list[float]:
+        ranks = [seconds[model][name] for seconds in found if name in seconds[model]]
+        return [
+            1e3 * statistics.median(max(step) for step in zip(*of_round, strict=True))
+            for of_round in zip(*ranks, strict=True)
+        ]
+
+    return {m: {name: milliseconds(m, name) for name in settings.contenders} for m in settings.models}
 
 
 # ---------------------------------------------------------------------- the table
@@ -257,26 +225,17 @@ def geometric_means(comparisons: Comparisons) -> dict[str, float]:
     """
     names = list(next(iter(comparisons.values())))
     reference = reference_of(names)
-    means = {
-        name: statistics.geometric_mean(contenders[name].ratio for contenders in comparisons.values())
-        for name in names
-        if name != reference
-    }
-    rivals = [name for name in means if CONTENDERS[name].is_torch]
+    rows, mean = list(comparisons.values()), statistics.geometric_mean
+    means = {name: mean(row[name].ratio for row in rows) for name in names if name != reference}
+    rivals = [name for name in means if is_torch(name)]
     if len(rivals) > 1:
-        means[FASTEST_TORCH] = statistics.geometric_mean(
-            min((contenders[name] for name in rivals), key=lambda figures: figures.median).ratio
-            for contenders in comparisons.values()
-        )
+        fastest = (min((row[name] for name in rivals), key=lambda figures: figures.median) for row in rows)
+        means[FASTEST_TORCH] = mean(figures.ratio for figures in fastest)
     return means
 
 
 def format_report(result: Result) -> str:
-    """Lay out the table of all models and contenders, with geometric means and flags under it.
-
-    Args:
-        result: with the settings "flags", and "peak_mib" and "geometric_mean" beside its samples.
-    """
+    """Lay out the table of all models and contenders, with geometric means and flags under it."""
     flags: Any = result.settings["flags"]
     means = dict(result.extra["geometric_mean"])
     reference = reference_of(list(flags))
@@ -311,8 +270,6 @@ def time_steps(context: RankContext, settings: StepSettings) -> dict[str, Any]:
     Raises:
         RuntimeError: a contender's gradients or buffers differ from those of the others.
     """
-    from lightning_ddp.tools.ranks import RoundRobin
-
     turns = RoundRobin(context.store, context.world_size)
     is_alone = context.num_replicas > 1 or len(settings.contenders) == 1
     mine = (settings.contenders[context.replica],) if is_alone else settings.contenders
@@ -327,11 +284,6 @@ def time_steps(context: RankContext, settings: StepSettings) -> dict[str, Any]:
 def _time_model(
     context: RankContext, settings: StepSettings, model: str, mine: Sequence[str], turns: Any
 ) -> tuple[dict[str, list[list[float]]], int]:
-    import torch.distributed as dist
-
-    from lightning_ddp.tools.models import build_workload
-    from lightning_ddp.tools.ranks import shuffled
-
     runs: dict[str, TrainingRun] = {}
     _forget_peak(context.device)
     for name in settings.contenders:
@@ -346,7 +298,7 @@ def _time_model(
             with turns.take(is_mine=name in mine) as is_mine:
                 if is_mine:
                     runs[name].step()  # brings this contender's weights back into the caches
-                    times = [context.timed(runs[name].step) for _ in range(settings.num_steps)]
+                    times = [timed(runs[name].step, context.device) for _ in range(settings.num_steps)]
                     seconds[name].append(times)
         if context.replica == 0:
             context.advance()
@@ -361,10 +313,6 @@ def _compare(
     context: RankContext, model: str, contenders: Sequence[str], runs: Mapping[str, TrainingRun], turns: Any
 ) -> None:
     """Checks that all contenders compute the same; those of all replicas, on each rank."""
-    import torch
-
-    from lightning_ddp.tools.models import build_workload
-
     reference = TORCH_DEFAULT if TORCH_DEFAULT in contenders else contenders[0]
     key = f"state/{model}/{context.rank}"
     for name in sorted(contenders, key=lambda contender: contender != reference):
@@ -382,8 +330,6 @@ def _compare(
 
 def _some(values: Tensor) -> Tensor:
     """Some of many elements, always the same ones."""
-    import torch
-
     if values.numel() <= _MOST_COMPARED:
         return values.cpu()
     generator = torch.Generator().manual_seed(values.numel())
@@ -399,12 +345,6 @@ def check_agreement(
     from the same weights because from three ranks on sums are rounded in another order, and over many steps a
     deep network makes of that rounding weights that have nothing in common.
 
-    Args:
-        name: the contender.
-        found: its averaged gradients and buffers, or some elements of each.
-        reference: the other contender.
-        expected: the same of that one.
-
     Raises:
         RuntimeError: values are not finite or differ by more than rounding.
     """
@@ -419,8 +359,6 @@ def check_agreement(
 
 def _forget_peak(device: Any) -> None:
     """Lets the peak of memory begin at what is in use now."""
-    import torch
-
     gc.collect()  # the models before
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -429,16 +367,12 @@ def _forget_peak(device: Any) -> None:
 
 
 def _peak_bytes(device: Any) -> int:
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         # Not ru_maxrss: Linux carries it over exec, so a child starts from its parent's size at the fork.
         peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:  # not Linux, where nothing is shared either
-        import resource
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert peak is not None
     return 1024 * (int(peak[1]) - _kib_of_others())

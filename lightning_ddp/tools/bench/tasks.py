@@ -7,12 +7,11 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-
-__all__ = ["CONTEXT", "CharacterModel", "Task", "digit_network", "make_task", "read_digits", "read_text"]
 
 _NUM_TEST_DIGITS = 360
 CONTEXT = 64
@@ -46,14 +45,7 @@ class Task:
 
 
 def make_task(name: str, *, rank: int, world_size: int, seed: int) -> Task:
-    """Builds a task.
-
-    Args:
-        name: "digits" or "text".
-        rank: chooses the batches.
-        world_size: number of ranks; the batch of all of them together has one size.
-        seed: of weights and batches.
-    """
+    """Builds "digits" or "text"; the rank chooses the batches, which have one size over all ranks."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (_digits if name == "digits" else _text)(generator, world_size)
@@ -93,18 +85,18 @@ def _digits(generator: torch.Generator, world_size: int) -> Task:
             return 100 * float(correct.float().mean())
 
     module = digit_network()
+
+    def make_optimizer(taken: float) -> torch.optim.Optimizer:
+        momentum = _MOMENTUM - taken
+        options: dict[str, Any] = {"momentum": momentum, "nesterov": not taken, "weight_decay": 1e-4}
+        return torch.optim.SGD(module.parameters(), lr=_DIGITS_LR, **options)
+
     return Task(
         module=module,
         next_batch=next_batch,
         loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
         score=score,
-        make_optimizer=lambda taken: torch.optim.SGD(
-            module.parameters(),
-            lr=_DIGITS_LR,
-            momentum=_MOMENTUM - taken,
-            nesterov=not taken,
-            weight_decay=1e-4,
-        ),
+        make_optimizer=make_optimizer,
         learning_rate=_DIGITS_LR,
     )
 
@@ -118,13 +110,7 @@ def _shift(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class CharacterModel(nn.Module):
-    """A transformer that predicts the next character of up to `CONTEXT`.
-
-    Args:
-        num_characters: different characters; tokens are below it.
-        width: of the hidden states, a multiple of 4.
-        num_layers: number of transformer layers.
-    """
+    """A transformer that predicts the next of `num_characters` from up to `CONTEXT`; `width` / 4 is whole."""
 
     def __init__(self, num_characters: int, width: int = 128, num_layers: int = 2) -> None:
         super().__init__()
@@ -177,14 +163,11 @@ def _text(generator: torch.Generator, world_size: int) -> Task:
 
 def read_text() -> tuple[Tensor, int]:
     """The sources of the standard library as character numbers; the same for one Python version."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    pieces = []
-    total = 0
-    for path in sorted(folder.glob("*.py")):
-        pieces.append(path.read_text(encoding="utf-8", errors="ignore"))
-        total += len(pieces[-1])
-        if total >= _NUM_CHARACTERS:
+    text = ""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += path.read_text(encoding="utf-8", errors="ignore")
+        if len(text) >= _NUM_CHARACTERS:
             break
-    data = torch.tensor(list("".join(pieces).encode("ascii", "ignore")), dtype=torch.int64)[:_NUM_CHARACTERS]
+    data = torch.tensor(list(text.encode("ascii", "ignore")), dtype=torch.int64)[:_NUM_CHARACTERS]
     known, tokens = data.unique(return_inverse=True)
     return tokens, len(known)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_ddp.tools.doctor.measure import Line
 
-__all__ = ["Finding", "Level", "check_answers", "check_interface", "check_line", "name_ranks", "worst"]
-
 Answer = Mapping[str, Any]
-"""What `examine` returns for a rank, or `gather_facts` where it is alone."""
+"""What `measure.examine` returns for a rank, or `gather_facts` where it is alone."""
 
 Level = Literal["PASS", "WARN", "FAIL"]
-_LEVELS: tuple[Level, ...] = ("PASS", "WARN", "FAIL")
+LEVELS: tuple[Level, ...] = ("PASS", "WARN", "FAIL")
 
 _LEAST_SHARED_MEMORY = 1 << 30
 _LEAST_OPEN_FILES = 4096
@@ -42,7 +40,7 @@ def worst(findings: Iterable[Finding]) -> Level:
     >>> worst([Finding(level="PASS", check="a", message=""), Finding(level="WARN", check="b", message="")])
     'WARN'
     """
-    return max((finding.level for finding in findings), key=_LEVELS.index, default="PASS")
+    return max((finding.level for finding in findings), key=LEVELS.index, default="PASS")
 
 
 def check_answers(answers: Sequence[Answer]) -> list[Finding]:
@@ -75,12 +73,14 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def _groups(answers: Sequence[Answer], key: Callable[[Answer], Hashable]) -> dict[Any, list[int]]:
-    """Value -> ranks that have it."""
+def _differing(answers: Sequence[Answer], key: Callable[[Answer], Hashable]) -> str | None:
+    """What each rank has, in words; None where all have the same."""
     found: dict[Any, list[int]] = defaultdict(list)
     for answer in answers:
         found[key(answer)].append(answer["rank"])
-    return found
+    if len(found) == 1:
+        return None
+    return "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in found.items())
 
 
 # ---------------------------------------------------------------------- between the ranks
@@ -89,29 +89,26 @@ def _groups(answers: Sequence[Answer], key: Callable[[Answer], Hashable]) -> dic
 def _check_versions(answers: Sequence[Answer]) -> list[Finding]:
     findings = []
     for name in _MUST_AGREE:
-        versions = _groups(answers, lambda answer, name=name: answer["packages"].get(name))  # type: ignore[misc]
-        if len(versions) > 1:
-            listed = "; ".join(f"{name_ranks(ranks)}: {version}" for version, ranks in versions.items())
-            findings.append(
-                Finding("FAIL", "versions", f"{name} differs ({listed}): install one version everywhere")
-            )
-    pythons = _groups(answers, lambda answer: answer["python"])
-    if len(pythons) > 1:
-        listed = "; ".join(f"{name_ranks(ranks)}: {version}" for version, ranks in pythons.items())
-        findings.append(Finding("WARN", "versions", f"Python differs ({listed}): use one environment"))
-    if findings:
-        return findings
+        differing = _differing(answers, lambda answer, name=name: answer["packages"].get(name))  # type: ignore[misc]
+        if differing:
+            message = f"{name} differs ({differing}): install one version everywhere"
+            findings.append(Finding("FAIL", "versions", message))
+    differing = _differing(answers, lambda answer: answer["python"])
+    if differing:
+        message = f"Python differs ({differing}): use one environment"
+        findings.append(Finding("WARN", "versions", message))
     packages = answers[0]["packages"]
     listed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
-    return [Finding("PASS", "versions", f"Python {answers[0]['python']}, {listed}")]
+    return findings or [Finding("PASS", "versions", f"Python {answers[0]['python']}, {listed}")]
 
 
 def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
     findings = []
-    backends = _groups(answers, lambda answer: answer["backend"])
-    if len(backends) > 1:
-        listed = "; ".join(f"{name_ranks(ranks)}: {backend}" for backend, ranks in backends.items())
-        message = f"backends differ ({listed}): some nodes see no GPU; check drivers and CUDA_VISIBLE_DEVICES"
+    differing = _differing(answers, lambda answer: answer["backend"])
+    if differing:
+        message = (
+            f"backends differ ({differing}): some nodes see no GPU; check drivers and CUDA_VISIBLE_DEVICES"
+        )
         findings.append(Finding("FAIL", "devices", message))
     for answer in answers:
         if answer["devices"] and answer["local_rank"] >= len(answer["devices"]):
@@ -122,38 +119,42 @@ def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
             findings.append(Finding("FAIL", "devices", message))
     if findings:
         return findings
-    kinds = _groups(answers, lambda answer: tuple(answer["devices"]))
-    listed = "; ".join(
-        f"{name_ranks(ranks)}: {len(devices)} x {devices[0]}" if devices else f"{name_ranks(ranks)}: CPU"
-        for devices, ranks in kinds.items()
-    )
-    level: Level = "PASS" if len(kinds) == 1 else "WARN"
-    advice = "" if len(kinds) == 1 else "; the slowest kind sets the pace"
-    return [Finding(level, "devices", f"{listed}; backend {answers[0]['backend']}{advice}")]
+
+    def kind(answer: Answer) -> str:
+        devices = answer["devices"]
+        return f"{len(devices)} x {devices[0]}" if devices else "CPU"
+
+    differing = _differing(answers, kind)
+    backend = f"backend {answers[0]['backend']}"
+    if differing:
+        message = f"{differing}; {backend}; the slowest kind sets the pace"
+        return [Finding("WARN", "devices", message)]
+    ranks = name_ranks([answer["rank"] for answer in answers])
+    return [Finding("PASS", "devices", f"{ranks}: {kind(answers[0])}; {backend}")]
 
 
 def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
     findings = []
-    for host, ranks in _groups(answers, lambda answer: answer["host"]).items():
+    for host, num_ranks in Counter(answer["host"] for answer in answers).items():
         num_cpus = next(answer["num_cpus"] for answer in answers if answer["host"] == host)
-        if num_cpus < len(ranks):
+        if num_cpus < num_ranks:
             message = (
-                f"{host}: {len(ranks)} ranks on {num_cpus} CPU cores take turns: give the job a core a rank"
+                f"{host}: {num_ranks} ranks on {num_cpus} CPU cores take turns: give the job a core a rank"
             )
             findings.append(Finding("WARN", "CPU cores", message))
         else:
-            message = f"{host}: {num_cpus} cores for {len(ranks)} rank(s)"
-            findings.append(Finding("PASS", "CPU cores", message))
+            findings.append(Finding("PASS", "CPU cores", f"{host}: {num_cpus} cores for {num_ranks} rank(s)"))
     return findings
 
 
 def _check_clocks(answers: Sequence[Answer]) -> list[Finding]:
-    clocks = {answer["rank"]: answer["clock"] for answer in answers if "clock" in answer}
-    if not clocks:
+    if "clock" not in answers[0]:
         return []
-    rank = max(clocks, key=lambda r: abs(clocks[r]["offset_s"]))
-    offset, error = clocks[rank]["offset_s"], clocks[rank]["error_s"]
-    found = f"at most {abs(offset) * 1e3:.1f} ms from rank 0's (rank {rank}, +/- {error * 1e3:.1f} ms)"
+    answer = max(answers, key=lambda answer: abs(answer["clock"]["offset_s"]))
+    offset, error = answer["clock"]["offset_s"], answer["clock"]["error_s"]
+    found = (
+        f"at most {abs(offset) * 1e3:.1f} ms from rank 0's (rank {answer['rank']}, +/- {error * 1e3:.1f} ms)"
+    )
     if abs(offset) - error > _LARGEST_CLOCK_SKEW_S:
         message = f"{found}: logs and time stamps of files will mislead; start chrony or ntpd on all nodes"
         return [Finding("WARN", "clocks", message)]
@@ -277,18 +278,16 @@ def check_line(line: Line | None, *, world_size: int, num_hosts: int) -> Finding
         message = (
             "the times do not rise with the size, so no line fits: measure again when the machine is idle"
         )
-        return Finding("WARN", "all-reduce", message)
-    link = line.link_bytes_per_s(world_size)
-    found = f"{line.latency_s * 1e3:.3f} ms + size / {line.bytes_per_s / 1e9:.3g} GB/s"
-    if line.relative_error > _LARGEST_RELATIVE_ERROR:
+    elif line.relative_error > _LARGEST_RELATIVE_ERROR:
         message = (
-            f"{found}, but half of the times are more than {line.relative_error:.0%} away from that line"
+            f"{line}, but half of the times are more than {line.relative_error:.0%} away from that line:"
+            " something else uses the link or the cores"
         )
-        return Finding("WARN", "all-reduce", f"{message}: something else uses the link or the cores")
-    if num_hosts > 1 and link < _SLOW_BYTES_PER_S:
-        message = f"{found}: less than 1 Gbit/s between nodes; is that the interface that you meant?"
-        return Finding("WARN", "all-reduce", message)
-    return Finding("PASS", "all-reduce", found)
+    elif num_hosts > 1 and line.link_bytes_per_s(world_size) < _SLOW_BYTES_PER_S:
+        message = f"{line}: less than 1 Gbit/s between nodes; is that the interface that you meant?"
+    else:
+        return Finding("PASS", "all-reduce", str(line))
+    return Finding("WARN", "all-reduce", message)
 
 
 def _mib(num_bytes: int) -> str:

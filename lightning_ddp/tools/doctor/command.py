@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -21,19 +24,21 @@ from lightning_ddp.launch.interface import is_own_address
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.arguments import existing_file, positive_float, positive_int
 from lightning_ddp.tools.doctor import checks, network
-from lightning_ddp.tools.doctor.checks import Finding, Level, worst
-from lightning_ddp.tools.doctor.examine import Plan, examine, exchange
+from lightning_ddp.tools.doctor.checks import LEVELS, Answer, Finding, Level, worst
 from lightning_ddp.tools.doctor.facts import gather_facts
-from lightning_ddp.tools.doctor.measure import Line, Timing, all_reduce_sizes, fit_line
+from lightning_ddp.tools.doctor.measure import Line, Plan, Timing, examine, exchange, fit_line
 from lightning_ddp.tools.doctor.placement import place
-from lightning_ddp.tools.doctor.report import format_json, format_report
+from lightning_ddp.tools.doctor.verify import Verification, refusal, verify
 from lightning_ddp.tools.ranks import RankContext, run_ranks
-from lightning_ddp.tools.report import progress_bar
-
-__all__ = ["add_arguments", "run"]
+from lightning_ddp.tools.report import format_table, progress_bar
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
+_ADVICE = {
+    "PASS": "nothing stands in the way of a run",
+    "WARN": "a run can start; see the lines with WARN",
+    "FAIL": "a run would fail; see the lines with FAIL",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,20 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--nodes", type=positive_int, metavar="N", help="this command is run by hand on each of N nodes"
     )
-    parser.add_argument(
-        "--timeout-s",
-        type=positive_float,
-        default=30.0,
-        metavar="S",
-        help="deadline of each step on the network, meeting the other ranks included (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-mb",
-        type=positive_float,
-        default=64.0,
-        metavar="MIB",
-        help="largest all-reduce in MiB (default: %(default)s)",
-    )
+    for name, metavar, default, text in (
+        ("--timeout-s", "S", 30.0, "deadline of each step on the network, meeting the other ranks included"),
+        ("--max-mb", "MIB", 64.0, "largest all-reduce in MiB"),
+    ):
+        help_text = f"{text} (default: {default})"
+        parser.add_argument(name, type=positive_float, default=default, metavar=metavar, help=help_text)
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
     parser.add_argument(
         "--verify",
@@ -135,10 +132,6 @@ class Examination:
     def _has_failed(self) -> bool:
         return worst(self._findings) == "FAIL"
 
-    @property
-    def _own_facts(self) -> dict[str, Any]:
-        return gather_facts(self._env, rank=self._here.rank, local_rank=self._here.local_rank)
-
     def examine(self) -> None:
         """Looks at this machine, or at all ranks, as the options and the variables say."""
         plan = Plan(
@@ -167,27 +160,15 @@ class Examination:
         self._add("PASS", "all-reduce", message)
 
     def _verify(self) -> None:
-        from lightning_ddp.tools.doctor.verify import choose, refusal, verify
-
-        args = self._args
         refused = refusal(self._here)
-        if refused is not None:
-            self._findings.append(refused)
-            return
-        options = {"timeout_s": args.timeout_s, "preload": args.preload, "only": args.only}
-        self._findings += verify(choose(num_ranks=args.processes, device=args.device, **options))
+        self._findings += [refused] if refused else verify(Verification.of(self._args))
 
     def _examine_processes(self, plan: Plan) -> None:
         count = self._args.processes
-        with progress_bar(len(all_reduce_sizes(plan.largest_bytes)), "all-reduce") as bar:
+        with progress_bar(len(plan.sizes), "all-reduce") as bar:
+            options = {"timeout_s": plan.timeout_s * 4, "on_progress": bar.update}
             try:
-                self._answers = run_ranks(
-                    _examine_rank,
-                    (plan, self._env),
-                    world_size=count,
-                    timeout_s=plan.timeout_s * 4,
-                    on_progress=bar.update,
-                )
+                self._answers = run_ranks(_examine_rank, (plan, self._env), world_size=count, **options)
             except ToolError as error:
                 self._add("FAIL", "all-reduce", f"{count} processes on this machine: {error}")
 
@@ -199,20 +180,12 @@ class Examination:
         store = dist.PrefixStore(f"doctor/{self._env.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
 
         def together() -> list[Any]:
-            total = len(all_reduce_sizes(plan.largest_bytes))
-            with progress_bar(total, "all-reduce", is_shown=here.rank == 0) as bar:
-                answer = examine(
-                    store,
-                    plan,
-                    self._env,
-                    rank=here.rank,
-                    local_rank=here.local_rank,
-                    world_size=here.world_size,
-                    advance=bar.update,
-                )
+            where: dict[str, Any] = {"rank": here.rank, "world_size": here.world_size}
+            with progress_bar(len(plan.sizes), "all-reduce", is_shown=here.rank == 0) as bar:
+                options = {"local_rank": here.local_rank, "advance": bar.update}
+                answer = examine(store, plan, self._env, **where, **options)
             answer["findings"] = [asdict(finding) for finding in self._findings]
-            sizes = {"rank": here.rank, "world_size": here.world_size}
-            return exchange(store, answer, timeout_s=plan.timeout_s, **sizes)
+            return exchange(store, answer, timeout_s=plan.timeout_s, **where)
 
         try:
             self._answers = network.within(4 * plan.timeout_s, "measuring with the other ranks", together)
@@ -247,9 +220,8 @@ class Examination:
             return named
         route, found = network.interface_to(address), network.addresses()
         num_nodes = self._here.num_nodes
-        self._findings.append(
-            checks.check_interface(named, route, found, num_nodes=num_nodes, variable=_INTERFACE_VARIABLE)
-        )
+        options: dict[str, Any] = {"num_nodes": num_nodes, "variable": _INTERFACE_VARIABLE}
+        self._findings.append(checks.check_interface(named, route, found, **options))
         chosen = named or route
         return chosen if chosen in found else None
 
@@ -260,24 +232,27 @@ class Examination:
         address = self._find_master()
         if address is None:
             return None
-        message = (
-            f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it is no"
-            " store of this run. Name another MASTER_PORT on all nodes"
-        )
-        return self._open_store(address, lambda error: ("master", message))
-
-    def _open_store(
-        self, address: str, explain: Callable[[Exception], tuple[str, str]], *, is_host: bool = False
-    ) -> Any | None:
-        """A store; None, with a finding of what `explain` says, if it cannot be opened or reached."""
-        assert self._here.master_port is not None  # the findings would say so
-        timeout_s = self._args.timeout_s
         try:
-            return network.open_store(address, self._here.master_port, is_host=is_host, timeout_s=timeout_s)
-        except (OSError, RuntimeError) as error:
-            self.is_stuck = isinstance(error, network.DeadlinePassed)
-            self._add("FAIL", *explain(error))
+            return self._open_store(address, is_host=False)
+        except (OSError, RuntimeError):
+            self._add(
+                "FAIL",
+                "master",
+                f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it is"
+                " no store of this run. Name another MASTER_PORT on all nodes",
+            )
             return None
+
+    def _open_store(self, address: str, *, is_host: bool) -> Any:
+        port, timeout_s = self._here.master_port, self._args.timeout_s
+        assert port is not None  # the findings would say so
+        limit = timedelta(seconds=timeout_s)
+        step = partial(dist.TCPStore, address, port, is_master=is_host, wait_for_workers=False, timeout=limit)
+        try:
+            return network.within(timeout_s + 1.0, f"connecting to the store at {address}, port {port}", step)
+        except network.DeadlinePassed:
+            self.is_stuck = True
+            raise
 
     def _host_store(self) -> Any | None:
         assert self._here.master_addr is not None  # the caller has looked
@@ -288,14 +263,13 @@ class Examination:
             message = f"{where}: rank 0 is here, but {address} is no address of this host, which has {own}"
             self._add("FAIL", "master", f"{message}. Name one that all nodes reach")
             return None
-
-        def explain(error: Exception) -> tuple[str, str]:
+        try:
+            store = self._open_store(address, is_host=True)
+        except (OSError, RuntimeError) as error:
             message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]})"
-            return "port", f"{message}. Another process has it; name another one on all nodes"
-
-        store = self._open_store(address, explain, is_host=True)
-        if store is not None:
-            self._add("PASS", "port", f"{where}: free, and opened here")
+            self._add("FAIL", "port", f"{message}. Another process has it; name another one on all nodes")
+            return None
+        self._add("PASS", "port", f"{where}: free, and opened here")
         return store
 
     def _find_master(self) -> str | None:
@@ -322,7 +296,8 @@ class Examination:
     def report(self, *, as_json: bool) -> int:
         """Checks what was gathered and prints it, unless another rank does; returns the exit status."""
         is_silent = len(self._answers) > 1 and self._here.rank > 0 and self._args.processes is None
-        answers = self._answers or [self._own_facts]
+        here = self._here
+        answers = self._answers or [gather_facts(self._env, rank=here.rank, local_rank=here.local_rank)]
         findings = [*self._findings, *checks.check_answers(answers)]
         timings = [Timing(**timing) for timing in answers[0].get("timings", [])]
         line: Line | None = None
@@ -330,7 +305,7 @@ class Examination:
             line = fit_line(timings)
             num_hosts = len({answer["host"] for answer in answers})
             findings.append(checks.check_line(line, world_size=len(answers), num_hosts=num_hosts))
-        findings.sort(key=lambda finding: ("PASS", "WARN", "FAIL").index(finding.level))
+        findings.sort(key=lambda finding: LEVELS.index(finding.level))
         if not is_silent:
             layout = format_json if as_json else format_report
             print(layout(answers, timings, line, findings), flush=True)
@@ -339,13 +314,75 @@ class Examination:
 
 def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -> dict[str, Any]:
     """What a process of `--processes` runs."""
-    plan, env = settings
-    return examine(
-        context.store,
-        plan,
-        env,
-        rank=context.rank,
-        local_rank=context.rank,
-        world_size=context.world_size,
-        advance=context.advance,
+    options: dict[str, Any] = {"world_size": context.world_size, "advance": context.advance}
+    return examine(context.store, *settings, rank=context.rank, local_rank=context.rank, **options)
+
+
+# ---------------------------------------------------------------------- text and JSON
+
+
+def format_report(
+    answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None, findings: Sequence[Finding]
+) -> str:
+    """Ranks, times and the line through them, then the findings; the last line is the verdict."""
+    parts = [_ranks(answers)]
+    if timings:
+        parts.append(_times(answers, timings, line))
+    width = max(len(finding.check) for finding in findings)
+    parts.append("\n".join(f"{f.level}  {f.check.ljust(width)}  {f.message}" for f in findings))
+    verdict = worst(findings)
+    parts.append(f"{verdict}: {_ADVICE[verdict]}")
+    return "\n\n".join(parts)
+
+
+def format_json(
+    answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None, findings: Sequence[Finding]
+) -> str:
+    """The same for programs."""
+    times = {"timings": list(map(asdict, timings)), "line": None if line is None else asdict(line)}
+    document = {"verdict": worst(findings), "findings": list(map(asdict, findings)), "ranks": list(answers)}
+    return json.dumps({**document, "all_reduce": times}, indent=2)
+
+
+def _ranks(answers: Sequence[Answer]) -> str:
+    def device(answer: Answer) -> str:
+        is_cpu = answer["local_rank"] >= len(answer["devices"])
+        return f"CPU ({answer['num_cpus']} cores)" if is_cpu else answer["devices"][answer["local_rank"]]
+
+    rows = [
+        (
+            *(str(answer[name]) for name in ("rank", "host", "pid")),
+            device(answer),
+            str(answer["backend"]),
+            str(answer.get("interface") or "-"),
+            f"{answer['clock']['offset_s'] * 1e3:+.2f}" if "clock" in answer else "-",
+        )
+        for answer in answers
+    ]
+    table = format_table(("rank", "host", "pid", "device", "backend", "interface", "clock (ms)"), rows)
+    variables = "\n".join(f"  {name}={value}" for name, value in answers[0]["variables"].items())
+    return f"{table}\n\nVariables of rank {answers[0]['rank']}:\n{variables or '  none'}"
+
+
+def _times(answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None) -> str:
+    world_size = len(answers)
+    rows = [
+        (
+            f"{t.num_bytes >> 20} MiB" if t.num_bytes >= 1 << 20 else f"{t.num_bytes >> 10} KiB",
+            t.seconds * 1e3,
+            t.num_bytes / t.seconds / 1e9,
+            line.seconds(t.num_bytes) * 1e3 if line is not None else float("nan"),
+        )
+        for t in timings
+    ]
+    table = format_table(("all-reduce", "ms", "GB/s", "line (ms)"), rows)
+    text = (
+        f"float32 over {answers[0]['measured_on']}, {world_size} ranks, median of the slowest rank:\n{table}"
+    )
+    if line is None:
+        return text
+    return (
+        f"{text}\ntime = {line}, wrong by {line.relative_error:.0%} in the median. As a ring of 2 (p - 1)"
+        f" messages of size / p: {line.message_latency_s(world_size) * 1e6:.0f} us a message,"
+        f" {line.link_bytes_per_s(world_size) / 1e9:.3g} GB/s a link."
     )

@@ -1,4 +1,4 @@
-"""Measurements of ranks together: clocks, times of all-reduces, and a line through them.
+"""Measurements of ranks together: they exchange facts, compare clocks, time all-reduces and fit a line.
 
 The model is that of Hockney: a message takes a latency and a time for its bytes, t(n) = a + n / b. A ring
 all-reduce of n bytes among p ranks is 2 (p - 1) messages of n / p bytes one after the other, so that a is
@@ -7,19 +7,21 @@ all-reduce of n bytes among p ranks is 2 (p - 1) messages of n / p bytes one aft
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import new_gloo, new_nccl
 from lightning_ddp.comm.cost import TransferCost
-
-__all__ = ["Line", "Timing", "all_have", "all_reduce_sizes", "clock_offsets", "fit_line", "time_all_reduce"]
+from lightning_ddp.tools.doctor.facts import gather_facts
+from lightning_ddp.tools.ranks import synchronize
 
 _NUM_PINGS = 8
 _NUM_WARM_UPS = 3
@@ -27,6 +29,119 @@ _SMALLEST_BYTES = 4 * 1024
 _LEAST_REPEATS, _MOST_REPEATS = 3, 30
 _SECONDS_A_SIZE = 0.3
 _LONGEST_CALL_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every rank is told."""
+
+    largest_bytes: int
+    """Of the all-reduces."""
+    timeout_s: float
+    """Of every single step on the network."""
+    interface: str | None
+    """For gloo; None for its own choice."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the all-reduces: 4 KiB and then four times as much each, up to the largest.
+
+        >>> Plan(largest_bytes=100_000, timeout_s=1.0, interface=None).sizes
+        [4096, 16384, 65536]
+        """
+        sizes = [_SMALLEST_BYTES]
+        while sizes[-1] * 4 <= self.largest_bytes:
+            sizes.append(sizes[-1] * 4)
+        return sizes
+
+
+def examine(
+    store: Any,
+    plan: Plan,
+    env: Mapping[str, str],
+    *,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    advance: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """This rank's facts, clock and times, as JSON values. All ranks call it.
+
+    Raises:
+        RuntimeError: the ranks do not find each other, or a step did not end in time.
+    """
+    answer = gather_facts(env, rank=rank, local_rank=local_rank)
+    control = _gloo(store, plan, rank, world_size)
+    offset, error = clock_offsets(control, rank, world_size, timeout_s=plan.timeout_s)
+    answer["clock"] = {"offset_s": offset, "error_s": error}
+    answer["interface"] = plan.interface
+    device, group = torch.device("cpu"), control
+    has_device = answer["backend"] == "nccl" and local_rank < len(answer["devices"])
+    if _agree(control, float(has_device), device, plan.timeout_s, dist.ReduceOp.MIN):
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        limit = timedelta(seconds=plan.timeout_s)
+        group = new_nccl(dist.PrefixStore("nccl", store), rank, world_size, limit)
+    timings = time_all_reduce(group, plan.sizes, device=device, timeout_s=plan.timeout_s, advance=advance)
+    answer["measured_on"] = "nccl" if group is not control else "gloo"
+    answer["timings"] = [asdict(timing) for timing in timings]
+    return answer
+
+
+def exchange(
+    store: Any, answer: dict[str, Any], *, rank: int, world_size: int, timeout_s: float
+) -> list[Any]:
+    """The answers of all ranks. All call it; rank 0, which may host the store, returns last.
+
+    Raises:
+        RuntimeError: a rank did not answer in time.
+    """
+    limit = timedelta(seconds=timeout_s)
+    store.set(f"answer/{rank}", json.dumps(answer))
+    store.wait([f"answer/{other}" for other in range(world_size)], limit)
+    answers = [json.loads(store.get(f"answer/{other}")) for other in range(world_size)]
+    store.set(f"read/{rank}", "")
+    if rank == 0:
+        store.wait([f"read/{other}" for other in range(world_size)], limit)
+    return answers
+
+
+def _gloo(store: Any, plan: Plan, rank: int, world_size: int) -> Any:
+    if plan.interface is not None:
+        device = dist.ProcessGroupGloo.create_device(interface=plan.interface)
+    else:
+        device = dist.ProcessGroupGloo.create_default_device()
+    limit = timedelta(seconds=plan.timeout_s)
+    return new_gloo(dist.PrefixStore("gloo", store), rank, world_size, [device], limit)
+
+
+def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -> tuple[float, float]:
+    """How far this rank's clock is ahead of rank 0's, and by how much that may be wrong; seconds.
+
+    Cristian's method: rank 0 answers with its time, which is taken for that of the middle of the round trip;
+    of several trips the shortest counts, half of which is the error. All ranks of a CPU group call it.
+    """
+    limit = timedelta(seconds=timeout_s)
+    value = torch.zeros(1, dtype=torch.float64)
+    if rank == 0:
+        for other in range(1, world_size):
+            for _ in range(_NUM_PINGS):
+                group.recv([value], other, 0).wait(limit)
+                value.fill_(time.time())
+                group.send([value], other, 0).wait(limit)
+        return 0.0, 0.0
+    trips = []
+    for _ in range(_NUM_PINGS):
+        begun, start = time.perf_counter(), time.time()  # in this order the error below holds
+        group.send([value], 0, 0).wait(limit)
+        group.recv([value], 0, 0).wait(limit)
+        trip = time.perf_counter() - begun
+        trips.append((trip, start + trip / 2 - float(value.item())))
+    trip, offset = min(trips)
+    return offset, trip / 2
+
+
+# ---------------------------------------------------------------------- all-reduces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +153,60 @@ class Timing:
     """Median of the slowest rank."""
 
 
+def time_all_reduce(
+    group: Any,
+    sizes: Sequence[int],
+    *,
+    device: torch.device,
+    timeout_s: float,
+    advance: Callable[[], object] = lambda: None,
+) -> list[Timing]:
+    """Times float32 all-reduces of several sizes, smallest first. All ranks of the group of torch call it.
+
+    Each size is repeated for about a third of a second; the ranks agree how often. Larger sizes are left out
+    once one takes more than two seconds. `advance` is called after each size.
+
+    Raises:
+        RuntimeError: an all-reduce failed or did not end within its deadline.
+    """
+    timings = []
+    for num_bytes in sizes:
+        tensor = torch.zeros(num_bytes // 4, device=device)
+        for _ in range(_NUM_WARM_UPS):
+            _all_reduce(group, tensor, timeout_s)  # connections and memory
+        first = _agree(group, _all_reduce(group, tensor, timeout_s), device, timeout_s)
+        repeats = int(min(_MOST_REPEATS, max(_LEAST_REPEATS, _SECONDS_A_SIZE / first)))
+        durations = [_all_reduce(group, tensor, timeout_s) for _ in range(repeats)]
+        seconds = _agree(group, statistics.median(durations), device, timeout_s)
+        timings.append(Timing(num_bytes=num_bytes, seconds=seconds))
+        advance()
+        if first > _LONGEST_CALL_S:
+            break
+    return timings
+
+
+def _all_reduce(
+    group: Any, tensor: torch.Tensor, timeout_s: float, operation: Any = dist.ReduceOp.SUM
+) -> float:
+    """Seconds that it took, until the result is there."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = operation
+    synchronize(tensor.device)
+    start = time.perf_counter()
+    group.allreduce([tensor], options).wait(timedelta(seconds=timeout_s))
+    synchronize(tensor.device)
+    return time.perf_counter() - start
+
+
+def _agree(
+    group: Any, number: float, device: torch.device, timeout_s: float, operation: Any = dist.ReduceOp.MAX
+) -> float:
+    """The largest value of all ranks."""
+    value = torch.tensor([number], dtype=torch.float64, device=device)
+    _all_reduce(group, value, timeout_s, operation)
+    return float(value.item())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """t(n) = latency + n / bandwidth, for the whole collective."""
@@ -46,6 +215,9 @@ class Line:
     bytes_per_s: float
     relative_error: float
     """Median of |time - line| / time."""
+
+    def __str__(self) -> str:
+        return f"{self.latency_s * 1e3:.3f} ms + size / {self.bytes_per_s / 1e9:.3g} GB/s"
 
     def seconds(self, num_bytes: int) -> float:
         """What the line says for a message."""
@@ -78,116 +250,3 @@ def fit_line(timings: Sequence[Timing]) -> Line | None:
         bytes_per_s=1 / cost.seconds_per_byte,
         relative_error=statistics.median(errors),
     )
-
-
-def all_reduce_sizes(largest_bytes: int) -> list[int]:
-    """4 KiB and then four times as much each, up to `largest_bytes`.
-
-    >>> all_reduce_sizes(100_000)
-    [4096, 16384, 65536]
-    """
-    sizes = [_SMALLEST_BYTES]
-    while sizes[-1] * 4 <= largest_bytes:
-        sizes.append(sizes[-1] * 4)
-    return sizes
-
-
-def time_all_reduce(
-    group: Any,
-    sizes: Sequence[int],
-    *,
-    device: torch.device,
-    timeout_s: float,
-    advance: Callable[[], object] = lambda: None,
-) -> list[Timing]:
-    """Times float32 all-reduces of several sizes, smallest first. All ranks of the group call it.
-
-    Each size is repeated for about a third of a second; the ranks agree how often. Larger sizes are left out
-    once one takes more than two seconds.
-
-    Args:
-        group: a process group of torch.
-        sizes: in bytes.
-        device: of the tensors.
-        timeout_s: of each all-reduce.
-        advance: called after each size.
-
-    Raises:
-        RuntimeError: an all-reduce failed or did not end in time.
-    """
-    timings = []
-    for num_bytes in sizes:
-        tensor = torch.zeros(num_bytes // 4, device=device)
-        for _ in range(_NUM_WARM_UPS):
-            _all_reduce(group, tensor, timeout_s)  # connections and memory
-        first = _agree(group, _all_reduce(group, tensor, timeout_s), device, timeout_s)
-        repeats = int(min(_MOST_REPEATS, max(_LEAST_REPEATS, _SECONDS_A_SIZE / first)))
-        durations = [_all_reduce(group, tensor, timeout_s) for _ in range(repeats)]
-        seconds = _agree(group, statistics.median(durations), device, timeout_s)
-        timings.append(Timing(num_bytes=num_bytes, seconds=seconds))
-        advance()
-        if first > _LONGEST_CALL_S:
-            break
-    return timings
-
-
-def _all_reduce(
-    group: Any, tensor: torch.Tensor, timeout_s: float, operation: Any = dist.ReduceOp.SUM
-) -> float:
-    """Seconds that it took, until the result is there."""
-    options = dist.AllreduceOptions()
-    options.reduceOp = operation
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    start = time.perf_counter()
-    group.allreduce([tensor], options).wait(timedelta(seconds=timeout_s))
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter() - start
-
-
-def all_have(group: Any, has: bool, *, timeout_s: float) -> bool:
-    """Whether all ranks say so. All ranks of a CPU group call it.
-
-    Raises:
-        RuntimeError: a rank did not answer in time.
-    """
-    value = torch.tensor([float(has)])
-    _all_reduce(group, value, timeout_s, dist.ReduceOp.MIN)
-    return bool(value.item())
-
-
-def _agree(group: Any, seconds: float, device: torch.device, timeout_s: float) -> float:
-    """The largest value of all ranks."""
-    value = torch.tensor([seconds], dtype=torch.float64, device=device)
-    _all_reduce(group, value, timeout_s, dist.ReduceOp.MAX)
-    return float(value.item())
-
-
-def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -> tuple[float, float]:
-    """How far this rank's clock is ahead of rank 0's, and by how much that may be wrong; seconds.
-
-    Cristian's method: rank 0 answers with its time, which is taken for that of the middle of the round trip;
-    of several trips the shortest counts, half of which is the error. All ranks of a CPU group call it.
-
-    Raises:
-        RuntimeError: a message did not arrive in time.
-    """
-    limit = timedelta(seconds=timeout_s)
-    value = torch.zeros(1, dtype=torch.float64)
-    if rank == 0:
-        for other in range(1, world_size):
-            for _ in range(_NUM_PINGS):
-                group.recv([value], other, 0).wait(limit)
-                value.fill_(time.time())
-                group.send([value], other, 0).wait(limit)
-        return 0.0, 0.0
-    trips = []
-    for _ in range(_NUM_PINGS):
-        begun, start = time.perf_counter(), time.time()  # in this order the error below holds
-        group.send([value], 0, 0).wait(limit)
-        group.recv([value], 0, 0).wait(limit)
-        trip = time.perf_counter() - begun
-        trips.append((trip, start + trip / 2 - float(value.item())))
-    trip, offset = min(trips)
-    return offset, trip / 2

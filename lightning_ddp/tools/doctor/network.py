@@ -1,4 +1,4 @@
-"""Look-ups, connections and the store of the ranks, each with a deadline."""
+"""Look-ups and connections, each with a deadline."""
 
 from __future__ import annotations
 
@@ -8,23 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
-
-import torch.distributed as dist
 
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.interface import interfaces, route_to
-
-__all__ = [
-    "DeadlinePassed",
-    "addresses",
-    "connect_problem",
-    "interface_to",
-    "open_store",
-    "resolve",
-    "within",
-]
 
 T = TypeVar("T")
 _RETRY_S = 0.2
@@ -68,13 +55,9 @@ def resolve(host: str, timeout_s: float) -> str:
         OSError: there is none.
         DeadlinePassed: the name server does not answer.
     """
-    found = within(
-        timeout_s,
-        f"looking up {host!r}",
-        lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM),
-    )
-    by_family = {family: str(where[0]) for family, _, _, _, where in reversed(found)}
-    return by_family.get(socket.AF_INET) or next(iter(by_family.values()))
+    look_up = functools.partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+    found = within(timeout_s, f"looking up {host!r}", look_up)
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def addresses() -> dict[str, str]:
@@ -119,19 +102,3 @@ def wait_until_reached(address: str, port: int, timeout_s: float) -> str | None:
         if problem is None or time.monotonic() + _RETRY_S > deadline:
             return problem
         time.sleep(_RETRY_S)
-
-
-def open_store(address: str, port: int, *, is_host: bool, timeout_s: float) -> Any:
-    """Opens the store of the ranks, or connects to it.
-
-    Raises:
-        OSError, RuntimeError: it cannot be opened, or not be reached in time.
-        DeadlinePassed: the attempt is stuck.
-    """
-    return within(
-        timeout_s + 1.0,
-        f"connecting to the store at {address}, port {port}",
-        lambda: dist.TCPStore(
-            address, port, is_master=is_host, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        ),
-    )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from lightning_ddp.tools.doctor.checks import Finding
-
-__all__ = ["Placement", "place"]
 
 Starter = Literal["nobody", "torchrun", "slurm", "script"]
 _INTERACTIVE_JOBS = ("bash", "interactive")
@@ -29,33 +27,21 @@ class Placement:
     master_port: int | None = None
     has_agent_store: bool = False
     """Whether torchrun's agent hosts the store; rank 0 does otherwise."""
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = ()
     """What is wrong or worth knowing about the variables."""
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the ranks can meet."""
-        return all(finding.level != "FAIL" for finding in self.findings)
 
-
-def place(
-    env: Mapping[str, str], num_nodes: int | None = None, *, default_host: str = "127.0.0.1"
-) -> Placement:
-    """Reads the variables. Does not communicate.
+def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
+    """Reads environment variables; `num_nodes` are started by hand, None where the user does not say.
 
     >>> place({"NODE_RANK": "1", "MASTER_ADDR": "gpu-07", "MASTER_PORT": "29500"}, num_nodes=2).rank
     1
-
-    Args:
-        env: environment variables.
-        num_nodes: how many nodes the user says there are, started by hand; None where he does not say.
-        default_host: address of the first SLURM node where it is this one.
     """
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
             return _from_torchrun(env)
         if "SLURM_JOB_ID" in env:
-            placement = _from_slurm(env, default_host)
+            placement = _from_slurm(env)
             if placement is not None:
                 return placement
         return _from_user(env, num_nodes or 1)
@@ -107,7 +93,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
     )
 
 
-def _from_slurm(env: Mapping[str, str], default_host: str) -> Placement | None:
+def _from_slurm(env: Mapping[str, str]) -> Placement | None:
     """None where Lightning does not take the SLURM variables for those of a run."""
     if env.get("SLURM_JOB_NAME") in _INTERACTIVE_JOBS or "SLURM_NTASKS" not in env:
         return None
@@ -136,7 +122,7 @@ def _from_slurm(env: Mapping[str, str], default_host: str) -> Placement | None:
         local_rank=int(env.get("SLURM_LOCALID", 0)),
         world_size=num_tasks,
         num_nodes=num_nodes,
-        master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_NODELIST", "")) or default_host,
+        master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_NODELIST", "")) or "127.0.0.1",
         master_port=int(port),
         findings=_findings("SLURM", problems, found),
     )

@@ -9,34 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-
-__all__ = ["AVERAGERS", "HOOKS", "Bucket", "Claim", "Rounds", "mean_of"]
 
 _EPS: Final = 2.0**-23  # of float32
 _LOOSE: Final = 1e-5  # relative; for products of matrices
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What was found, what it should be, and by how much each element may be off."""
+class Claim(NamedTuple):
+    """What was found, what it should be, and by how much each element may be off: 0 for the same bits."""
 
     what: str
     found: Tensor
     expected: Tensor
     bound: Tensor | float
-    """Absolute; 0 for the same bits."""
 
 
 def mean_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over ranks in float64, and what rounding may change in float32, in whatever order.
-
-    Args:
-        rows: one row a rank.
-    """
+    """The mean over ranks, a row each, in float64, and what rounding may change in float32, in any order."""
     wide = rows.double()
     size = wide.abs().mean(0)
     return wide.mean(0), (len(rows) + 1) * _EPS * size + 1e-6 * _EPS
@@ -73,11 +65,11 @@ class Bucket:
 
 def _check_mean(bucket: Bucket) -> Iterator[Claim]:
     mean, bound = mean_of(bucket.rows)
-    yield Claim(what="mean", found=bucket.found, expected=mean, bound=bound)
+    yield Claim("mean", bucket.found, mean, bound)
 
 
 def _check_own(bucket: Bucket) -> Iterator[Claim]:
-    yield Claim(what="own gradient", found=bucket.found, expected=bucket.rows[bucket.rank], bound=0.0)
+    yield Claim("own gradient", bucket.found, bucket.rows[bucket.rank], 0.0)
 
 
 def _check_rounded(
@@ -85,10 +77,8 @@ def _check_rounded(
 ) -> Callable[[Bucket], Iterator[Claim]]:
     """The mean of numbers that are rounded before they are added, and their mean once more.
 
-    Args:
-        relative: part of a number by which it may be off.
-        of_largest: part of the largest number of its block, here of the bucket, that comes on top.
-        smallest: absolute error that comes on top.
+    A number may be off by a part of itself, of the largest one of its block (here its bucket), and by
+    `smallest`.
     """
 
     def check(bucket: Bucket) -> Iterator[Claim]:
@@ -98,7 +88,7 @@ def _check_rounded(
         once = bound + (relative * shares + of_largest * largest + smallest).sum(0)
         sent = mean.abs() + once
         bound = once + relative * sent + of_largest * sent.max() + smallest
-        yield Claim(what="mean of rounded gradients", found=bucket.found, expected=mean, bound=bound)
+        yield Claim("mean of rounded gradients", bucket.found, mean, bound)
 
     return check
 
@@ -107,7 +97,7 @@ def _kept(bucket: Bucket, sent: Tensor) -> Claim:
     """Error feedback: what was not sent waits for the next step."""
     own = bucket.rows[bucket.rank]
     bound = 4 * _EPS * (own.abs() + sent.abs()).double()
-    return Claim(what="residual", found=bucket.residual, expected=own - sent, bound=bound)
+    return Claim("residual", bucket.residual, own - sent, bound)
 
 
 def _check_topk(bucket: Bucket) -> Iterator[Claim]:
@@ -118,7 +108,7 @@ def _check_topk(bucket: Bucket) -> Iterator[Claim]:
         largest = values.abs().topk(count, dim=1).indices
         sent[:, where] = torch.zeros_like(values).scatter(1, largest, values.gather(1, largest))
     mean, bound = mean_of(sent)
-    yield Claim(what="mean of the largest elements", found=bucket.found, expected=mean, bound=bound)
+    yield Claim("mean of the largest elements", bucket.found, mean, bound)
     yield _kept(bucket, sent[bucket.rank])
 
 
@@ -126,7 +116,7 @@ def _check_randomk(bucket: Bucket) -> Iterator[Claim]:
     is_sent = bucket.found != 0
     mean, bound = mean_of(bucket.rows)
     expected = torch.where(is_sent, mean, 0.0)
-    yield Claim(what="mean of random elements", found=bucket.found, expected=expected, bound=bound)
+    yield Claim("mean of random elements", bucket.found, expected, bound)
     for shape, where in bucket.pieces():
         count = max(1, math.ceil(bucket.options["ratio"] * shape.numel()))
         found = is_sent[where].sum()
@@ -134,7 +124,7 @@ def _check_randomk(bucket: Bucket) -> Iterator[Claim]:
         num_zeros = (mean[where] == 0).sum()
         least = torch.clamp(count - num_zeros, min=0)
         allowed = torch.clamp(found, min=least, max=torch.tensor(count, device=found.device))
-        yield Claim(what="number of elements sent", found=found, expected=allowed, bound=0.0)
+        yield Claim("number of elements sent", found, allowed, 0.0)
     yield _kept(bucket, torch.where(is_sent, bucket.rows[bucket.rank], 0.0))
 
 
@@ -147,16 +137,16 @@ def _check_sign(bucket: Bucket) -> Iterator[Claim]:
     mean, bound = mean_of(sent)
     # the scale is a mean of many numbers, added up in another order
     loose = bound + _LOOSE * sent.double().abs().mean(0)
-    yield Claim(what="mean of signs and scales", found=bucket.found, expected=mean, bound=loose)
+    yield Claim("mean of signs and scales", bucket.found, mean, loose)
     own = bucket.rows[bucket.rank]
     slack = _LOOSE * (own.abs() + sent[bucket.rank].abs()).double()
-    yield Claim(what="residual", found=bucket.residual, expected=own - sent[bucket.rank], bound=slack)
+    yield Claim("residual", bucket.residual, own - sent[bucket.rank], slack)
 
 
 def _check_powersgd(bucket: Bucket) -> Iterator[Claim]:
     mean, bound = mean_of(bucket.rows)
     if bucket.step < bucket.options["start_step"]:
-        yield Claim(what="mean before start_step", found=bucket.found, expected=mean, bound=bound)
+        yield Claim("mean before start_step", bucket.found, mean, bound)
         return
     own = bucket.rows[bucket.rank]
     kept = torch.zeros_like(own)
@@ -166,25 +156,18 @@ def _check_powersgd(bucket: Bucket) -> Iterator[Claim]:
         m = shape.numel() // max(n, 1)
         rank = min(bucket.options["rank"], n, m)
         if len(shape) < 2 or (n + m) * rank * bucket.options["min_compression"] >= n * m:
-            yield Claim(
-                what="mean of what is not compressed", found=found, expected=whole, bound=bound[where]
-            )
+            yield Claim("mean of what is not compressed", found, whole, bound[where])
             continue
         kept[where] = own[where] - found
         matrix, size = found.double().view(n, m), whole.norm()
         beyond = torch.linalg.svdvals(matrix)[rank:]
         zeros = torch.zeros_like(beyond)
-        yield Claim(what=f"rank above {rank}", found=beyond, expected=zeros, bound=float(_LOOSE * size))
+        yield Claim(f"rank above {rank}", beyond, zeros, float(_LOOSE * size))
         # P P^T M is the projection of M, so that what is left of M is orthogonal to it
         overlap = (found.double() * (whole - found)).sum()
-        yield Claim(
-            what="projection",
-            found=overlap,
-            expected=torch.zeros_like(overlap),
-            bound=float(_LOOSE * size.square()),
-        )
+        yield Claim("projection", overlap, torch.zeros_like(overlap), float(_LOOSE * size.square()))
     slack = 4 * _EPS * (own.abs() + bucket.found.abs()).double()
-    yield Claim(what="residual", found=bucket.residual, expected=kept, bound=slack)
+    yield Claim("residual", bucket.residual, kept, slack)
 
 
 HOOKS: Final[Mapping[str, tuple[Mapping[str, Any], Callable[[Bucket], Iterator[Claim]]]]] = {

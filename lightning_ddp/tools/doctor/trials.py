@@ -29,10 +29,8 @@ from lightning_ddp.hooks import available_hooks, build_hook
 from lightning_ddp.tools.contenders import TrainingRun
 from lightning_ddp.tools.doctor.references import AVERAGERS, HOOKS, Bucket, Claim, Rounds, mean_of
 from lightning_ddp.tools.models import build_workload
-from lightning_ddp.tools.ranks import RankContext, timed
+from lightning_ddp.tools.ranks import RankContext, synchronize, timed
 from lightning_ddp.tools.report import paired_ratio
-
-__all__ = ["HOST_WAITS", "MODELS", "Ranks", "Verdict", "run_trials", "trials_of", "verdict_key"]
 
 HOST_WAITS: Final = "host waits"
 """The name of the trial that looks whether a step waits for the device."""
@@ -197,7 +195,7 @@ def run_trials(context: RankContext, names: Sequence[str]) -> None:
     for name in names:
         verdict = Verdict()
         trials[name](ranks, verdict)
-        context.synchronize()
+        synchronize(context.device)
         context.store.set(verdict_key(name, context.rank), verdict.to_json())
         dist.barrier()
         context.advance()
@@ -228,10 +226,7 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
     """Gradients are the mean of what each rank computes alone; all is what torch's class makes of it."""
     for model in MODELS:
         ours, theirs = ranks.build(model), ranks.build(model)
-        wrappers: list[nn.Module] = [
-            BucketedDDP(ours, bucket_cap_mb=_CAP_MB, **flags),
-            _wrap_torch(theirs, flags),
-        ]
+        wrappers = [BucketedDDP(ours, bucket_cap_mb=_CAP_MB, **flags), _wrap_torch(theirs, flags)]
         optimizers = [torch.optim.SGD(w.parameters(), lr=_LR, momentum=0.9) for w in wrappers]
         for step in range(_NUM_STEPS):
             batch = ranks.batch(model, step)
@@ -239,17 +234,16 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
             for wrapper, optimizer in zip(wrappers, optimizers, strict=True):
                 optimizer.zero_grad()
                 _loss(wrapper(batch)).backward()
-            where = f"{model}, step {step}"
-            _compare_gradients(ranks, verdict, where, alone, ours, theirs)
+            _compare_gradients(ranks, verdict, f"{model}, step {step}", alone, ours, theirs)
             for optimizer in optimizers:
                 optimizer.step()
         for wrapper in wrappers:
             wrapper.eval()
             wrapper(ranks.batch(model, 0))  # brings the buffers together
-        pairs = zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True)
-        for (name, found), expected in pairs:
-            scale = float(expected.abs().max())
-            _compare_with_torch(ranks, verdict, f"{model}, at the end, {name}", found, expected, scale)
+        expected = theirs.state_dict()
+        for name, found in ours.state_dict().items():
+            scale = float(expected[name].abs().max())
+            _compare_with_torch(ranks, verdict, f"{model}, at the end, {name}", found, expected[name], scale)
 
 
 def _compare_gradients(
@@ -260,20 +254,18 @@ def _compare_gradients(
     ours: nn.Module,
     theirs: nn.Module,
 ) -> None:
-    others = {name: p.grad for name, p in theirs.named_parameters()}
     rows = ranks.gather(torch.cat([grad.flatten() for grad in alone.values()]))
     scale = float(rows.abs().max())
     pieces = rows.split([grad.numel() for grad in alone.values()], dim=1)
-    for (name, parameter), piece in zip(ours.named_parameters(), pieces, strict=True):
-        grad, other = parameter.grad, others[name]
-        if grad is None or other is None:
-            verdict.fail(f"{where}, {name}: there is no gradient")
+    both = zip(ours.named_parameters(), theirs.parameters(), pieces, strict=True)
+    for (name, parameter), other, piece in both:
+        grad, place = parameter.grad, f"{where}, {name}"
+        if grad is None or other.grad is None:
+            verdict.fail(f"{place}: there is no gradient")
             continue
         mean, bound = mean_of(piece)
-        bound = bound + _DEVICE_NOISE * scale
-        claim = Claim(what="mean", found=grad.flatten(), expected=mean, bound=bound)
-        verdict.check(f"{where}, {name}", claim)
-        _compare_with_torch(ranks, verdict, f"{where}, {name}", grad, other, scale)
+        verdict.check(place, Claim("mean", grad.flatten(), mean, bound + _DEVICE_NOISE * scale))
+        _compare_with_torch(ranks, verdict, place, grad, other.grad, scale)
 
 
 def _compare_with_torch(
@@ -281,17 +273,11 @@ def _compare_with_torch(
 ) -> None:
     """The same bits for up to two ranks, whose sums have one order; else rounding, which steps magnify.
 
-    Args:
-        ranks: of the trial.
-        verdict: of this rank.
-        where: for people.
-        found: with ours.
-        expected: with torch's class.
-        scale: the largest number of the kind; where terms cancel, errors are relative to the terms.
+    Where terms cancel, errors are relative to the terms: `scale` is the largest number of the kind.
     """
     is_exact = ranks.size <= 2 or not found.is_floating_point()
-    bound = 0.0 if is_exact else 1e-5 * scale
-    verdict.check(where, Claim(what="value beside torch's", found=found, expected=expected, bound=bound))
+    claim = Claim("value beside torch's", found, expected, 0.0 if is_exact else 1e-5 * scale)
+    verdict.check(where, claim)
 
 
 # ---------------------------------------------------------------------- hooks
@@ -314,8 +300,7 @@ def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
         optimizer = torch.optim.SGD(parameters.values(), lr=_LR)
         num_finite = 0
         for step in range(_NUM_HOOK_STEPS):
-            where = f"{model}, step {step}"
-            batch = ranks.batch(model, step)
+            where, batch = f"{model}, step {step}", ranks.batch(model, step)
             alone = _local_gradients(wrapper.module, batch)
             before = hook.state_dict()
             optimizer.zero_grad()
@@ -331,24 +316,23 @@ def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
             if absent:
                 verdict.fail(f"{where}: no bucket has {', '.join(sorted(absent))}")
             for names, flat in seen:
-                _check_bucket(verdict, where, names, flat, alone)
+                own = torch.cat([alone[n].flatten() for n in names])
+                bound = _DEVICE_NOISE * float(own.abs().max())
+                verdict.check(where, Claim("gradient in the bucket", flat, own, bound))
                 bucket = Bucket(
                     options=options,
                     step=num_finite,
                     rank=ranks.rank,
                     rows=ranks.gather(flat + _residual(before, names, parameters)),
                     shapes=[parameters[n].shape for n in names],
-                    found=_flat_gradient(names, parameters),
+                    found=torch.cat([_gradient(parameters[n]).flatten() for n in names]),
                     residual=_residual(after, names, parameters),
                 )
                 for claim in formula(bucket):
                     verdict.check(f"{where}, {names[0]} to {names[-1]}", claim)
                 rows = ranks.gather(bucket.found)
                 if name != "noop":
-                    verdict.check(
-                        where,
-                        Claim(what="result beside rank 0's", found=bucket.found, expected=rows[0], bound=0.0),
-                    )
+                    verdict.check(where, Claim("result beside rank 0's", bucket.found, rows[0], 0.0))
             num_finite += 1
             optimizer.step()
 
@@ -380,30 +364,13 @@ def _check_overflow(
         old, new = kept.get(name, {}), found.get(name, {})
         for key in old.keys() | new.keys():
             if key not in old or key not in new or not torch.equal(old[key], new[key]):
-                verdict.fail(
-                    f"{where}, {name}: a step that overflowed has changed the {_WORDS.get(key, key)}"
-                )
+                word = {"error": "residual", "q": "factor"}.get(key, key)
+                verdict.fail(f"{where}, {name}: a step that overflowed has changed the {word}")
 
 
-_WORDS: Final = {"error": "residual", "q": "factor"}
-
-
-def _check_bucket(
-    verdict: Verdict, where: str, names: Sequence[str], flat: Tensor, alone: Mapping[str, Tensor]
-) -> None:
-    """What a hook was handed are the gradients of this rank."""
-    expected = torch.cat([alone[name].flatten() for name in names])
-    bound = _DEVICE_NOISE * float(expected.abs().max())
-    verdict.check(where, Claim(what="gradient in the bucket", found=flat, expected=expected, bound=bound))
-
-
-def _flat_gradient(names: Sequence[str], parameters: Mapping[str, Tensor]) -> Tensor:
-    found = []
-    for name in names:
-        grad = parameters[name].grad
-        assert grad is not None  # backward has reduced the bucket
-        found.append(grad.flatten())
-    return torch.cat(found)
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None  # backward has reduced the bucket
+    return parameter.grad
 
 
 def _residual(state: Mapping[str, Any], names: Sequence[str], parameters: Mapping[str, Tensor]) -> Tensor:
@@ -448,7 +415,7 @@ def _try_averager(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
             else:
                 expected = AVERAGERS[name][1](rounds, step + 1 - _NUM_GLOBAL_STEPS, rows)
                 bound = _rounding(rows)
-            claim = Claim(what="parameters", found=_flat(module), expected=expected[ranks.rank], bound=bound)
+            claim = Claim("parameters", _flat(module), expected[ranks.rank], bound)
             verdict.check(where, claim)
         _check_agreement(ranks, verdict, model, module, averager.agree)
 
@@ -468,13 +435,10 @@ def _check_agreement(
     rows = ranks.gather(_flat(module))
     before = {name: ranks.gather(buffer.flatten()) for name, buffer in module.named_buffers()}
     agree()
-    mean, _ = mean_of(rows)
     where = f"{model}, at the end"
-    verdict.check(
-        where, Claim(what="agreed parameters", found=_flat(module), expected=mean, bound=_rounding(rows))
-    )
+    claims = [Claim("agreed parameters", _flat(module), mean_of(rows)[0], _rounding(rows))]
     for name, buffer in module.named_buffers():
-        found, values = buffer.flatten(), before[name].double()
+        values = before[name].double()
         if not buffer.is_floating_point():
             expected = values.amax(0)
         elif name.endswith("running_var"):  # that of the data of all ranks taken together
@@ -482,13 +446,11 @@ def _check_agreement(
             expected = (values + (means - means.mean(0)).square()).mean(0)
         else:
             expected = values.mean(0)
-        verdict.check(
-            where, Claim(what=f"buffer {name}", found=found, expected=expected, bound=_rounding(values))
-        )
-    for what, own in (("parameters", _flat(module)), *((n, b.flatten()) for n, b in module.named_buffers())):
-        verdict.check(
-            where, Claim(what=f"{what} beside rank 0's", found=own, expected=ranks.gather(own)[0], bound=0.0)
-        )
+        claims.append(Claim(f"buffer {name}", buffer.flatten(), expected, _rounding(values)))
+    for claim in claims:
+        verdict.check(where, claim)
+        first = ranks.gather(claim.found)[0]
+        verdict.check(where, Claim(f"{claim.what} beside rank 0's", claim.found, first, 0.0))
 
 
 # ---------------------------------------------------------------------- waits of the host
@@ -527,14 +489,11 @@ def _num_waits(step: Callable[[int], None]) -> int:
 
 
 def _steps_to_watch(ranks: Ranks) -> dict[str, Callable[[], Callable[[int], None]]]:
-    subjects: dict[str, Callable[[], Callable[[int], None]]] = {
-        name: partial(_step_of, ranks, flags) for name, flags in _FLAGS.items()
+    return {
+        **{name: partial(_step_of, ranks, flags) for name, flags in _FLAGS.items()},
+        **{f"hook {name}": partial(_step_of, ranks, {}, hook=name) for name in available_hooks()},
+        **{f"averager {n}": partial(_step_of, ranks, {}, averager=n) for n in available_averagers()},
     }
-    for name in available_hooks():
-        subjects[f"hook {name}"] = partial(_step_of, ranks, {}, hook=name)
-    for name in available_averagers():
-        subjects[f"averager {name}"] = partial(_step_of, ranks, {}, averager=name)
-    return subjects
 
 
 def _step_of(

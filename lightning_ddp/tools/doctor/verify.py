@@ -6,6 +6,7 @@ names it, and those after it run in fresh processes. Then a rank of a script is 
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,6 @@ from lightning_ddp.tools.doctor.trials import HOST_WAITS, run_trials, trials_of,
 from lightning_ddp.tools.ranks import FAILURE_KEY, host_store, run_ranks
 from lightning_ddp.tools.report import progress_bar
 from lightning_ddp.tools.scripts import run_to_fault
-
-__all__ = ["KILLED", "Verification", "choose", "refusal", "verify"]
 
 KILLED = "killed rank"
 """The name of the check that kills a rank of a script."""
@@ -49,31 +48,24 @@ class Verification:
     only: tuple[str, ...] = ()
     """How the names of the checks begin that are to be run; empty for all."""
 
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Verification:
+        """Fills in what the user left open: all GPUs where there are some, else two CPU ranks."""
+        num_gpus = torch.cuda.device_count()
+        device = args.device or ("cuda" if num_gpus else "cpu")
+        default = max(num_gpus, 1) if device == "cuda" else _DEFAULT_CPU_RANKS
+        return cls(
+            world_size=args.processes or default,
+            device=device,
+            timeout_s=args.timeout_s,
+            preload=args.preload,
+            only=tuple(args.only),
+        )
+
     def checks(self) -> list[str]:
         """What will be checked, in order: the trials, then what needs none of them."""
         names = dict.fromkeys([*trials_of(self.device), HOST_WAITS, KILLED])
         return [name for name in names if not self.only or name.startswith(self.only)]
-
-
-def choose(
-    *,
-    num_ranks: int | None,
-    device: str | None,
-    timeout_s: float,
-    preload: str | None = None,
-    only: Sequence[str] = (),
-) -> Verification:
-    """Fills in what the user left open: all GPUs where there are some, else two CPU ranks."""
-    num_gpus = torch.cuda.device_count()
-    device = device or ("cuda" if num_gpus else "cpu")
-    default = num_gpus if device == "cuda" else _DEFAULT_CPU_RANKS
-    return Verification(
-        world_size=num_ranks or max(default, 1),
-        device=device,
-        timeout_s=timeout_s,
-        preload=preload,
-        only=tuple(only),
-    )
 
 
 def refusal(placement: Placement) -> Finding | None:
@@ -167,18 +159,14 @@ def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Findi
         problem = _shorten(str(error))
     for name in names:
         ranks = range(wanted.world_size)
-        verdicts = {r: _verdict(store, name, r) for r in ranks if store.check([verdict_key(name, r)])}
+        keys = {r: verdict_key(name, r) for r in ranks}
+        verdicts = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
         missing = [rank for rank in ranks if rank not in verdicts]
         if missing:
             there = f"{name_ranks(missing)} did not get to its end: {problem}"
             yield Finding("FAIL", name, "; ".join([*_problems(verdicts), there]))
             return
         yield _conclude(name, verdicts)
-
-
-def _verdict(store: Any, name: str, rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(store.get(verdict_key(name, rank)))
-    return found
 
 
 def _problems(verdicts: dict[int, dict[str, Any]]) -> list[str]:

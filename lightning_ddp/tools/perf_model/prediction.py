@@ -1,28 +1,21 @@
-"""Predictions of step times with a given number of ranks, and the buckets that make them short."""
+"""Predictions of step times with a given number of ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from lightning_ddp.averaging import AveragerPlan
 from lightning_ddp.averaging.local_sgd import HierarchicalSGDOptions
 from lightning_ddp.averaging.outer import DiLoCoOptions
 from lightning_ddp.averaging.streaming import StreamingDiLoCoOptions
-from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.encoding.chunks import CHUNK_NUMEL
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.tools.perf_model.network import Network
-from lightning_ddp.tools.perf_model.planning import BackwardTimes, best_boundaries, safe_boundaries
-from lightning_ddp.tools.perf_model.profile import StepProfile, cut_sizes, num_bytes_of
+from lightning_ddp.tools.perf_model.profile import StepProfile
 from lightning_ddp.tools.perf_model.program import HookModel, plain_model
 from lightning_ddp.tools.perf_model.simulation import simulate
 
-__all__ = ["BucketPlan", "Prediction", "predict_averager", "predict_hook", "recommend_buckets"]
-
-_MIB = 2**20
 _CHUNK_BYTES = 4 * CHUNK_NUMEL
 _PART = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25 + 1 / 256}
 """Bytes of outer gradients, of those of float32; int8 has 4 bytes of scale for 256 elements."""
@@ -38,11 +31,6 @@ class Prediction:
     """What the step would take without communication."""
     exposed_s: float
     """Communication that nothing hides."""
-
-    @property
-    def efficiency(self) -> float:
-        """Part of the step that is not lost to communication, 0 to 1: speed of N ranks / N times one's."""
-        return self.compute_s / self.step_s
 
 
 def predict_hook(
@@ -78,17 +66,14 @@ def predict_averager(
     Raises:
         ConfigurationError: the groups of `hierarchical_sgd` do not divide the ranks.
     """
-    options = plan.options
+    compute_s = profile.compute_s
     exposed_s = _rounds_s(profile, plan, network, num_ranks)
-    if getattr(options, "gradients", "none") == "node":
+    if getattr(plan.options, "gradients", "none") == "node":
         plain = plain_model([size for size, _ in profile.ready])
         in_node = min(network.ranks_per_node, num_ranks)
         exposed_s += predict_hook(profile, plain, network, in_node).exposed_s
     return Prediction(
-        num_ranks=num_ranks,
-        step_s=profile.compute_s + exposed_s,
-        compute_s=profile.compute_s,
-        exposed_s=exposed_s,
+        num_ranks=num_ranks, step_s=compute_s + exposed_s, compute_s=compute_s, exposed_s=exposed_s
     )
 
 
@@ -127,97 +112,14 @@ def _levels_s(options: HierarchicalSGDOptions, num_bytes: float, network: Networ
 def _exchange_s(num_bytes: float, network: Network, num_ranks: int) -> float:
     """Seconds of an average of parameters: chunk after chunk, of which several may be under way."""
 
-    def fixed_and_link_s(size: float) -> tuple[float, float]:
+    def whole_and_next_s(size: float) -> tuple[float, float]:
+        """Of a chunk alone, and from the end of the one before to its own."""
         transfer = network.transfer("all_reduce", size, num_ranks)
-        return transfer.fixed_s, network.seconds(transfer) - transfer.fixed_s
-
-    def next_s(size: float) -> float:
-        """From the end of one chunk to that of the next."""
-        fixed_s, link_s = fixed_and_link_s(size)
-        return max(link_s, (fixed_s + link_s) / network.num_in_flight)
+        whole_s = network.seconds(transfer)
+        return whole_s, max(whole_s - transfer.fixed_s, whole_s / network.num_in_flight)
 
     num_whole, rest = divmod(num_bytes, _CHUNK_BYTES)
-    first_s = sum(fixed_and_link_s(min(num_bytes, _CHUNK_BYTES)))
+    first_s, next_s = whole_and_next_s(min(num_bytes, _CHUNK_BYTES))
     if not num_whole:
         return first_s
-    return first_s + (num_whole - 1) * next_s(_CHUNK_BYTES) + (next_s(rest) if rest else 0.0)
-
-
-# ---------------------------------------------------------------------- buckets
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketPlan:
-    """Sizes of buckets, and what a step takes with them."""
-
-    num_ranks: int
-    caps_mb: tuple[float, ...]
-    """For `bucket_cap_mb_list`."""
-    step_s: float
-    recorded_s: float
-    """With the recorded buckets."""
-
-
-def recommend_buckets(
-    profile: StepProfile,
-    shapes: Sequence[tuple[int, ...]],
-    network: Network,
-    num_ranks: int,
-    *,
-    cores: float = math.inf,
-) -> BucketPlan:
-    """Find the buckets with which a step without a hook is over soonest; those recorded, if none is better.
-
-    Gradients are taken to come evenly between the recorded moments, and the transport to be up to four times
-    slower than given, as the best plan for an idle one may be a bad one for a busy one.
-
-    Args:
-        profile: what the ranks compute.
-        shapes: of the parameters, in the order in which gradients come.
-        network: between the ranks.
-        num_ranks: how many.
-        cores: of a rank, see `simulate`.
-    """
-    sizes = [num_bytes_of((shape,)) for shape in shapes]
-    sizes[-1] += profile.num_bytes - sum(sizes)  # what is less than an element
-    fixed_s, whole_s = (
-        network.seconds(network.transfer("all_reduce", size, num_ranks)) for size in (0, _MIB)
-    )
-    times = BackwardTimes(
-        ready_s=tuple(max(0.0, s - profile.backward_start_s) for _, s in profile.rebucketed(sizes).ready),
-        num_bytes=tuple(sizes),
-        backward_s=max(0.0, profile.backward_end_s - profile.backward_start_s),
-        cost=TransferCost(latency_s=fixed_s, seconds_per_byte=(whole_s - fixed_s) / _MIB),
-    )
-
-    def step_s(buckets: Sequence[int]) -> float:
-        model = plain_model(buckets)
-        return predict_hook(profile.rebucketed(buckets), model, network, num_ranks, cores=cores).step_s
-
-    recorded = [size for size, _ in profile.ready]
-    plans = [_sums(sizes, ends) for ends in (safe_boundaries(times), best_boundaries(times))]
-    found = []
-    for plan in (recorded, *plans):
-        caps_mb = _caps_mb(sizes, plan)
-        ends = cut_sizes(sizes, [int(cap * _MIB) for cap in caps_mb])
-        found.append((step_s(_sums(sizes, ends)), len(caps_mb), caps_mb))
-    best_s, _, caps_mb = min(found)
-    return BucketPlan(num_ranks=num_ranks, caps_mb=caps_mb, step_s=best_s, recorded_s=step_s(recorded))
-
-
-def _sums(sizes: Sequence[int], ends: Sequence[int]) -> list[int]:
-    return [sum(sizes[start:end]) for start, end in pairwise([0, *ends])]
-
-
-def _caps_mb(sizes: Sequence[int], buckets: Sequence[int]) -> tuple[float, ...]:
-    """Caps in MiB that lead to these buckets, without those at the end that change nothing."""
-
-    def ends(caps_mb: Sequence[float]) -> list[int]:
-        return cut_sizes(sizes, [int(cap * _MIB) for cap in caps_mb])
-
-    exact = [size / _MIB for size in buckets if size]
-    rounded = [math.ceil(1e3 * cap) / 1e3 for cap in exact]
-    caps = rounded if ends(rounded) == ends(exact) else exact
-    while len(caps) > 1 and ends(caps[:-1]) == ends(caps):
-        caps.pop()
-    return tuple(caps)
+    return first_s + (num_whole - 1) * next_s + (whole_and_next_s(rest)[1] if rest else 0.0)

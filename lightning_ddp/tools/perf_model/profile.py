@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +11,6 @@ from itertools import accumulate, pairwise
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.recording import Recording
 from lightning_ddp.telemetry.step_record import StepRecord
-
-__all__ = ["Shapes", "StepProfile", "cut_into_buckets", "cut_sizes", "num_bytes_of", "square_shapes"]
 
 Shapes = tuple[tuple[int, ...], ...]
 """Sizes of parameters."""
@@ -37,9 +36,6 @@ class StepProfile:
     def __post_init__(self) -> None:
         if not self.ready:
             raise ConfigurationError("a step without buckets: it has nothing to communicate")
-        moments = [0.0, self.backward_start_s, self.backward_end_s, *(s for _, s in self.ready)]
-        if min(*moments, self.rest_s) < 0 or any(n < 0 for n, _ in self.ready):
-            raise ConfigurationError(f"{self}: expected no negative times or sizes")
 
     @property
     def compute_s(self) -> float:
@@ -52,16 +48,11 @@ class StepProfile:
         return sum(num_bytes for num_bytes, _ in self.ready)
 
     @classmethod
-    def from_recordings(cls, recordings: Sequence[Recording], rest_s: float | None = None) -> StepProfile:
-        """The median step of what ranks have recorded.
+    def from_recordings(cls, recordings: Sequence[Recording]) -> StepProfile:
+        """The median step of what some ranks of one run have recorded.
 
         A collective begins once the slowest rank is there, so of each moment the latest of the ranks counts.
         Steps with another number of buckets than the last one do not count, nor what only some ranks have.
-
-        Args:
-            recordings: of the ranks of one run, or of some of them.
-            rest_s: seconds between the end of the collectives and the next forward; None for what lies
-                between the recorded steps.
 
         Raises:
             ConfigurationError: no complete step is common to the ranks, or there is no time between steps.
@@ -71,14 +62,13 @@ class StepProfile:
             raise ConfigurationError(
                 "the recordings have no complete step in common: record more steps (CommunicationMonitor)"
             )
-        rows = [_latest([_moments(step) for step in steps]) for steps in common]
+        rows = [[max(column) for column in zip(*map(_moments, steps), strict=True)] for steps in common]
         start, end, finish, *ready = (statistics.median(column) for column in zip(*rows, strict=True))
-        sizes = [bucket.num_bytes for bucket in common[-1][0].buckets]
         return cls(
             backward_start_s=start,
             backward_end_s=end,
-            ready=tuple(zip(sizes, accumulate(ready, max), strict=True)),
-            rest_s=rest_s if rest_s is not None else finish + _time_between(recordings),
+            ready=tuple(zip(_sizes(common[-1][0]), accumulate(ready, max), strict=True)),
+            rest_s=finish + max(0.0, *map(_time_between, recordings)),
         )
 
     def rebucketed(self, sizes: Sequence[int]) -> StepProfile:
@@ -94,27 +84,8 @@ class StepProfile:
             raise ConfigurationError(f"buckets of {sum(sizes)} bytes for {self.num_bytes} bytes of gradients")
         known = [(0, self.backward_start_s)]
         known += zip(accumulate(n for n, _ in self.ready), (s for _, s in self.ready), strict=True)
-        ready = tuple(
-            (size, _interpolate(known, reached))
-            for size, reached in zip(sizes, accumulate(sizes), strict=True)
-        )
-        return replace(self, ready=ready)
-
-
-def cut_into_buckets(shapes: Shapes, caps_bytes: Sequence[int]) -> list[Shapes]:
-    """Puts parameters of 4 bytes an element into buckets, as the reducer does.
-
-    Args:
-        shapes: in the order in which gradients come.
-        caps_bytes: of the first bucket, the second ...; the last one holds for all that follow.
-
-    >>> cut_into_buckets(((1,), (2,), (3,), (1,)), [4, 12])
-    [((1,),), ((2,),), ((3,),), ((1,),)]
-    >>> cut_into_buckets(((1,), (2,), (3,), (1,)), [4, 20])
-    [((1,),), ((2,), (3,)), ((1,),)]
-    """
-    ends = cut_sizes([num_bytes_of((shape,)) for shape in shapes], caps_bytes)
-    return [shapes[start:end] for start, end in pairwise([0, *ends])]
+        moments = (_interpolate(known, reached) for reached in accumulate(sizes))
+        return replace(self, ready=tuple(zip(sizes, moments, strict=True)))
 
 
 def cut_sizes(sizes: Sequence[int], caps_bytes: Sequence[int]) -> list[int]:
@@ -154,13 +125,7 @@ def square_shapes(num_bytes: int) -> Shapes:
 
 def num_bytes_of(shapes: Shapes) -> int:
     """Bytes of parameters of 4 bytes an element."""
-    total = 0
-    for shape in shapes:
-        numel = 1
-        for size in shape:
-            numel *= size
-        total += _ITEM_BYTES * numel
-    return total
+    return _ITEM_BYTES * sum(map(math.prod, shapes))
 
 
 def _common_steps(recordings: Sequence[Recording]) -> list[list[StepRecord]]:
@@ -168,7 +133,7 @@ def _common_steps(recordings: Sequence[Recording]) -> list[list[StepRecord]]:
     by_rank = [
         {step.step: step for step in recording.steps if _is_complete(step)} for recording in recordings
     ]
-    numbers = sorted(set(by_rank[0]).intersection(*map(set, by_rank[1:]))) if by_rank else []
+    numbers = sorted(set(by_rank[0]).intersection(*by_rank[1:])) if by_rank else []
     common = [[steps[number] for steps in by_rank] for number in numbers]
     return [steps for steps in common if all(_sizes(s) == _sizes(common[-1][0]) for s in steps)]
 
@@ -191,26 +156,19 @@ def _moments(step: StepRecord) -> list[float]:
     return [start, backward_end, max(0, step.comm_end - end) / _NS_PER_S, *ready]
 
 
-def _latest(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [max(column) for column in zip(*rows, strict=True)]
-
-
-def _time_between(recordings: Sequence[Recording]) -> float:
-    """Median seconds from the end of a step's collectives to the next forward, on the slowest rank."""
-    medians = []
-    for recording in recordings:
-        gaps = [
-            (after.forward_start - before.comm_end) / _NS_PER_S
-            for before, after in pairwise(recording.steps)
-            if _is_complete(before) and _is_complete(after) and after.step == before.step + 1
-        ]
-        if not gaps:
-            raise ConfigurationError(
-                f"rank {recording.rank} has recorded no two steps in a row, so the time between steps is not"
-                " known: record more steps"
-            )
-        medians.append(float(statistics.median(gaps)))
-    return max(0.0, *medians)
+def _time_between(recording: Recording) -> float:
+    """Median seconds from the end of a step's collectives to the next forward."""
+    gaps = [
+        (after.forward_start - before.comm_end) / _NS_PER_S
+        for before, after in pairwise(recording.steps)
+        if _is_complete(before) and _is_complete(after) and after.step == before.step + 1
+    ]
+    if not gaps:
+        raise ConfigurationError(
+            f"rank {recording.rank} has recorded no two steps in a row, so the time between steps is not"
+            " known: record more steps"
+        )
+    return float(statistics.median(gaps))
 
 
 def _interpolate(known: Sequence[tuple[int, float]], reached: int) -> float:
