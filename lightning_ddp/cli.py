@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.tools import ToolError, timeline
+from lightning_ddp.tools import ToolError, draw_timeline
 from lightning_ddp.tools.bench.failures import FAILURES
 from lightning_ddp.tools.bench.hooks import HOOKS
 from lightning_ddp.tools.bench.launch import LAUNCH
@@ -57,7 +57,7 @@ class Variants:
         return 0
 
 
-_COMMANDS: Mapping[str, Command] = {"variants": Variants(), "doctor": doctor, "timeline": timeline}
+_COMMANDS: Mapping[str, Command] = {"variants": Variants(), "doctor": doctor, "timeline": draw_timeline}
 _BENCHMARKS = (STEP, LAUNCH, FAILURES, HOOKS, SCALING)
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
-from lightning_ddp.tools.doctor import checks, network
-from lightning_ddp.tools.doctor.checks import Finding, worst
+from lightning_ddp.tools.doctor import diagnosis, reachability
 from lightning_ddp.tools.doctor.command import format_report
+from lightning_ddp.tools.doctor.diagnosis import Finding, worst
 from lightning_ddp.tools.doctor.facts import gather_facts
 from lightning_ddp.tools.doctor.measure import (
     Line,
@@ -134,7 +134,7 @@ def test_without_variables_or_in_an_interactive_slurm_job_the_process_is_alone()
 
 
 def test_a_healthy_run_passes_everything():
-    assert levels(checks.check_answers([answer(rank=0), answer(rank=1, local_rank=1)])) == {}
+    assert levels(diagnosis.check_answers([answer(rank=0), answer(rank=1, local_rank=1)])) == {}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_healthy_run_passes_everything():
     ],
 )
 def test_what_is_wrong_on_one_rank_is_found_and_named(changes, check, level, says):
-    findings = checks.check_answers([answer(rank=0), answer(rank=1, **{"local_rank": 1, **changes})])
+    findings = diagnosis.check_answers([answer(rank=0), answer(rank=1, **{"local_rank": 1, **changes})])
     assert levels(findings)[check] == level
     assert says in text_of(findings, check)
 
@@ -175,7 +175,7 @@ def test_what_other_ranks_have_found_on_their_own_is_reported_for_them():
         answer(rank=rank, findings=[*found, wrong] if rank > 1 else found, host=f"node{rank}")
         for rank in range(4)
     ]
-    findings = checks.check_answers(answers)
+    findings = diagnosis.check_answers(answers)
     assert text_of(findings, "master") == "ranks 1-3: reached"
     assert text_of(findings, "interface") == "ranks 2-3: GLOO_SOCKET_IFNAME=lo"
     assert levels(findings) == {"interface": "WARN"}
@@ -194,7 +194,9 @@ def test_what_other_ranks_have_found_on_their_own_is_reported_for_them():
 )
 def test_interfaces(named, route, num_nodes, level, says):
     found = {"lo": "127.0.0.1", "eth0": "10.0.0.1"}
-    finding = checks.check_interface(named, route, found, num_nodes=num_nodes, variable="GLOO_SOCKET_IFNAME")
+    finding = diagnosis.check_interface(
+        named, route, found, num_nodes=num_nodes, variable="GLOO_SOCKET_IFNAME"
+    )
     assert finding.level == level
     assert says in finding.message
 
@@ -202,13 +204,13 @@ def test_interfaces(named, route, num_nodes, level, says):
 def test_the_line_is_judged_by_its_error_and_its_bandwidth():
     def level(num_hosts: int = 1, **line: float) -> str:
         values = {"latency_s": 1e-4, "bytes_per_s": 1e10, "relative_error": 0.1, **line}
-        return checks.check_line(Line(**values), world_size=2, num_hosts=num_hosts).level
+        return diagnosis.check_line(Line(**values), world_size=2, num_hosts=num_hosts).level
 
     assert level() == "PASS"
     assert level(relative_error=0.6) == "WARN"
     assert level(bytes_per_s=1e8) == "PASS"
     assert level(bytes_per_s=1e8, num_hosts=2) == "WARN"
-    assert checks.check_line(None, world_size=2, num_hosts=1).level == "WARN"
+    assert diagnosis.check_line(None, world_size=2, num_hosts=1).level == "WARN"
 
 
 # ---------------------------------------------------------------------- measuring
@@ -285,7 +287,7 @@ def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
 
     answers = run_threads(work, 2)
     assert [a["measured_on"] for a in answers] == ["gloo", "gloo"]
-    assert "rank 1 on" in text_of(checks.check_answers(answers), "devices")
+    assert "rank 1 on" in text_of(diagnosis.check_answers(answers), "devices")
 
 
 # ---------------------------------------------------------------------- the network, with deadlines
@@ -309,11 +311,11 @@ def doctor(capsys: Any, *args: str) -> tuple[int, list[str]]:
 
 def test_a_step_that_blocks_is_given_up_and_an_error_is_passed_on():
     release = threading.Event()
-    with pytest.raises(network.DeadlinePassed, match=r"waiting did not end within 0\.1 s"):
-        network.within(0.1, "waiting", release.wait)
+    with pytest.raises(reachability.DeadlinePassed, match=r"waiting did not end within 0\.1 s"):
+        reachability.within(0.1, "waiting", release.wait)
     release.set()
     with pytest.raises(ZeroDivisionError, match="division"):
-        network.within(5, "dividing", lambda: 1 / 0)
+        reachability.within(5, "dividing", lambda: 1 / 0)
 
 
 def test_alone_everything_is_looked_at_and_nothing_fails(capsys):
@@ -351,8 +353,8 @@ def test_a_master_is_waited_for(monkeypatch, capsys):
             server.listen()  # after the first attempt
             return problems[-1]
 
-        real = network.connect_problem
-        monkeypatch.setattr(network, "connect_problem", connect_problem)
+        real = reachability.connect_problem
+        monkeypatch.setattr(reachability, "connect_problem", connect_problem)
         status, lines = doctor(capsys, "--timeout-s", "60")
     assert status == 0
     assert problems == ["the host answers, but nothing listens there (yet)", None]

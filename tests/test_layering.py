@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,3 +208,8 @@ def test_the_trips_of_the_packages_page_are_short_and_lead_through_files_that_ex
     assert 5 < len(named) <= most
     folders = ("", "ddp")  # a file named alone lies beside the one before it
     assert [name for name in named if not any((PACKAGE / folder / name).exists() for folder in folders)] == []
+
+
+def test_a_file_stem_is_in_one_room() -> None:
+    stems = Counter(path.stem for path in files())
+    assert {stem for stem, number in stems.items() if number > 1} == {"__init__", "base", "catalogue"}

@@ -30,8 +30,8 @@ from lightning_ddp._lightning import (
     teardown_trainer,
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.launch.child_command import ChildCommand, child_command
 from lightning_ddp.launch.children import describe_exit
-from lightning_ddp.launch.command import ChildCommand, child_command
 from lightning_ddp.launch.hydra_parent import job_config, publish_to
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent

@@ -34,6 +34,7 @@ from lightning_ddp.telemetry.recording import load_folder
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.arguments import add_shared, positive_float, positive_int
 from lightning_ddp.tools.bench.benchmark import Benchmark, Result, save_panels
+from lightning_ddp.tools.draw_timeline import RecordSettings, record_steps
 from lightning_ddp.tools.perf_model.network import Network
 from lightning_ddp.tools.perf_model.planning import recommend_buckets
 from lightning_ddp.tools.perf_model.prediction import Prediction, predict_averager, predict_hook
@@ -47,7 +48,6 @@ from lightning_ddp.tools.perf_model.profile import (
 from lightning_ddp.tools.perf_model.program import plain_model, trace_hook
 from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled
 from lightning_ddp.tools.report import format_table, progress_bar
-from lightning_ddp.tools.timeline import RecordSettings, record_steps
 
 NONE: Final = "none"
 """The reducer without a hook."""

@@ -23,8 +23,8 @@ from lightning_ddp.launch.environment import all_variables
 from lightning_ddp.launch.interface import is_own_address
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.arguments import existing_file, positive_float, positive_int
-from lightning_ddp.tools.doctor import checks, network
-from lightning_ddp.tools.doctor.checks import LEVELS, Answer, Finding, Level, worst
+from lightning_ddp.tools.doctor import diagnosis, reachability
+from lightning_ddp.tools.doctor.diagnosis import LEVELS, Answer, Finding, Level, worst
 from lightning_ddp.tools.doctor.facts import gather_facts
 from lightning_ddp.tools.doctor.measure import Line, Plan, Timing, examine, exchange, fit_line
 from lightning_ddp.tools.doctor.placement import place
@@ -188,7 +188,9 @@ class Examination:
             return exchange(store, answer, timeout_s=plan.timeout_s, **where)
 
         try:
-            self._answers = network.within(4 * plan.timeout_s, "measuring with the other ranks", together)
+            self._answers = reachability.within(
+                4 * plan.timeout_s, "measuring with the other ranks", together
+            )
         except (RuntimeError, OSError) as error:
             self.is_stuck = True  # a group whose peers are gone waits for them when it is freed
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -209,8 +211,8 @@ class Examination:
         if self._has_failed:
             return named
         try:
-            address = network.resolve(self._here.master_addr or _LOOPBACK, self._args.timeout_s)
-        except (OSError, network.DeadlinePassed) as error:
+            address = reachability.resolve(self._here.master_addr or _LOOPBACK, self._args.timeout_s)
+        except (OSError, reachability.DeadlinePassed) as error:
             self._add(
                 "FAIL",
                 "master",
@@ -218,10 +220,10 @@ class Examination:
                 " give the address itself",
             )
             return named
-        route, found = network.interface_to(address), network.addresses()
+        route, found = reachability.interface_to(address), reachability.addresses()
         num_nodes = self._here.num_nodes
         options: dict[str, Any] = {"num_nodes": num_nodes, "variable": _INTERFACE_VARIABLE}
-        self._findings.append(checks.check_interface(named, route, found, **options))
+        self._findings.append(diagnosis.check_interface(named, route, found, **options))
         chosen = named or route
         return chosen if chosen in found else None
 
@@ -249,17 +251,19 @@ class Examination:
         limit = timedelta(seconds=timeout_s)
         step = partial(dist.TCPStore, address, port, is_master=is_host, wait_for_workers=False, timeout=limit)
         try:
-            return network.within(timeout_s + 1.0, f"connecting to the store at {address}, port {port}", step)
-        except network.DeadlinePassed:
+            return reachability.within(
+                timeout_s + 1.0, f"connecting to the store at {address}, port {port}", step
+            )
+        except reachability.DeadlinePassed:
             self.is_stuck = True
             raise
 
     def _host_store(self) -> Any | None:
         assert self._here.master_addr is not None  # the caller has looked
         where = f"MASTER_ADDR={self._here.master_addr}, MASTER_PORT={self._here.master_port}"
-        address = network.resolve(self._here.master_addr, self._args.timeout_s)
+        address = reachability.resolve(self._here.master_addr, self._args.timeout_s)
         if not is_own_address(address):
-            own = ", ".join(f"{a} ({name})" for name, a in network.addresses().items())
+            own = ", ".join(f"{a} ({name})" for name, a in reachability.addresses().items())
             message = f"{where}: rank 0 is here, but {address} is no address of this host, which has {own}"
             self._add("FAIL", "master", f"{message}. Name one that all nodes reach")
             return None
@@ -277,10 +281,10 @@ class Examination:
         here, timeout_s = self._here, self._args.timeout_s
         assert here.master_addr is not None  # the findings would say so
         assert here.master_port is not None
-        address = network.resolve(here.master_addr, timeout_s)
-        interface = network.interface_to(address) or "no interface"
+        address = reachability.resolve(here.master_addr, timeout_s)
+        interface = reachability.interface_to(address) or "no interface"
         where = f"{here.master_addr}, port {here.master_port}, through {interface}"
-        problem = network.wait_until_reached(address, here.master_port, timeout_s)
+        problem = reachability.wait_until_reached(address, here.master_port, timeout_s)
         if problem is None:
             self._add("PASS", "master", f"{where}: answers")
             return address
@@ -298,13 +302,13 @@ class Examination:
         is_silent = len(self._answers) > 1 and self._here.rank > 0 and self._args.processes is None
         here = self._here
         answers = self._answers or [gather_facts(self._env, rank=here.rank, local_rank=here.local_rank)]
-        findings = [*self._findings, *checks.check_answers(answers)]
+        findings = [*self._findings, *diagnosis.check_answers(answers)]
         timings = [Timing(**timing) for timing in answers[0].get("timings", [])]
         line: Line | None = None
         if timings and len(answers) > 1:
             line = fit_line(timings)
             num_hosts = len({answer["host"] for answer in answers})
-            findings.append(checks.check_line(line, world_size=len(answers), num_hosts=num_hosts))
+            findings.append(diagnosis.check_line(line, world_size=len(answers), num_hosts=num_hosts))
         findings.sort(key=lambda finding: LEVELS.index(finding.level))
         if not is_silent:
             layout = format_json if as_json else format_report

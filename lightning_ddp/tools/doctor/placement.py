@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ddp.tools.doctor.checks import Finding
+from lightning_ddp.tools.doctor.diagnosis import Finding
 
 Starter = Literal["nobody", "torchrun", "slurm", "script"]
 _INTERACTIVE_JOBS = ("bash", "interactive")

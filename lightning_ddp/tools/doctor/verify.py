@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.doctor.checks import Finding, name_ranks
+from lightning_ddp.tools.doctor.diagnosis import Finding, name_ranks
 from lightning_ddp.tools.doctor.placement import Placement
 from lightning_ddp.tools.doctor.trials import HOST_WAITS, run_trials, trials_of, verdict_key
 from lightning_ddp.tools.ranks import FAILURE_KEY, host_store, run_ranks
