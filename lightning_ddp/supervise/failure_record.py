@@ -28,6 +28,7 @@ _LONGEST = {
 }
 """In bytes as JSON, where a character takes up to twelve; together they fit into a message of the channel."""
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_ASCII_CONTROL_CHARACTERS = bytes(code for code in range(128) if _CONTROL_CHARACTERS.match(chr(code)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class FailureRecord:
         for name in _LONGEST:
             text = getattr(self, name)
             if text is not None:
-                object.__setattr__(self, name, _CONTROL_CHARACTERS.sub(_escape, text))
+                object.__setattr__(self, name, _escaped(text))
 
     @classmethod
     def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
@@ -126,6 +127,12 @@ class FailureRecord:
         if self.exception_type is not None or self.message not in ("", GONE):
             return replace(self, exit_code=exit_code)
         return replace(self, exit_code=exit_code, message=description)
+
+
+def _escaped(text: str) -> str:
+    if text.isascii() and len(text.encode().translate(None, _ASCII_CONTROL_CHARACTERS)) == len(text):
+        return text  # nearly always, and ten times as fast: 16,384 ranks read one record at once
+    return _CONTROL_CHARACTERS.sub(_escape, text)
 
 
 def _escape(found: re.Match[str]) -> str:

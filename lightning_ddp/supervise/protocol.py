@@ -12,7 +12,7 @@ import json
 import re
 import struct
 import types
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -27,6 +27,7 @@ LIMIT_BYTES = 64 * 1024
 _LENGTH = struct.Struct(">I")
 _MAX_DEPTH_BYTES = b"[" * 64
 _SHOWN_CHARACTERS = 80
+_LARGEST = 1e300
 
 
 class ProtocolError(Exception):
@@ -37,7 +38,7 @@ class Message:
     """Base of all kinds of message, which are found by `kind`."""
 
     kind: ClassVar[str]
-    kinds: ClassVar[dict[str, type[Message]]] = {}
+    kinds: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls) -> None:
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
@@ -322,52 +323,77 @@ def _parse(data: bytes) -> Message:
     kind = values.get("kind") if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in Message.kinds:
         raise ProtocolError("no object with a known kind")
-    message: Message = _read(Message.kinds[kind], values, kind)
+    try:
+        message: Message = _reader(Message.kinds[kind])(values)
+    except ProtocolError as error:
+        raise ProtocolError(f"{kind}{error}") from None
     return message
 
 
-def _read(hint: Any, value: Any, where: str) -> Any:
-    """What JSON has for a field of type `hint`, as that type."""
-    if hint is Any:
-        return value
-    if is_dataclass(hint) and isinstance(value, Mapping):
-        hints = _hints(hint)  # type: ignore[arg-type]  # of the class, not of an object
-        missing = [name for name in hints if name not in value]
-        if missing:
-            raise ProtocolError(f"{where} has no {missing[0]}")
-        read = {name: _read(of, value[name], f"{where}.{name}") for name, of in hints.items()}
-        return hint(**read)  # type: ignore[operator]  # a class, which mypy takes for an object of it
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        (only,) = (argument for argument in arguments if argument is not types.NoneType)
-        return None if value is None else _read(only, value, where)
-    if origin is Annotated:
-        kind, longest = arguments
-        return _read(kind, value[:longest] if isinstance(value, str | list) else value, where)
-    if origin is Literal and value in arguments:
-        return value
-    if origin is dict and isinstance(value, dict) and all(key.isdecimal() for key in value):
-        return {int(key): _read(arguments[1], part, where) for key, part in value.items()}
-    if origin is tuple and isinstance(value, list):
-        if arguments[-1] is ...:
-            return tuple(_read(arguments[0], part, where) for part in value)
-        if len(value) == len(arguments):
-            return tuple(_read(of, part, where) for of, part in zip(arguments, value, strict=True))
-    if hint is float and type(value) is int:
-        value = _to_float(value, where)
-    if type(value) is not hint:
-        raise ProtocolError(f"{where}={value!r}"[:_SHOWN_CHARACTERS])
-    return value
-
-
-def _to_float(value: int, where: str) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise ProtocolError(f"{where} is too large") from None
+_Reader = Callable[[Any], Any]
+"""Turns what JSON has for a field into the field's type; raises ProtocolError with what is wrong."""
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def _reader(hint: Any) -> _Reader:
+    """Reads values of one type; made once for each, as a message is read by 16,384 ranks at once."""
+    if hint is Any:
+        return lambda value: value
+    if is_dataclass(hint):
+        return _reader_of_fields(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        (only,) = (_reader(argument) for argument in arguments if argument is not types.NoneType)
+        return lambda value: None if value is None else only(value)
+    if origin is Annotated:
+        whole, longest = _reader(arguments[0]), arguments[1]
+        return lambda value: whole(value[:longest] if isinstance(value, str | list) else value)
+    if origin is Literal:
+        return _reader_of(lambda value: isinstance(value, str) and value in arguments)
+    if origin is dict:
+        part = _reader(arguments[1])
+        check = _reader_of(lambda value: type(value) is dict and all(key.isdecimal() for key in value))
+        return lambda value: {int(key): part(of) for key, of in check(value).items()}
+    if origin is tuple:
+        return _reader_of_tuple(arguments)
+    if hint is float:
+        check = _reader_of(lambda value: type(value) in (int, float) and abs(value) < _LARGEST)
+        return lambda value: float(check(value))
+    return _reader_of(lambda value: type(value) is hint)
+
+
+def _reader_of(is_right: Callable[[Any], bool]) -> _Reader:
+    def read(value: Any) -> Any:
+        if not is_right(value):
+            raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
+        return value
+
+    return read
+
+
+def _reader_of_tuple(arguments: tuple[Any, ...]) -> _Reader:
+    is_open = arguments[-1] is ...
+    readers = [_reader(argument) for argument in arguments if argument is not ...]
+    check = _reader_of(lambda value: type(value) is list and (is_open or len(value) == len(readers)))
+    if is_open:
+        return lambda value: tuple(map(readers[0], check(value)))
+    return lambda value: tuple(read(part) for read, part in zip(readers, check(value), strict=True))
+
+
+def _reader_of_fields(kind: Any) -> _Reader:
     hints = get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(kind)}
+    readers = [(field.name, _reader(hints[field.name])) for field in fields(kind)]
+    check = _reader_of(lambda value: type(value) is dict)
+
+    def read(value: Any) -> Any:
+        values = {}
+        for name, read_field in readers:
+            if name not in check(value):
+                raise ProtocolError(f" has no {name}")
+            try:
+                values[name] = read_field(value[name])
+            except ProtocolError as error:
+                raise ProtocolError(f".{name}{error}") from None
+        return kind(**values)
+
+    return read
