@@ -136,6 +136,34 @@ class Stopped(Message):
 
 
 @dataclass(frozen=True)
+class Present(Message):
+    """Answers `Muster`: this process has stopped, and commits nothing more in its generation."""
+
+    call: int
+    step: int
+    """Optimizer steps that it has committed."""
+    is_clean: bool
+    """Whether its state is that after this step."""
+    is_trying: bool
+    """Whether the next step had begun."""
+
+
+@dataclass(frozen=True)
+class Joined(Message):
+    """This process is in a generation, and has its state."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Declined(Message):
+    """Answers `Muster`: this process cannot go on."""
+
+    call: int
+    why: Text
+
+
+@dataclass(frozen=True)
 class Ask(Message):
     """Asks where the ranks disagree: `Found`."""
 
@@ -231,6 +259,38 @@ class StopAfter(Message):
     position: int
     signal: int
     is_requeue: bool
+
+
+@dataclass(frozen=True)
+class Muster(Message):
+    """A process is lost: the others stop, and say where; answered by `Present` or `Declined`."""
+
+    call: int
+    """From 1; a later one makes the earlier ones void."""
+    record: FailureRecord
+    """The failure."""
+
+
+@dataclass(frozen=True)
+class Form(Message):
+    """Those that are left are a new generation; answered by `Joined`. Processes are named by their places."""
+
+    call: int
+    """The call that they have answered."""
+    generation: int
+    members: tuple[int, ...]
+    """By their new ranks."""
+    lost: tuple[int, ...]
+    before: tuple[int, ...]
+    """The members of the generation before, by their ranks there."""
+    step: int
+    """Optimizer steps that are committed."""
+    source: int
+    """Who has that state."""
+    behind: tuple[int, ...]
+    """Who copies it."""
+    is_retried: bool
+    """Whether the next step had begun, and is done again."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, closest
 
-__all__ = ["ReconcileSettings"]
+__all__ = ["ReconcileSettings", "RecoverySettings", "parse_on_failure"]
 
 _LEAST_HEARTBEAT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverySettings:
+    """How a run goes on after a failure, and when it does not.
+
+    Raises:
+        ConfigurationError: a number is out of range, or a name is unknown.
+    """
+
+    min_world_size: int = 1
+    """With fewer ranks it ends."""
+    max_recoveries: int = 10
+    """So many failures end it if no 100 optimizer steps lie between them."""
+    batch: Literal["rank", "global"] = "rank"
+    """What stays the same: the batch of each rank, or the global batch."""
+    exceptions: bool = False
+    """Whether a rank whose code raises is left behind as well; else that ends the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_world_size", "max_recoveries"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigurationError(
+                    f"on_failure: {name}={value!r}; expected a whole number of at least 1"
+                )
+        if self.batch not in ("rank", "global"):
+            raise ConfigurationError(f"on_failure: batch={self.batch!r}; there are 'rank', 'global'")
+        if type(self.exceptions) is not bool:
+            raise ConfigurationError(f"on_failure: exceptions={self.exceptions!r}; expected True or False")
+
+
+def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
+    """What the argument `on_failure` says; None for an end of the run.
+
+    Raises:
+        ConfigurationError: an unknown name or option.
+    """
+    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = options.pop("name", None)
+    if name not in ("stop", "shrink"):
+        raise ConfigurationError(f"on_failure={spec!r}; there are 'stop', 'shrink'")
+    known = [field.name for field in fields(RecoverySettings)] if name == "shrink" else []
+    for option in options:
+        if option not in known:
+            raise ConfigurationError(f"on_failure={name!r} has no option {option!r}{closest(option, known)}")
+    return RecoverySettings(**options) if name == "shrink" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +75,8 @@ class ReconcileSettings:
     Also how long ranks may take to reach the step boundary at which a SIGTERM stops them."""
     stall_timeout_s: float | None = None
     """A rank that makes no progress for so long, and does not wait for others, has failed; None: never."""
+    recovery: RecoverySettings | None = None
+    """How the run goes on after a failure; None: it ends."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_timeout_s >= _LEAST_HEARTBEAT_S:

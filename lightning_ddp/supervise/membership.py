@@ -1,0 +1,286 @@
+"""Membership: who goes on after a failure, and from which step. Pure: told who says what and when.
+
+A run has generations. In each one a fixed set of processes takes its steps together. When one of them is
+lost, the server calls the others; each stops, and answers how many optimizer steps it has committed. From its
+answer on it commits nothing in the old generation. When all have answered, and the lost ones are known to
+have ended, the server forms the next generation out of those that are left.
+
+What is committed needs no vote, as an all-reduce needs all ranks: whoever has finished step k holds the state
+after k, in which each rank had its part. So the largest step among the answers wins. Those that are one step
+behind copy the state; if nobody has finished the step, all undo what they have of it and do it again.
+
+Processes are known here by their places: the ranks that they had in the beginning, which never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from lightning_ddp.supervise.failure_record import FailureRecord
+from lightning_ddp.supervise.protocol import Form, Message, Muster, Present
+from lightning_ddp.supervise.settings import RecoverySettings
+
+__all__ = ["SETTLE_S", "Member", "Membership", "Outgoing", "Phase"]
+
+SETTLE_S = 0.2
+"""How long after a failure others may join it, so that they are one change of the world and not two."""
+REPEAT_S = 1.0
+"""How often what has not been answered is said again."""
+STEPS_TO_FORGET = 100
+"""Committed steps after which earlier recoveries count no more."""
+
+Outgoing = list[tuple[int, Message]]
+"""Place -> message."""
+
+
+class Phase(Enum):
+    """What the server waits for."""
+
+    RUNNING = auto()
+    """Nothing: all train."""
+    CALLING = auto()
+    """The answers to a call, and the ends of those that are lost."""
+    FORMING = auto()
+    """The word of each member that it is in the new generation."""
+    OVER = auto()
+    """The run ends."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    step: int
+    is_clean: bool
+    is_trying: bool
+
+
+class Membership:
+    """The server's side.
+
+    Args:
+        places: all processes of the run.
+        settings: limits.
+        answer_s: how long a process may take to answer a call; then it is lost as well.
+    """
+
+    def __init__(self, places: Iterable[int], settings: RecoverySettings, answer_s: float) -> None:
+        self._settings = settings
+        self._answer_s = answer_s
+        self.phase = Phase.RUNNING
+        self.generation = 0
+        self.members: tuple[int, ...] = tuple(sorted(places))
+        """Places of the present generation, or of the last one while there is none; by rank."""
+        self.condemned: set[int] = set()
+        """Lost, and not yet known to have ended: to be killed, and waited for, by their launchers."""
+        self.reason: str | None = None
+        """Why the run cannot go on."""
+        self.cause: FailureRecord | None = None
+        """The first failure since all were running."""
+        self.num_recoveries = 0
+        """Those that count."""
+        self._call = 0
+        self._answers: dict[int, _Answer] = {}
+        self._lost: set[int] = set()
+        self._joined: set[int] = set()
+        self._form: Form | None = None
+        self._settles_at = self._answer_by = self._repeat_at = 0.0
+        self._recovered_at: int | None = None
+
+    @property
+    def remaining(self) -> tuple[int, ...]:
+        """The members that are not lost."""
+        return tuple(place for place in self.members if place not in self._lost)
+
+    # ------------------------------------------------------------------ what is heard
+
+    def lost(self, place: int, cause: FailureRecord, now: float, *, has_ended: bool) -> Outgoing:
+        """A process is lost.
+
+        Args:
+            place: which.
+            cause: how.
+            now: when.
+            has_ended: whether it is certain that it does nothing any more. Else it is `condemned`.
+        """
+        if self.phase is Phase.OVER or place not in self.members or place in self._lost:
+            return []
+        if self.phase is not Phase.CALLING:
+            self._answers, self._call = {}, self._call + 1
+            self._answer_by = now + self._answer_s
+            self.cause = cause if self.phase is Phase.RUNNING else self.cause
+            self.phase = Phase.CALLING
+            to_call = [p for p in self.remaining if p != place]
+        else:
+            to_call = []
+        self._lost.add(place)
+        self._answers.pop(place, None)
+        self._settles_at = now + SETTLE_S
+        self._repeat_at = now + REPEAT_S
+        if not has_ended:
+            self.condemned.add(place)
+        if len(self.remaining) < self._settings.min_world_size:
+            return self._give_up(f"{len(self.remaining)} ranks are left, fewer than min_world_size")
+        assert self.cause is not None  # it was running before
+        return [(p, Muster(self._call, self.cause.cut())) for p in to_call]
+
+    def ended(self, place: int) -> None:
+        """A condemned process has ended."""
+        self.condemned.discard(place)
+
+    def present(self, place: int, answer: Present) -> None:
+        """A process has stopped, and says where."""
+        if self.phase is Phase.CALLING and answer.call == self._call and place in self.remaining:
+            self._answers.setdefault(place, _Answer(answer.step, answer.is_clean, answer.is_trying))
+
+    def joined(self, place: int, generation: int) -> None:
+        """A process is in a generation, and has its state."""
+        if self.phase is Phase.FORMING and generation == self.generation and place in self.members:
+            self._joined.add(place)
+            if self._joined == set(self.members):
+                self.phase = Phase.RUNNING
+                self.cause = self._form = None
+
+    def declined(self, place: int, call: int, why: str) -> Outgoing:
+        """A process cannot go on with others than those it had."""
+        if self.phase is not Phase.CALLING or call != self._call or place not in self.remaining:
+            return []
+        return self._give_up(why)
+
+    # ------------------------------------------------------------------ what is to be done
+
+    def deadline(self) -> float | None:
+        """When to ask `due` at the latest; None if nothing is pending."""
+        if self.phase is Phase.FORMING:
+            return self._repeat_at
+        if self.phase is Phase.CALLING:
+            is_complete = not self.condemned and self._answers.keys() == set(self.remaining)
+            return self._settles_at if is_complete else min(self._repeat_at, self._answer_by)
+        return None
+
+    def late(self, now: float) -> tuple[int, ...]:
+        """Those that have not answered in time: to be reported as lost."""
+        if self.phase is not Phase.CALLING or now < self._answer_by:
+            return ()
+        return tuple(place for place in self.remaining if place not in self._answers)
+
+    def due(self, now: float) -> Outgoing:
+        """What is to be said now, because all is known or because time has passed."""
+        if self.phase is Phase.FORMING and now >= self._repeat_at and self._form is not None:
+            self._repeat_at = now + REPEAT_S
+            return [(place, self._form) for place in self.members if place not in self._joined]
+        if self.phase is not Phase.CALLING:
+            return []
+        unheard = [place for place in self.remaining if place not in self._answers]
+        if not unheard and not self.condemned and now >= self._settles_at:
+            return self._form_next(now)
+        if now >= self._repeat_at and self.cause is not None:
+            self._repeat_at = now + REPEAT_S
+            return [(place, Muster(self._call, self.cause.cut())) for place in unheard]
+        return []
+
+    def _form_next(self, now: float) -> Outgoing:
+        places = self.remaining
+        answers = {place: self._answers[place] for place in places}
+        clean = [answer.step for answer in answers.values() if answer.is_clean]
+        step = max(clean, default=-1)
+        obstacle = self._obstacle(step, answers)
+        if obstacle is not None:
+            return self._give_up(obstacle)
+        sources = [place for place, answer in answers.items() if answer.is_clean and answer.step == step]
+        behind = [place for place in places if place not in sources]
+        self.generation += 1
+        self._form = Form(
+            call=self._call,
+            generation=self.generation,
+            members=places,
+            lost=tuple(place for place in self.members if place in self._lost),
+            before=self.members,
+            step=step,
+            source=sources[0],
+            behind=tuple(behind),
+            is_retried=any(answer.is_trying and answer.step == step for answer in answers.values()),
+        )
+        self.phase, self.members = Phase.FORMING, places
+        self._lost, self._joined = set(), set()
+        self._repeat_at = now + REPEAT_S
+        return [(place, self._form) for place in places]
+
+    def _obstacle(self, step: int, answers: dict[int, _Answer]) -> str | None:
+        """Why the run cannot go on from `step`, and counts this recovery; None if it can."""
+        steps = [answer.step for answer in answers.values()]
+        if step < 0:
+            return "no rank that is left holds a whole state: all were interrupted while they changed theirs"
+        if max(steps) > step or min(steps) < step - 1:
+            return f"the ranks that are left have committed {sorted(set(steps))} steps, and no state fits all"
+        if self._form is not None:  # one more was lost while the generation was formed: the same recovery
+            return None
+        before, self._recovered_at = self._recovered_at, step
+        if before == step:
+            return f"step {step} failed twice: the data or the code is at fault, and not the machine"
+        if before is not None and step - before >= STEPS_TO_FORGET:
+            self.num_recoveries = 0
+        self.num_recoveries += 1
+        most = self._settings.max_recoveries
+        if self.num_recoveries > most:
+            return f"{most} recoveries (max_recoveries) without {STEPS_TO_FORGET} steps in between"
+        return None
+
+    def _give_up(self, reason: str) -> Outgoing:
+        self.phase, self.reason = Phase.OVER, reason
+        return []
+
+
+class Member:
+    """A process's side: which calls and generations concern it.
+
+    Args:
+        place: its own.
+    """
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.generation = 0
+        self.rank = place
+        """In this generation."""
+        self._heard = 0
+        self._answer: Present | None = None
+        self._form: Form | None = None
+
+    @property
+    def is_called(self) -> bool:
+        """Whether it has to stop: there is a call that has led to no generation that it is in."""
+        return self._heard > (self._form.call if self._form is not None else 0)
+
+    def hear_call(self, muster: Muster) -> bool:
+        """A call has come; returns whether it is news."""
+        if muster.call <= self._heard:
+            return False
+        self._heard, self._answer = muster.call, None
+        return True
+
+    def answer(self, step: int, *, is_clean: bool, is_trying: bool) -> Present:
+        """The answer to the last call, which is given once: until `enter` nothing may be committed.
+
+        Args:
+            step: optimizer steps that are committed here.
+            is_clean: whether the state is that after this step, and nothing else.
+            is_trying: whether the next step had begun.
+        """
+        if self._answer is None:
+            self._answer = Present(self._heard, step, is_clean, is_trying)
+        return self._answer
+
+    def repeat(self) -> Present | None:
+        """The answer once more, as the server may not have heard it; None if there was none."""
+        return self._answer
+
+    def fits(self, form: Form) -> bool:
+        """Whether a generation is one to enter: it answers the last call, which this process has answered."""
+        is_new = form.generation > self.generation and form.call == self._heard
+        return is_new and self._answer is not None and self.place in form.members
+
+    def enter(self, form: Form) -> None:
+        """Goes on in this generation."""
+        self.generation, self.rank = form.generation, form.members.index(self.place)
+        self._form = form

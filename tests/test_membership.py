@@ -1,0 +1,350 @@
+"""Membership: no history of failures and messages lets two generations commit the same step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ddp.supervise.failure_record import FailureRecord
+from lightning_ddp.supervise.membership import REPEAT_S, SETTLE_S, STEPS_TO_FORGET, Member, Membership, Phase
+from lightning_ddp.supervise.protocol import Form, Joined, Message, Muster, Present
+from lightning_ddp.supervise.settings import RecoverySettings
+
+ANSWER_S = 30.0
+MANY = RecoverySettings(max_recoveries=100)
+
+
+def record(place: int) -> FailureRecord:
+    return FailureRecord(rank=place, message="killed", exit_code=-9)
+
+
+@dataclass
+class Process:
+    """A process of the run. Its state is the list of its commits, as (step, generation)."""
+
+    member: Member
+    log: list[tuple[int, int]] = field(default_factory=list)
+    is_clean: bool = True
+    is_alive: bool = True
+    has_answered: bool = False
+    is_stopped: bool = False
+    """Since it has answered a call, until it is in a generation again."""
+    copies_from: int | None = None
+    """In the generation that it enters: whose state it has still to copy."""
+
+    @property
+    def step(self) -> int:
+        return len(self.log)
+
+    @property
+    def trains(self) -> bool:
+        return self.is_alive and not self.is_stopped and self.copies_from is None
+
+
+class World:
+    """Processes, a server, and a network that delays, repeats, reorders and, on request, loses messages."""
+
+    def __init__(self, size: int) -> None:
+        self.now = 0.0
+        self.server = Membership(range(size), MANY, ANSWER_S)
+        self.processes = [Process(Member(place)) for place in range(size)]
+        self.network: list[tuple[int | None, int, Message]] = []
+        """(receiver or None for the server, sender, message)"""
+        self.gave: dict[tuple[int, int], set[int]] = {}
+        """(generation, step) -> who has given its gradients to all"""
+        self.members_of: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
+        self.offered: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
+        """(generation, source) -> the state that it sends"""
+
+    # ---------------------------------------------------------------- what may happen
+
+    def moves(self) -> list[tuple[str, int]]:
+        """Everything that can happen now."""
+        found: list[tuple[str, int]] = [("wait", 0)]
+        for place, process in enumerate(self.processes):
+            if not process.is_alive:
+                continue
+            if self.can_give(place):
+                found.append(("give", place))
+            if self.can_commit(place):
+                found.append(("commit", place))
+            if process.member.is_called and not process.has_answered:
+                found.append(("answer", place))
+            if (
+                process.copies_from is not None
+                and (process.member.generation, process.copies_from) in self.offered
+            ):
+                found += [("half copy", place), ("copy", place)]
+            found += [("die", place)] if self.num_members() > 1 else []
+            found += [("vanish", place)] if self.num_members() > 1 else []
+        found += [("execute", place) for place in sorted(self.server.condemned)]
+        found += [("deliver", i) for i in range(len(self.network))]
+        found += [("repeat", i) for i in range(len(self.network))]
+        found += [("lose", i) for i in range(len(self.network))]
+        return found
+
+    def num_members(self) -> int:
+        return len(self.server.remaining)
+
+    def can_give(self, place: int) -> bool:
+        process = self.processes[place]
+        given = self.gave.get((process.member.generation, process.step), set())
+        return process.trains and place not in given
+
+    def can_commit(self, place: int) -> bool:
+        process = self.processes[place]
+        generation = process.member.generation
+        given = self.gave.get((generation, process.step), set())
+        return process.trains and given == set(self.members_of[generation])
+
+    def do(self, move: str, which: int) -> None:
+        if move == "wait":
+            self.wait(SETTLE_S)
+        elif move in ("deliver", "repeat", "lose"):
+            receiver, sender, message = self.network[which]
+            if move != "repeat":
+                del self.network[which]
+            if move != "lose":
+                self.deliver(receiver, sender, message)
+        elif move == "execute":
+            self.processes[which].is_alive = False
+            self.server.ended(which)
+        elif move in ("die", "vanish"):  # the server learns of it at once; or only that the link is cut
+            self.processes[which].is_alive = move == "vanish"
+            self.send_all(self.server.lost(which, record(which), self.now, has_ended=move == "die"))
+        else:
+            getattr(self, move.replace(" ", "_"))(which)
+        self.check()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for place in self.server.late(self.now):
+            self.send_all(self.server.lost(place, record(place), self.now, has_ended=False))
+        self.send_all(self.server.due(self.now))
+
+    def give(self, place: int) -> None:
+        process = self.processes[place]
+        self.gave.setdefault((process.member.generation, process.step), set()).add(place)
+
+    def commit(self, place: int) -> None:
+        process = self.processes[place]
+        process.log.append((process.step, process.member.generation))
+
+    def answer(self, place: int) -> None:
+        process = self.processes[place]
+        process.has_answered, process.is_stopped, process.copies_from = True, True, None
+        answer = process.member.answer(process.step, is_clean=process.is_clean, is_trying=True)
+        self.network.append((None, place, answer))
+
+    def half_copy(self, place: int) -> None:
+        self.processes[place].is_clean = False
+
+    def copy(self, place: int) -> None:
+        process = self.processes[place]
+        assert process.copies_from is not None
+        process.log = list(self.offered[process.member.generation, process.copies_from])
+        process.is_clean, process.copies_from = True, None
+        self.network.append((None, place, Joined(process.member.generation)))
+
+    def send_all(self, messages: list[tuple[int, Message]]) -> None:
+        self.network += [(place, -1, message) for place, message in messages]
+
+    def deliver(self, receiver: int | None, sender: int, message: Message) -> None:
+        if receiver is None:
+            if isinstance(message, Present):
+                self.server.present(sender, message)
+            elif isinstance(message, Joined):
+                self.server.joined(sender, message.generation)
+            self.send_all(self.server.due(self.now))
+            return
+        process = self.processes[receiver]
+        if not process.is_alive:
+            return
+        if isinstance(message, Muster):
+            if process.member.hear_call(message):
+                process.has_answered = False
+            elif (again := process.member.repeat()) is not None and message.call == again.call:
+                self.network.append((None, receiver, again))
+        elif isinstance(message, Form):
+            if process.member.fits(message):
+                self.enter(receiver, message)
+            elif message.generation == process.member.generation and process.trains:
+                self.network.append((None, receiver, Joined(message.generation)))
+
+    def enter(self, place: int, form: Form) -> None:
+        others = [p for p in range(len(self.processes)) if p not in form.members]
+        assert not [p for p in others if self.processes[p].is_alive], "an expelled process still runs"
+        process = self.processes[place]
+        process.member.enter(form)
+        process.has_answered = process.is_stopped = False
+        self.members_of[form.generation] = form.members
+        if place in form.behind:
+            process.copies_from = form.source
+        else:
+            assert process.is_clean
+            assert process.step == form.step
+            if place == form.source:
+                self.offered[form.generation, place] = list(process.log)
+            self.network.append((None, place, Joined(form.generation)))
+
+    # ---------------------------------------------------------------- what has to hold
+
+    def check(self) -> None:
+        present = [self.processes[p] for p in self.server.remaining]
+        for one in present:
+            assert [step for step, _ in one.log] == list(range(one.step))
+            generations = [generation for _, generation in one.log]
+            assert generations == sorted(generations)
+            for other in present:
+                if one.is_clean and other.is_clean:
+                    assert abs(one.step - other.step) <= 1
+                    shared = min(one.step, other.step)
+                    assert one.log[:shared] == other.log[:shared], "a step was committed twice"
+
+    def settle(self) -> None:
+        """From here on nothing fails and nothing is lost: the run has to come to rest."""
+        for _ in range(40):
+            while self.network:
+                self.do("deliver", 0)
+            for place in sorted(self.server.condemned):
+                self.do("execute", place)
+            for move, which in self.moves():
+                if move in ("answer", "copy") and (move, which) in self.moves():
+                    self.do(move, which)
+            self.wait(REPEAT_S)
+            self.check()
+            if self.server.phase is Phase.OVER or (self.server.phase is Phase.RUNNING and not self.network):
+                break
+        if self.server.phase is Phase.OVER:
+            assert self.server.reason is not None
+            assert self.server.reason.endswith("machine") or not any(
+                process.is_clean for process in map(self.processes.__getitem__, self.server.remaining)
+            )
+            return
+        assert self.server.phase is Phase.RUNNING
+        for place in self.server.members:
+            process = self.processes[place]
+            assert process.member.generation == self.server.generation
+            assert process.trains
+            assert process.is_clean
+        before = max(self.processes[place].step for place in self.server.members)
+        for _ in range(2):  # one may be a step behind
+            for move in ("give", "commit"):
+                for place in self.server.members:
+                    if (move, place) in self.moves() and self.processes[place].step <= before:
+                        self.do(move, place)
+        assert min(self.processes[place].step for place in self.server.members) > before
+
+
+WEIGHTS = {"die": 2, "vanish": 1, "lose": 1, "repeat": 2, "half copy": 20}
+"""How likely a thing is, where that is not as likely as a delivered message: 8."""
+
+
+def play(size: int, draws: list[int]) -> World:
+    """A history: each number chooses one of the things that can happen."""
+    world = World(size)
+    for draw in draws:
+        moves = [move for move in world.moves() for _ in range(WEIGHTS.get(move[0], 8))]
+        world.do(*moves[draw % len(moves)])
+    world.settle()
+    return world
+
+
+@settings(max_examples=400)
+@given(st.integers(2, 5), st.lists(st.integers(0, 10_000), max_size=120))
+def test_no_history_commits_a_step_in_two_generations(size, draws) -> None:
+    play(size, draws)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_hundred_thousand_histories(seed) -> None:
+    generator = random.Random(seed)
+    reached = set()
+    for _ in range(10_000):
+        size = generator.randint(2, 5)
+        world = play(size, [generator.randrange(10_000) for _ in range(generator.randint(5, 120))])
+        reached.add((world.server.phase, world.server.generation))
+    assert {(Phase.RUNNING, generation) for generation in range(4)} <= reached
+
+
+def at_rest(membership: Membership, step: int, now: float, *, is_trying: bool = True) -> None:
+    """All that are left answer that they have committed `step` steps, and join."""
+    for place in membership.remaining:
+        membership.present(place, Present(membership._call, step, is_clean=True, is_trying=is_trying))
+    membership.due(now + SETTLE_S)
+    for place in membership.members:
+        membership.joined(place, membership.generation)
+
+
+def fail(membership: Membership, place: int, step: int) -> None:
+    membership.lost(place, record(place), 0.0, has_ended=True)
+    if membership.phase is not Phase.OVER:
+        at_rest(membership, step, 0.0)
+
+
+def test_too_few_ranks_end_the_run() -> None:
+    membership = Membership(range(3), RecoverySettings(min_world_size=2), ANSWER_S)
+    fail(membership, 2, 5)
+    assert (membership.phase, membership.members) == (Phase.RUNNING, (0, 1))
+    fail(membership, 1, 9)
+    assert membership.phase is Phase.OVER
+    assert "min_world_size" in str(membership.reason)
+    assert membership.cause is not None
+    assert membership.cause.rank == 1
+
+
+def test_a_step_that_fails_twice_ends_the_run() -> None:
+    membership = Membership(range(4), MANY, ANSWER_S)
+    fail(membership, 3, 5)
+    fail(membership, 2, 6)
+    assert membership.phase is Phase.RUNNING
+    fail(membership, 1, 6)
+    assert membership.phase is Phase.OVER
+    assert "failed twice" in str(membership.reason)
+
+
+def test_another_loss_while_a_generation_is_formed_is_the_same_recovery() -> None:
+    membership = Membership(range(4), MANY, ANSWER_S)
+    membership.lost(3, record(3), 0.0, has_ended=True)
+    for place in (0, 1, 2):
+        membership.present(place, Present(1, 5, is_clean=True, is_trying=True))
+    assert [form.generation for _, form in membership.due(SETTLE_S)] == [1, 1, 1]
+    fail(membership, 2, 5)
+    assert (membership.phase, membership.members, membership.generation) == (Phase.RUNNING, (0, 1), 2)
+    assert membership.num_recoveries == 1
+
+
+@pytest.mark.parametrize("distance", [1, STEPS_TO_FORGET])
+def test_recoveries_without_progress_end_the_run(distance) -> None:
+    membership = Membership(range(6), RecoverySettings(max_recoveries=2), ANSWER_S)
+    for number in range(3):
+        fail(membership, 5 - number, number * distance)
+    assert membership.phase is (Phase.OVER if distance == 1 else Phase.RUNNING)
+
+
+def test_a_rank_without_an_answer_is_lost_as_well() -> None:
+    membership = Membership(range(3), MANY, ANSWER_S)
+    membership.lost(2, record(2), 0.0, has_ended=True)
+    membership.present(0, Present(1, 5, is_clean=True, is_trying=True))
+    assert membership.late(ANSWER_S - 1) == ()
+    assert membership.late(ANSWER_S) == (1,)
+    membership.lost(1, record(1), ANSWER_S, has_ended=False)
+    assert membership.due(ANSWER_S + SETTLE_S) == []  # it may still run
+    membership.ended(1)
+    (form,) = [message for _, message in membership.due(ANSWER_S + SETTLE_S)]
+    assert (form.members, form.lost, form.before) == ((0,), (1, 2), (0, 1, 2))
+
+
+def test_a_state_that_is_half_copied_is_no_source() -> None:
+    membership = Membership(range(3), MANY, ANSWER_S)
+    membership.lost(2, record(2), 0.0, has_ended=True)
+    membership.present(0, Present(1, 5, is_clean=False, is_trying=True))
+    membership.present(1, Present(1, 5, is_clean=True, is_trying=True))
+    form = membership.due(SETTLE_S)[0][1]
+    assert isinstance(form, Form)
+    assert (form.source, form.behind, form.step) == (1, (0,), 5)
