@@ -77,11 +77,15 @@ __all__ = [
     "check_missing_main_guard",
     "choose_backend",
     "explain_refusals",
+    "fetch_anew",
+    "finish_batch",
     "interrupt_trainer",
     "is_fitting",
     "layer_sync",
     "lightnings",
+    "limit_epoch",
     "loaded_roots",
+    "loop_counters",
     "note_sigterm",
     "num_cuda_devices",
     "optimizers_to_device",
@@ -96,6 +100,8 @@ __all__ = [
     "stop_exceptions",
     "teardown_trainer",
     "trainer_of",
+    "training_results",
+    "wrap_steps",
 ]
 
 C = TypeVar("C", bound=type)
@@ -414,6 +420,89 @@ def teardown_trainer(trainer: Trainer) -> None:
 def set_training_results(trainer: Trainer, results: ResultCollection) -> None:
     """Lets `trainer` collect in `results` what is logged while it trains: `_results` of its loop."""
     _set(trainer.fit_loop.epoch_loop, "_results", results)
+
+
+def wrap_steps(trainer: Trainer, *, advance: Any, on_advance_end: Any, on_epoch_start: Any) -> None:
+    """Has the loops of training call functions with their own method, and its arguments, for each step.
+
+    Args:
+        trainer: whose loops.
+        advance: for `_TrainingEpochLoop.advance`.
+        on_advance_end: for `_TrainingEpochLoop.on_advance_end`.
+        on_epoch_start: for `_FitLoop.on_advance_start`.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.advance = functools.partial(advance, _get(loop, "advance"))
+    loop.on_advance_end = functools.partial(on_advance_end, _get(loop, "on_advance_end"))
+    outer: Any = trainer.fit_loop
+    outer.on_advance_start = functools.partial(on_epoch_start, _get(outer, "on_advance_start"))
+
+
+def training_results(trainer: Trainer) -> dict[str, Any]:
+    """What was logged in this epoch of training: `_results` of its loop."""
+    results: dict[str, Any] = _get(trainer.fit_loop.epoch_loop, "_results")
+    return results
+
+
+def loop_counters(trainer: Trainer) -> list[Any]:
+    """The objects whose plain attributes count batches and steps in an epoch of training."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    steps = loop.automatic_optimization.optim_progress.optimizer
+    counted = (loop.batch_progress, steps.step, steps.zero_grad, loop.scheduler_progress)
+    return [tracker for progress in counted for tracker in (progress.total, progress.current)]
+
+
+def limit_epoch(trainer: Trainer, num_batches: int) -> None:
+    """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates."""
+    loop: Any = trainer.fit_loop
+    loop.max_batches = num_batches
+    loop._combined_loader.limits = [float("inf")] * len(loop._combined_loader.flattened)
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, float("inf")):
+        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
+
+
+def fetch_anew(trainer: Trainer, fetcher: Any, num_fetched: int) -> None:
+    """Lets go of prefetched batches, and goes on with what the samplers give now.
+
+    Args:
+        trainer: whose loaders.
+        fetcher: of its training loop.
+        num_fetched: batches of this epoch that are used already.
+    """
+    loaders = _get(trainer.fit_loop, "_combined_loader").flattened
+    limit_epoch(trainer, num_fetched + max(len(loader) for loader in loaders))
+    iter(fetcher)
+    fetcher.fetched = num_fetched
+    fetcher.length = trainer.fit_loop.max_batches
+    fetcher.done = fetcher.fetched >= fetcher.length
+
+
+def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
+    """What `_TrainingEpochLoop.advance` does after the optimizer step, as far as it is not done.
+
+    Args:
+        trainer: whose step is committed.
+        batch: that was used.
+        output: what `training_step` has returned for it.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    progress, connector = loop.batch_progress, _get(trainer, "_logger_connector")
+    if progress.total.processed < progress.total.ready:
+        if progress.total.started < progress.total.ready:
+            progress.increment_started()
+        progress.increment_processed()
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if loop._num_ready_batches_reached():
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    kind = loop.automatic_optimization.output_result_cls
+    outputs = kind.from_training_step_output(output, trainer.accumulate_grad_batches).asdict()
+    calls = importlib.import_module(f"{_root_of(trainer) or _root_in_use()}.trainer.call")
+    arguments = (outputs, batch, loop.batch_idx)
+    calls._call_callback_hooks(trainer, "on_train_batch_end", *arguments)
+    calls._call_lightning_module_hook(trainer, "on_train_batch_end", *arguments)
+    connector.on_batch_end()
+    progress.increment_completed()
+    connector.update_train_step_metrics()
 
 
 def batches_that_stepped(trainer: Trainer) -> int:

@@ -50,15 +50,17 @@ from lightning_ddp.ddp.snapshot import copy_states, put_states
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
 from lightning_ddp.launch.init_method import check_meeting_place
 from lightning_ddp.shm.hosts import Transport, check_transport
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import ReconcileSettings, parse_on_failure
 
 if TYPE_CHECKING:
     # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
     # the other processes have been started, and do not wait for that. Together they take 25 ms.
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
+    from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.launch.step_stop import StepStop
     from lightning_ddp.supervise.failure_record import Where
+    from lightning_ddp.supervise.protocol import Form
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
@@ -143,6 +145,9 @@ class CustomDDPStrategy(DDPStrategy):
             what it is for, shapes, dtypes, order. A difference is an error on all ranks before any data
             moves. It costs a round trip a collective. None, the default, compares when a collective passes
             its deadline (`timeout`).
+        on_failure: 'stop' ends the run on all ranks. 'shrink' goes on in the same `fit` with the ranks that
+            are left, from the step that was interrupted, with the rest of the epoch dealt over them. A
+            mapping with `name` and options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -151,6 +156,8 @@ class CustomDDPStrategy(DDPStrategy):
 
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
+    _recovery: Recovery | None = None
+    _world: tuple[int, int] | None = None  # rank and size, once ranks were lost
     _resumed_from: Any = None
     _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest saving
 
@@ -189,6 +196,7 @@ class CustomDDPStrategy(DDPStrategy):
         init_method: str | None = None,
         store: dist.Store | None = None,
         debug: Literal["detail"] | None = None,
+        on_failure: str | Mapping[str, Any] = "stop",
     ) -> None:
         from lightning_ddp.ddp.reducer_options import bucket_caps_bytes, check_broadcast_buffers
 
@@ -259,6 +267,7 @@ class CustomDDPStrategy(DDPStrategy):
             heartbeat_timeout_s=heartbeat_timeout_s,
             failure_grace_s=failure_grace_s,
             stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
+            recovery=parse_on_failure(on_failure),
         )
         redirection = bind_like(self, _ManualOptimizationRedirection)
         set_redirection(self, redirection(self._communication))
@@ -347,6 +356,7 @@ class CustomDDPStrategy(DDPStrategy):
         if fits:
             self.configure_ddp()
             self.setup_optimizers(trainer)
+            self._setup_recovery(trainer)
             self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper; yet all ranks must evaluate one model
             from lightning_ddp.ddp.module_sync import broadcast_coalesced
@@ -364,6 +374,55 @@ class CustomDDPStrategy(DDPStrategy):
 
         self._stopping = self._stopping or StepStop()
         self._stopping.attach(trainer)
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment this process's rank and the number of ranks."""
+        if self._world is None or self.cluster_environment is None:
+            super().set_world_ranks()
+            return
+        rank, world_size = self._world
+        self.cluster_environment.set_world_size(world_size)
+        self.cluster_environment.set_global_rank(rank)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """To how many ranks a sampler deals, and which one this is."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _setup_recovery(self, trainer: Trainer) -> None:
+        from lightning_ddp.launch.reconciliation import current
+
+        ours = current()
+        if self._recovery is not None or ours.calls is None:
+            return
+        from lightning_ddp.elastic.recovery import Recovery
+
+        assert self._stopping is not None
+        self._recovery = Recovery(ours, trainer, meet=self._meet_again, boundary=self._stopping.check)
+
+    def _meet_again(self, form: Form) -> Group:
+        """Makes the process group of a generation, and what is made of it. All its ranks call it."""
+        from lightning_ddp.elastic.regroup import meet_again
+        from lightning_ddp.launch.reconciliation import current
+
+        ours = current()
+        assert ours.calls is not None
+        self._world = rank, world_size = ours.calls.member.rank, len(form.members)
+        self.set_world_ranks()
+        ours.set_while_running({"WORLD_SIZE": str(world_size)})
+        group = meet_again(
+            ours,
+            choose_backend(self),
+            rank=rank,
+            world_size=world_size,
+            timeout=self._group_timeout,
+            device=self.root_device,
+        )
+        self._group = Group(group, ours.interrupt, transport=self._transport)
+        wrapper = _as_wrapper(self.model)
+        if wrapper is not None:
+            wrapper.update_process_group(group)
+        return self._group
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
         """Wraps `model`; unlike torch's class, ours is no subclass of DistributedDataParallel."""
@@ -433,6 +492,8 @@ class CustomDDPStrategy(DDPStrategy):
             ConfigurationError: there are several training dataloaders, or only some ranks know the length of
                 theirs, or `training_step` fetches its batches itself, or the run resumes inside an epoch.
         """
+        if self._recovery is not None and self._is_training():
+            dataloader = self._recovery.dealer.adopt(dataloader)
         if self._lockstep is None or not self._is_training():
             return dataloader
         assert self.lightning_module is not None
@@ -448,8 +509,18 @@ class CustomDDPStrategy(DDPStrategy):
     def _is_training(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.trainer.training
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Called with each batch before it is used."""
+        if self._recovery is not None:
+            self._recovery.note_batch(batch)
+        super().on_train_batch_start(batch, batch_idx)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's `training_step` in the wrapper's forward."""
+        if self._recovery is not None:
+            output = super().training_step(*args, **kwargs)
+            self._recovery.note_output(output)
+            return output
         if self._lockstep is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
@@ -478,6 +549,8 @@ class CustomDDPStrategy(DDPStrategy):
             raise
         if self._lockstep is not None:
             self._lockstep.restore()
+        if self._recovery is not None:
+            self._recovery.defer()
         return closure_loss
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -500,6 +573,8 @@ class CustomDDPStrategy(DDPStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if averager is not None:  # a loss scaler that skips a step lowers its scale
             self._communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
+        if self._recovery is not None:
+            self._recovery.commit()
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:

@@ -203,6 +203,11 @@ class Activity:
             lane = self.add(process_group, *_describe(process_group, len(self.lanes)))
         return lane
 
+    def forget_groups(self) -> None:
+        """The process groups are about to be destroyed, and others made in their place."""
+        self.lanes, self._known = [], weakref.WeakKeyDictionary()
+        self._waits.clear()
+
     def add(self, process_group: Any, name: str, ranks: Sequence[int]) -> Lane:
         """Makes the lane of a process group, with a name of the caller's."""
         lane = self._known[process_group] = Lane(name, ranks)

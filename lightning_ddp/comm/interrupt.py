@@ -44,6 +44,11 @@ class Interrupt:
             self._error = error
             return True
 
+    def clear(self) -> None:
+        """Forgets the failure: the ranks that are left go on."""
+        with self._lock:
+            self._error = None
+
     @property
     def error(self) -> BaseException | None:
         """The failure, if there is one."""

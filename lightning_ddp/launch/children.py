@@ -50,14 +50,20 @@ class Children:
         on_failure: called once, in a watching thread, with the first child that ends without success
             while not being stopped.
         has_met: tells whether all ranks have found each other: a child that ends before that is no success.
+        tells_all: whether `on_failure` is called for every child that ends, however it does.
     """
 
     def __init__(
-        self, on_failure: Callable[[ChildExit], None], has_met: Callable[[], bool] = lambda: True
+        self,
+        on_failure: Callable[[ChildExit], None],
+        has_met: Callable[[], bool] = lambda: True,
+        *,
+        tells_all: bool = False,
     ) -> None:
         self.procs: list[subprocess.Popen[bytes]] = []
         self._on_failure = on_failure
         self._has_met = has_met
+        self._tells_all = tells_all
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._num_ended = 0
@@ -107,7 +113,9 @@ class Children:
                 self._first = ChildExit(local_rank=local_rank, pid=proc.pid, code=code)
                 is_first = True
             self._changed.notify_all()
-        if is_first and self._first is not None:
+        if self._tells_all:
+            self._on_failure(ChildExit(local_rank=local_rank, pid=proc.pid, code=code))
+        elif is_first and self._first is not None:
             self._on_failure(self._first)
 
     def first_failure(self, wait_s: float = 0.0) -> ChildExit | None:

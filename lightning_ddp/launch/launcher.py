@@ -156,6 +156,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 world_size=self.num_processes * self.num_nodes,
                 num_nodes=self.num_nodes,
                 settings=self._settings,
+                on_condemned=launched.kill_one,
             )
         self._run_children(launched, command, first_rank, handed)
         self.procs = launched.children.procs

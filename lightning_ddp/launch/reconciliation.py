@@ -33,6 +33,7 @@ from lightning_ddp.comm.gloo_terminate import before_gloo_ends_the_process
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, ConfigurationError, LightningDDPError, PeerFailure
+from lightning_ddp.launch.calls import Calls
 from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.hydra_parent import restore
 from lightning_ddp.launch.interface import is_loopback
@@ -44,7 +45,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.failure_report import render, write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
-from lightning_ddp.supervise.protocol import Exited, Stopped
+from lightning_ddp.supervise.protocol import Exited, Message, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S
@@ -92,6 +93,7 @@ def open_server(
     num_nodes: int,
     settings: ReconcileSettings,
     on_failure: Callable[[FailureRecord], None] | None = None,
+    on_condemned: Callable[[Identity], None] = lambda identity: None,
 ) -> ControlServer:
     """Opens the control server of a run in this process, and says in the run's store where it is.
 
@@ -103,6 +105,7 @@ def open_server(
         num_nodes: nodes of the run.
         settings: times.
         on_failure: called in the server's thread with the first failure.
+        on_condemned: called in the server's thread with a rank that has to be killed.
 
     Raises:
         RendezvousError: `address` is none of this host.
@@ -116,6 +119,7 @@ def open_server(
         on_failure=on_failure,
         # /etc/hosts often maps a node's own name to the loopback, where the other nodes could not reach it
         any_interface=num_nodes > 1 and is_loopback(address),
+        on_condemned=on_condemned,
     )
     entry = [
         address,
@@ -153,6 +157,8 @@ class Reconciliation:
         self.boundary = StepBoundary()
         self.server: ControlServer | None = None
         self.watch: Watch | None = None
+        self.calls: Calls | None = None
+        """Where the run goes on without ranks that it loses."""
         self.where: Callable[[], Where] = Where
         self.inspector = Inspector(self.interrupt, lambda: self.where())
         self.is_over = False
@@ -219,6 +225,8 @@ class Reconciliation:
                 server.identity.host,
             ):
                 parent = server.identity
+            if settings.recovery is not None:
+                self.calls = Calls(identity.rank, self.interrupt, self.alarm)
             self.watch = Watch(
                 server,
                 identity,
@@ -227,8 +235,10 @@ class Reconciliation:
                 on_failure=self._learned,
                 where=self._where,
                 parent=parent,
-                on_message=self.inspector.on_message,
+                on_message=self._on_message,
             )
+            if self.calls is not None:
+                self.calls.watch = self.watch
             self.inspector.attach(self.watch)
             self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
             self.interrupt.expect = self._device_watch.expect
@@ -238,6 +248,32 @@ class Reconciliation:
             self._stop_signals = StopSignals(self.watch, is_ending=lambda: self._is_ending)
         self.watch.wait_for_all(timeout_s, self.interrupt.check)
         self.interrupt.check()
+
+    def _on_message(self, message: Message) -> None:
+        if self.calls is None or not self.calls.on_message(message):
+            self.inspector.on_message(message)
+
+    def is_call(self, error: BaseException) -> bool:
+        """Whether an exception of the main thread comes from a loss of a rank with which the run goes on.
+
+        It may wait for the server to say so.
+        """
+        if self.calls is None or self.watch is None or self.watch.failure is not None:
+            return False
+        if isinstance(error, PeerFailure):
+            return self.calls.error is not None
+        text = str(error)
+        is_echo = _is_of_backend(error, text) and _LOST_CONNECTION.search(text) is not None
+        return is_echo and self.calls.wait_for_call(ECHO_WAIT_S + 1.0)
+
+    def check_end(self) -> None:
+        """Raises if the run has ended with a failure.
+
+        Raises:
+            PeerFailure: it has.
+        """
+        if self.watch is not None and self.watch.failure is not None:
+            raise self.watch.failure.to_error(self.watch.identity.rank)
 
     def _where(self) -> Where:
         activity = self.interrupt.activity
@@ -315,6 +351,8 @@ class Reconciliation:
     def _end(self, error: BaseException) -> PeerFailure | None:
         """Reports what ended the run on this rank, and makes its collectives fail instead of waiting."""
         failure = None
+        if self.calls is not None:
+            self.calls.decline(f"rank {self.identity.rank if self.identity else -1} cannot go on: {error}")
         for _ in range(_MOST_INTERRUPTIONS):
             try:
                 failure = self._explain(error)

@@ -47,7 +47,9 @@ class LaunchedRun:
 
     def __init__(self, first_rank: int, node_rank: int, settings: ReconcileSettings) -> None:
         global _launched
-        self.children = Children(self._on_failure, lambda: current().has_met)
+        self.children = Children(
+            self._on_failure, lambda: current().has_met, tells_all=settings.recovery is not None
+        )
         self.logs: dict[int, Path] = {}
         """Local rank -> file with what the child has printed, where that is not on the terminal."""
         self._first_rank, self._node_rank = first_rank, node_rank
@@ -88,6 +90,12 @@ class LaunchedRun:
         """Ends the children at once."""
         self.children.send_signal(signal.SIGKILL)
 
+    def kill_one(self, identity: Identity) -> None:
+        """Ends a child without which the others go on."""
+        for proc in self.children.procs:
+            if proc.pid == identity.pid:
+                proc.send_signal(signal.SIGKILL)
+
     def end_late(self) -> None:
         """Called in a thread: ends this process, whose time after a failure is over, but its children first.
 
@@ -127,7 +135,8 @@ class LaunchedRun:
             grace_s = ours.seconds_left() if ours.watch is not None else 0.0
             limit_last_words(grace_s + _LAST_WORDS_S)
             self._end_children(grace_s)
-        if self.children.first_failure() is not None:  # told a moment ago, perhaps
+        is_left_behind = ours.calls is not None and ours.calls.member.generation > 0
+        if self.children.first_failure() is not None and not is_left_behind:  # told a moment ago, perhaps
             ours.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
         failure = ours.first_failure()
         ours.close()

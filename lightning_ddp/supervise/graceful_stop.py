@@ -95,6 +95,11 @@ class StepBoundary:
         self._target: int | None = None
         self._known = threading.Event()
 
+    def restart(self) -> None:
+        """Counts from 0 again, on all ranks alike."""
+        with self._lock:
+            self._position = 0
+
     def hold(self) -> int:
         """From now on no boundary is passed until `release`; returns how many were. Any thread."""
         with self._lock:

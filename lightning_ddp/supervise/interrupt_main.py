@@ -34,6 +34,8 @@ class Alarm:
     def __init__(self) -> None:
         self._error: BaseException | None = None
         self._is_silent = True
+        self.is_deferred = False
+        """Whether a ring does nothing for now, as the main thread must not be interrupted half-way."""
         self._call: Callable[[], object] | None = None
         self._main = threading.main_thread().ident
         self._sending = threading.Lock()
@@ -64,7 +66,7 @@ class Alarm:
     def ring(self, error: BaseException) -> None:
         """Has `error` raised in the main thread. Any thread."""
         self._error = error
-        if self._is_silent or self._main is None:
+        if self._is_silent or self.is_deferred or self._main is None:
             return
         if not self._send() and not self._is_silent:
             _raise_asynchronously(self._main, error)
@@ -96,7 +98,13 @@ class Alarm:
         if function is not None:
             function()
         error = self._error
-        if error is None or self._is_silent or _is_handling(error) or _is_in_finaliser(frame):
+        if (
+            error is None
+            or self._is_silent
+            or self.is_deferred
+            or _is_handling(error)
+            or _is_in_finaliser(frame)
+        ):
             return
         raise error
 

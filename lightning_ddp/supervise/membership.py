@@ -252,6 +252,11 @@ class Member:
         """Whether it has to stop: there is a call that has led to no generation that it is in."""
         return self._heard > (self._form.call if self._form is not None else 0)
 
+    @property
+    def last_call(self) -> int:
+        """The number of the last call."""
+        return self._heard
+
     def hear_call(self, muster: Muster) -> bool:
         """A call has come; returns whether it is news."""
         if muster.call <= self._heard:

@@ -16,28 +16,33 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice, takewhile
 
 from lightning_ddp.supervise.connections import UNREACHABLE, NumDescriptors, Peer, keep_alive, listen
 from lightning_ddp.supervise.desync import Inspection, Outgoing
-from lightning_ddp.supervise.failure_record import GONE, FailureRecord
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.fork import close_in_forked_child
 from lightning_ddp.supervise.graceful_stop import StopAgreement
+from lightning_ddp.supervise.membership import Membership, Phase
 from lightning_ddp.supervise.protocol import (
     Active,
     AllHere,
     Beat,
     Bye,
     Closing,
+    Declined,
     Echoed,
     Exited,
     Failed,
     Failure,
     Hello,
     Here,
+    Joined,
     Left,
     Message,
     Position,
+    Present,
     Progress,
     ProtocolError,
     Stop,
@@ -73,6 +78,8 @@ class ControlServer:
         settings: times.
         on_failure: called once, in the server's thread, with the first failure.
         any_interface: bind all interfaces, for an address that resolves to the loopback on this host only.
+        on_condemned: called in the server's thread with a rank that the others go on without, and that may
+            still run: it is to be killed, and its end to be told as of any child.
 
     Raises:
         RendezvousError: the address is not one of this host.
@@ -87,8 +94,10 @@ class ControlServer:
         settings: ReconcileSettings,
         on_failure: Callable[[FailureRecord], None] | None = None,
         any_interface: bool = False,
+        on_condemned: Callable[[Identity], None] = lambda identity: None,
     ) -> None:
         self._on_failure = on_failure
+        self._on_condemned = on_condemned
         self.token = token
         self._world_size = world_size
         self._settings = settings
@@ -96,6 +105,10 @@ class ControlServer:
         self._stop = StopAgreement(settings.failure_grace_s)
         self._stall = StallWatch(settings.stall_timeout_s) if settings.stall_timeout_s is not None else None
         self._inspection = Inspection(world_size)
+        self._membership = self._membership_of(settings)
+        self._ended_places: set[int] = set()
+        self._identities: dict[int, Identity] = {}
+        """Place, the rank that a process had in the beginning, -> who has it, with its present rank."""
         self.has_met = False
         """Whether all ranks have been connected."""
         self._num_ended: Counter[int] = Counter()
@@ -122,6 +135,11 @@ class ControlServer:
         close_in_forked_child(self._close_sockets)
         self._thread = threading.Thread(target=self._run, daemon=True, name="control-server")
         self._thread.start()
+
+    def _membership_of(self, settings: ReconcileSettings) -> Membership | None:
+        if settings.recovery is None:
+            return None
+        return Membership(range(self._world_size), settings.recovery, settings.failure_grace_s)
 
     # ------------------------------------------------------------------ called by other threads
 
@@ -175,6 +193,8 @@ class ControlServer:
         if self._stall is not None and self._verdict.first is None:
             deadlines.append(self._stall.next_look(time.monotonic()))
         deadlines += [stranger.since + _HELLO_WAIT_S for stranger in islice(self._strangers, 1)]
+        if self._membership is not None:
+            deadlines.append(self._membership.deadline())
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
@@ -252,6 +272,8 @@ class ControlServer:
                 self._send_all(self._stop.report(rank, position))
             case Failed() | Echoed() | Vanished() | Exited():
                 self._handle_report(message)
+            case Present() | Joined() | Declined():
+                self._handle_member(self._place_of(rank), message)
             case _:
                 self._deliver(self._inspection.handle(rank, message, now))
 
@@ -270,6 +292,7 @@ class ControlServer:
             keep_alive(peer.connection, self._settings.heartbeat_timeout_s)
         self._strangers.pop(peer, None)
         self._peers[id(peer)] = self._ranks[rank] = peer
+        self._identities[rank] = message.identity
         self._inspection.joined(rank)
         if self._verdict.first is not None:
             self._send(peer, Failure(self._verdict.first.cut()))
@@ -299,7 +322,8 @@ class ControlServer:
             case Vanished(record):
                 self._verdict.vanished(record, now)
             case Exited(record):
-                self._verdict.exited(record, record.message, now)
+                if self._membership is None or not self._has_met_its_end(record):
+                    self._verdict.exited(self._renumbered(record), record.message, now)
 
     def _lost(self, peer: Peer, error: OSError | None) -> None:
         identity = peer.identity
@@ -314,7 +338,9 @@ class ControlServer:
                 f"node {identity.node_rank} is unreachable: no heartbeat of its control connection for"
                 f" {self._settings.heartbeat_timeout_s:g} s (link down, or the node is gone)"
             )
-            self._verdict.accuse(FailureRecord.of_identity(identity, message))
+            record = FailureRecord.of_identity(identity, message)
+            if not self._lose(record, time.monotonic(), has_ended=True):
+                self._verdict.accuse(record)
         else:
             self._verdict.vanished(FailureRecord.of_identity(identity, GONE), time.monotonic())
 
@@ -325,7 +351,7 @@ class ControlServer:
     def _decide(self) -> None:
         now = time.monotonic()
         stalled = self._stall.find(now) if self._stall is not None else None
-        if stalled is not None:
+        if stalled is not None and not self._lose(stalled, now, has_ended=False):
             self._verdict.accuse(stalled)
         for stranger in list(takewhile(lambda s: s.since + _HELLO_WAIT_S <= now, self._strangers)):
             self._hang_up(stranger)
@@ -338,6 +364,7 @@ class ControlServer:
         late = self._stop.overdue(now)
         if late is not None:
             self._verdict.accuse(late)
+        self._go_on(now)
         first = self._verdict.decide(now)
         if first is not None and not self._is_told:
             self._is_told = True
@@ -345,6 +372,100 @@ class ControlServer:
             self._decided.set()
             if self._on_failure is not None:
                 self._on_failure(first)
+
+    # ------------------------------------------------------------------ going on without a rank
+
+    def _place_of(self, rank: int) -> int:
+        return next((place for place, known in self._identities.items() if known.rank == rank), rank)
+
+    def _renumbered(self, record: FailureRecord) -> FailureRecord:
+        """A record of a launcher, which knows places."""
+        known = self._identities.get(record.rank)
+        return record if known is None else replace(record, rank=known.rank)
+
+    def _has_met_its_end(self, record: FailureRecord) -> bool:
+        """A child has ended; whether that is no news of a failure."""
+        assert self._membership is not None
+        self._ended_places.add(record.rank)
+        if record.rank not in self._membership.remaining:
+            self._membership.ended(record.rank)
+            return True
+        return record.exit_code == 0 and self.has_met  # what its connection says counts
+
+    def _lose(self, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
+        """A rank is lost; returns whether the others may go on without it."""
+        membership = self._membership
+        if membership is None or membership.phase is Phase.OVER or self._is_told or not self.has_met:
+            return False
+        place = self._place_of(record.rank)
+        if place not in membership.members:
+            return False
+        has_ended |= place in self._ended_places
+        self._send_to_places(membership.lost(place, record, now, has_ended=has_ended))
+        if place in membership.condemned:
+            self._on_condemned(self._identities[place])
+        peer = self._ranks.get(record.rank)
+        if peer is not None:
+            peer.has_left = True
+            self._hang_up(peer)
+        self._forget(record.rank)
+        return True
+
+    def _handle_member(self, place: int, message: Message) -> None:
+        membership = self._membership
+        if membership is None:
+            return
+        match message:
+            case Present():
+                membership.present(place, message)
+            case Joined(generation):
+                membership.joined(place, generation)
+            case Declined(call, why):
+                self._send_to_places(membership.declined(place, call, why))
+
+    def _go_on(self, now: float) -> None:
+        """Takes what the ranks may go on without out of the verdict, and forms a generation if it is time."""
+        membership = self._membership
+        if membership is None or self._is_told:
+            return
+        while (first := self._verdict.decide(now)) is not None and _is_of_a_process(first):
+            if not self._lose(first, now, has_ended=first.exit_code is not None):
+                break
+            self._verdict.set_aside(first.rank)
+        for place in membership.late(now):
+            identity = self._identities[place]
+            message = f"it did not stop within failure_grace_s={self._settings.failure_grace_s:g} s"
+            self._lose(FailureRecord.of_identity(identity, message), now, has_ended=False)
+        before = membership.generation
+        outgoing = membership.due(now)
+        if membership.generation != before:
+            self._renumber(membership.members)
+        self._send_to_places(outgoing)
+        if membership.phase is Phase.OVER and membership.cause is not None and self._verdict.first is None:
+            self._verdict.accuse(replace(membership.cause, message=_with_reason(membership)))
+
+    def _renumber(self, members: tuple[int, ...]) -> None:
+        """From now on ranks are those of the new generation."""
+        peers = {place: self._ranks.get(self._identities[place].rank) for place in members}
+        self._world_size = len(members)
+        self._ranks, self._inspection = {}, Inspection(len(members))
+        for rank, place in enumerate(members):
+            identity = self._identities[place] = replace(self._identities[place], rank=rank)
+            peer = peers[place]
+            if peer is not None:
+                peer.identity = identity
+                self._ranks[rank] = peer
+                self._inspection.joined(rank)
+        self._identities = {place: self._identities[place] for place in members}
+        if self._stall is not None and self._settings.stall_timeout_s is not None:
+            self._stall = StallWatch(self._settings.stall_timeout_s)
+            self._stall.begin(self._identities.values(), time.monotonic())
+
+    def _send_to_places(self, messages: list[tuple[int, Message]]) -> None:
+        for place, message in messages:
+            peer = self._ranks.get(self._identities[place].rank) if place in self._identities else None
+            if peer is not None:
+                self._send(peer, message)
 
     # ------------------------------------------------------------------ sending
 
@@ -406,3 +527,15 @@ class ControlServer:
         self._wake_sender.close()
         self._selector.close()
         self._num_descriptors.restore()
+
+
+def _is_of_a_process(record: FailureRecord) -> bool:
+    """Whether a process has ended, and not user code in it raised."""
+    return record.exception_type in (None, "SystemExit") and (
+        record.exit_code is not None or record.message == GONE or record.exception_type is not None
+    )
+
+
+def _with_reason(membership: Membership) -> str:
+    assert membership.cause is not None
+    return f"{membership.cause.message}\n  The others did not go on: {membership.reason}"

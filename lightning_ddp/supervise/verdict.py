@@ -68,6 +68,12 @@ class Verdict:
                 self.first = min(named, key=lambda entry: entry[0])[1]
         return self.first
 
+    def set_aside(self, rank: int) -> None:
+        """The others go on without a rank: what is known of it, and what followed from it, is settled."""
+        self.first = None
+        self._vanished.pop(rank, None)
+        self._echoes.clear()
+
     def deadline(self) -> float | None:
         """When to decide at the latest; None if nothing is pending."""
         waiting = [*self._vanished.values(), *self._echoes]

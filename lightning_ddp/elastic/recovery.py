@@ -1,0 +1,269 @@
+"""Training that goes on in the same `fit` after a rank is lost.
+
+Lightning's `advance` is wrapped: a failure that interrupts it is caught, the ranks that are left meet again,
+and the batch is finished, where its optimizer step is committed, or done again from its beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_ddp._lightning import Trainer, fetch_anew, finish_batch, limit_epoch, wrap_steps
+from lightning_ddp.comm.group import Group
+from lightning_ddp.elastic.redeal import Dealer, set_ranks
+from lightning_ddp.elastic.regroup import copy_state, leave
+from lightning_ddp.elastic.undo import Mark, RandomStates
+from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
+from lightning_ddp.errors import PeerFailure
+from lightning_ddp.launch.reconciliation import Reconciliation
+from lightning_ddp.supervise.protocol import Form
+
+__all__ = ["Recovery"]
+
+_log = logging.getLogger("lightning_ddp")
+
+
+class Recovery:
+    """Of one fit.
+
+    Args:
+        ours: this process's part in the run.
+        trainer: whose loops are wrapped.
+        meet: makes the process group of a generation, and all that is made of it; returns the new group. All
+            ranks call it; communicates.
+        boundary: called before each batch; raises where the run stops there.
+    """
+
+    def __init__(
+        self,
+        ours: Reconciliation,
+        trainer: Trainer,
+        *,
+        meet: Callable[[Form], Group],
+        boundary: Callable[[], None],
+    ) -> None:
+        assert ours.calls is not None
+        self._ours, self._calls = ours, ours.calls
+        self._trainer = trainer
+        self._meet = meet
+        self._boundary = boundary
+        self.dealer = Dealer()
+        self.committed = 0
+        """Optimizer steps of this fit that are finished."""
+        self._is_clean = True
+        self._mark: Mark | None = None
+        self._batch: Any = None
+        self._output: Any = None
+        wrap_steps(
+            trainer, advance=self._advance, on_advance_end=self._end_advance, on_epoch_start=self._start_epoch
+        )
+
+    # ------------------------------------------------------------------ told by the strategy
+
+    def defer(self) -> None:
+        """A backward is over: from here to the next boundary only waits for other ranks are interrupted."""
+        self._calls.defer(True)
+
+    def commit(self) -> None:
+        """An optimizer step is finished."""
+        self.committed += 1
+
+    def note_batch(self, batch: Any) -> None:
+        """The batch that is about to be used."""
+        self._batch = batch
+
+    def note_output(self, output: Any) -> None:
+        """What `training_step` has returned for it."""
+        self._output = output
+
+    # ------------------------------------------------------------------ Lightning's steps
+
+    @property
+    def _loop(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop
+
+    @property
+    def _wrapper(self) -> Any:
+        return self._trainer.strategy.model
+
+    def _start_epoch(self, start: Callable[[], None]) -> None:
+        start()
+        if (
+            self._calls.member.generation
+        ):  # the samplers deal a whole epoch again, to other ranks than at first
+            limit_epoch(self._trainer, max(len(loader) for loader in self._loaders()))
+
+    def _loaders(self) -> list[Any]:
+        combined: Any = self._trainer.fit_loop._combined_loader
+        return list(combined.flattened)
+
+    def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
+        def attempt() -> None:
+            self._begin()
+            advance(fetcher)
+
+        while not self._is_through(attempt):
+            if self._go_on(fetcher):
+                return
+
+    def _is_through(self, attempt: Callable[[], None]) -> bool:
+        """Calls a function; returns False if it was interrupted, and the ranks that are left are to meet."""
+        try:
+            try:
+                attempt()
+                return True
+            except Exception as error:
+                self._calls.defer(True)
+                if not self._ours.is_call(error):
+                    raise
+        except PeerFailure as error:  # also where the alarm rang before it was deferred
+            self._calls.defer(True)
+            if not self._ours.is_call(error):
+                raise
+        return False
+
+    def _begin(self) -> None:
+        """A boundary. What has come before is committed; the alarm may ring again."""
+        self._calls.defer(True)
+        progress = self._loop.batch_progress.current
+        if progress.completed % self._trainer.accumulate_grad_batches == 0:
+            self._batch = self._output = None
+            self._mark = Mark(self._trainer, self._trainer.lightning_module, self.committed)
+        self._calls.defer(False)
+        self._boundary()
+
+    def _end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
+        """Validation, if it is time. It is repeated from its beginning."""
+        modes = [(module, module.training) for module in self._trainer.lightning_module.modules()]
+        states = RandomStates()
+
+        def attempt() -> None:
+            self._calls.defer(False)
+            self._ours.interrupt.check()
+            end(fetcher)
+            self._calls.defer(True)
+
+        while not self._is_through(attempt):
+            self._mark = None  # the step is over
+            self._go_on(fetcher)
+            for module, is_training in modes:
+                module.training = is_training
+            self._trainer.training = True
+            states.restore()
+
+    # ------------------------------------------------------------------ recovery
+
+    def _go_on(self, fetcher: Any) -> bool:
+        """Meets the others again; returns whether the batch is finished, so that it is not done again."""
+        old_rank = self._calls.member.rank
+        step, mark = self.committed, self._mark
+        error = self._calls.error
+        is_trying = mark is not None and mark.step == step
+        form = self._regroup(is_trying=is_trying)
+        is_lifted = form.step > step
+        self.committed = form.step
+        is_undone = is_trying and not is_lifted
+        num_batches = self._loop.batch_progress.current.ready
+        if is_undone and mark is not None:
+            mark.restore()
+            num_batches = mark.num_batches
+        elif is_lifted and mark is not None:
+            self._count_lifted(mark)
+        states = RandomStates()
+        self._deal(fetcher, num_batches)
+        states.restore()
+        self._tell(form, old_rank, error)
+        if is_undone and mark is not None:
+            mark.restore_random()
+            return False
+        if (
+            mark is not None
+            and self._loop.batch_progress.total.completed < self._loop.batch_progress.total.ready
+        ):
+            self._calls.defer(True)
+            finish_batch(self._trainer, self._batch, self._output)
+        return True
+
+    def _count_lifted(self, mark: Mark) -> None:
+        steps = self._loop.automatic_optimization.optim_progress.optimizer.step
+        while steps.total.ready < mark.steps_completed + 1:
+            steps.increment_ready()
+        while steps.total.completed < mark.steps_completed + 1:
+            steps.increment_completed()
+
+    def _regroup(self, *, is_trying: bool) -> Form:
+        """Answers the call, and enters the generation that follows; anew if another rank is lost."""
+        calls = self._calls
+        entered: list[Form] = []
+
+        def attempt() -> None:
+            form = calls.wait_for_form(
+                self.committed, is_clean=self._is_clean, is_trying=is_trying, check=self._ours.check_end
+            )
+            calls.enter(form)
+            group = self._meet(form)
+            if form.behind:
+                self._copy_state(form, group)
+            self._ours.boundary.restart()
+            calls.go_on()
+            entered.append(form)
+
+        while not entered:
+            calls.stop()
+            leave(self._ours, self._wrapper)
+            self._is_through(attempt)
+        return entered[0]
+
+    def _copy_state(self, form: Form, group: Group) -> None:
+        is_behind = self._calls.member.place in form.behind
+        self._is_clean = not is_behind
+        copy_state(
+            group,
+            self._trainer.lightning_module,
+            self._trainer.strategy.optimizers,
+            source=form.members.index(form.source),
+            is_behind=is_behind,
+            device=self._trainer.strategy.root_device,
+        )
+        self._is_clean = True
+
+    def _deal(self, fetcher: Any, num_batches: int) -> None:
+        member = self._calls.member
+        world_size = self._trainer.world_size
+        self.dealer.deal(num_batches, member.rank, world_size)
+        fetch_anew(self._trainer, fetcher, num_batches)
+        for loader in self._evaluation_loaders():
+            sampler = getattr(loader, "sampler", None)
+            if hasattr(sampler, "num_replicas"):
+                set_ranks(sampler, member.rank, world_size)
+
+    def _evaluation_loaders(self) -> list[Any]:
+        combined = self._loop.val_loop._combined_loader
+        return [] if combined is None else list(combined.flattened)
+
+    def _tell(self, form: Form, old_rank: int, error: Any) -> None:
+        seconds = time.monotonic() - self._calls.heard_at
+        lost = tuple(form.before.index(place) for place in form.lost)
+        change = WorldChange(
+            old_world_size=len(form.before),
+            new_world_size=len(form.members),
+            old_rank=old_rank,
+            new_rank=self._calls.member.rank,
+            lost_ranks=lost,
+            step=form.step,
+            seconds=seconds,
+            cause=error,
+            retried=form.is_retried,
+        )
+        if change.new_rank == 0:
+            _log.warning(
+                "rank %s lost at step %d; %d ranks go on after %.2f s",
+                ", ".join(map(str, lost)),
+                form.step,
+                change.new_world_size,
+                seconds,
+            )
+        tell_of_change(self._trainer, self._trainer.lightning_module, change)

@@ -1,0 +1,91 @@
+"""A new process group out of the ranks that are left, and everything that was made of the old one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.comm.collectives import broadcast_nested
+from lightning_ddp.comm.group import Group
+from lightning_ddp.ddp.module_sync import broadcast_coalesced
+from lightning_ddp.launch.reconciliation import Reconciliation
+from lightning_ddp.launch.rendezvous import join_default_group, leave_default_group
+
+__all__ = ["copy_state", "leave", "meet_again"]
+
+
+def leave(ours: Reconciliation, wrapper: Any | None) -> None:
+    """Lets go of a group whose connections are aborted. Does not communicate.
+
+    Args:
+        ours: this process's part in the run.
+        wrapper: the `BucketedDDP` that used it.
+    """
+    if wrapper is not None:
+        wrapper.reducer.close()
+        for parameter in wrapper.module.parameters():
+            parameter.grad = None
+    ours.interrupt.activity.forget_groups()
+    leave_default_group()
+
+
+def meet_again(
+    ours: Reconciliation,
+    backend: str,
+    *,
+    rank: int,
+    world_size: int,
+    timeout: timedelta | None,
+    device: torch.device,
+) -> Any:
+    """Makes the default process group of a new generation. All its ranks call it; it returns once all have.
+
+    Args:
+        ours: this process's part in the run; says which generation it is.
+        backend: 'gloo', 'nccl' ...
+        rank: this process's new one.
+        world_size: the new number of ranks.
+        timeout: of collectives.
+        device: this process's.
+    """
+    assert ours.calls is not None
+    with remember_connections():  # the other one was shut down with those of the old group
+        ours.met_at = ours.met_at.clone()
+    store = dist.PrefixStore(f"generation{ours.calls.member.generation}", ours.met_at)
+    return join_default_group(
+        backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
+    )
+
+
+def copy_state(
+    group: Group,
+    module: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    source: int,
+    is_behind: bool,
+    device: torch.device,
+) -> None:
+    """Gives ranks that are one step behind the parameters and optimizer states of one that is not.
+
+    All ranks call it; communicates. Learning rates stay: the scheduler's step after this one is still to come
+    on a rank that is behind.
+
+    Args:
+        group: the ranks.
+        module: what is trained.
+        optimizers: whose states.
+        source: rank that has the state.
+        is_behind: whether this rank takes it.
+        device: of this process.
+    """
+    broadcast_coalesced(group, list(module.parameters()), source)
+    for optimizer in optimizers:
+        mine = optimizer.state_dict()
+        state = broadcast_nested(group, mine["state"], source, device, label="state of an optimizer")
+        if is_behind:
+            optimizer.load_state_dict({**mine, "state": state})

@@ -1,0 +1,163 @@
+"""Calls of the control server to go on without a lost rank: heard in its thread, answered in the main one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning_ddp.comm.abort import abort_groups
+from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.errors import PeerFailure
+from lightning_ddp.supervise.client import Watch
+from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.membership import Member
+from lightning_ddp.supervise.protocol import Declined, Form, Joined, Message, Muster
+
+__all__ = ["Calls"]
+
+_RING_EVERY_S = 0.1
+_ABORT_AFTER_S = 0.3
+_LOOK_EVERY_S = 0.05
+
+
+class Calls:
+    """What this process hears of lost ranks, and how its main thread is stopped and goes on.
+
+    Args:
+        place: the rank that this process had in the beginning.
+        interrupt: what the waits of this process look at.
+        alarm: what raises in its main thread.
+    """
+
+    def __init__(self, place: int, interrupt: Interrupt, alarm: Alarm) -> None:
+        self.member = Member(place)
+        self.error: PeerFailure | None = None
+        """What the main thread is stopped by, from a call until the generation that it leads to."""
+        self.heard_at = 0.0
+        """When the first call since then came, of `time.monotonic`."""
+        self.watch: Watch | None = None
+        self._interrupt, self._alarm = interrupt, alarm
+        self._form: Form | None = None
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._has_stopped = True
+
+    # ------------------------------------------------------------------ the thread of the channel
+
+    def on_message(self, message: Message) -> bool:
+        """A message; returns whether it was one for this object."""
+        match message:
+            case Muster():
+                if self.member.hear_call(message):
+                    self._stop_main(message)
+                elif (again := self.member.repeat()) is not None and self.watch is not None:
+                    self.watch.post(again)
+            case Form(generation=generation):
+                self._form = message
+                if generation == self.member.generation and self.error is None and self.watch is not None:
+                    self.watch.post(Joined(generation))
+            case _:
+                return False
+        self._changed.set()
+        return True
+
+    def _stop_main(self, muster: Muster) -> None:
+        error = muster.record.to_error(self.member.rank)
+        with self._lock:
+            if self.error is None:
+                self.heard_at = time.monotonic()
+            self.error, self._has_stopped = error, False
+        self._interrupt.clear()
+        self._interrupt.set(error)
+        threading.Thread(target=self._ring, args=(error,), daemon=True, name="muster-alarm").start()
+
+    def _ring(self, error: PeerFailure) -> None:
+        """Until the main thread has stopped; one that is blocked in C++ is freed."""
+        start, has_aborted = time.monotonic(), False
+        while True:
+            with self._lock:
+                if self._has_stopped or self.error is not error:
+                    return
+                if not has_aborted and time.monotonic() - start >= _ABORT_AFTER_S:
+                    has_aborted = True
+                    abort_groups()
+            self._alarm.ring(error)
+            time.sleep(_RING_EVERY_S)
+
+    # ------------------------------------------------------------------ the main thread
+
+    def defer(self, is_deferred: bool) -> None:
+        """Whether the alarm waits, as the main thread is between the end of a backward and a boundary."""
+        self._alarm.is_deferred = is_deferred
+
+    def wait_for_call(self, within_s: float) -> bool:
+        """Whether there is a call, waiting for one if a connection was lost: it says why."""
+        deadline = time.monotonic() + within_s
+        while self.error is None and time.monotonic() < deadline:
+            if self.watch is not None and self.watch.failure is not None:
+                return False
+            time.sleep(_LOOK_EVERY_S)
+        return self.error is not None
+
+    def stop(self) -> None:
+        """The main thread has stopped: nothing is raised in it any more, and its groups are aborted."""
+        self._alarm.silence()
+        with self._lock:
+            self._has_stopped = True
+            self._interrupt.clear()
+            abort_groups()
+
+    def wait_for_form(self, step: int, *, is_clean: bool, is_trying: bool, check: Callable[[], None]) -> Form:
+        """Answers the call, and each one that follows; returns the generation that this process is to enter.
+
+        Args:
+            step: optimizer steps that are committed.
+            is_clean: whether the state is that after this step.
+            is_trying: whether the next one had begun.
+            check: called now and then; raises where the run ends.
+        """
+        assert self.watch is not None
+        posted = None
+        while True:
+            self._changed.clear()
+            answer = self.member.answer(step, is_clean=is_clean, is_trying=is_trying)
+            if answer is not posted:
+                self.watch.post(answer)
+                posted = answer
+            form = self._form
+            if form is not None and self.member.fits(form):
+                return form
+            self._changed.wait(_LOOK_EVERY_S)
+            check()
+
+    def enter(self, form: Form) -> None:
+        """From now on this process belongs to a generation; what fails in it is another failure."""
+        assert self.watch is not None
+        with self._lock:
+            self.member.enter(form)
+            if self.member.is_called:  # another one is lost already
+                return
+            self._interrupt.clear()
+        self.watch.identity = replace(self.watch.identity, rank=self.member.rank)
+
+    def go_on(self) -> None:
+        """The generation that was entered has its state: the main thread may be interrupted again.
+
+        Raises:
+            PeerFailure: another rank is lost already.
+        """
+        assert self.watch is not None
+        with self._lock:
+            if self.member.is_called:
+                assert self.error is not None
+                raise self.error
+            self.error = None
+        self._alarm.arm()
+        self.watch.post(Joined(self.member.generation))
+
+    def decline(self, why: str) -> None:
+        """This process cannot go on, so that the run ends on all."""
+        if self.error is not None and self.watch is not None:
+            self.watch.post(Declined(self.member.last_call, why[:200]))

@@ -1,0 +1,194 @@
+"""A user's program that trains with `on_failure="shrink"`, loses ranks, and keeps a ledger of what it did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_ddp
+from lightning_ddp.launch.reconciliation import current
+
+warnings.filterwarnings("ignore")
+ORDER: dict[str, Any] = json.loads(sys.argv[1])
+FOLDER = Path(ORDER["folder"])
+PLACE = int(os.environ.get("LOCAL_RANK", "0"))
+NUM_SAMPLES = ORDER.get("samples", 96)
+
+
+def die_if(moment: str, step: int) -> None:
+    """The fault of this place, if this is its moment."""
+    for fault in ORDER.get("faults", []):
+        if (fault["place"], fault["moment"], fault["step"]) == (PLACE, moment, step):
+            note(event="dies", time=time.time())
+            if fault.get("how") == "exit":
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP if fault.get("how") == "stop" else signal.SIGKILL)
+
+
+def note(**entry: Any) -> None:
+    """A line in this place's ledger."""
+    descriptor = os.open(FOLDER / f"ledger-{PLACE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, (json.dumps({"place": PLACE, **entry}) + "\n").encode())
+    os.close(descriptor)
+
+
+def hash_of(tensors: Any) -> str:
+    """Of all bits of some tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Samples(Dataset[Any]):
+    """Numbered samples."""
+
+    module: Any = None
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        if self.module is not None:
+            die_if("loader", self.module.global_step)
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(8, generator=generator), index
+
+
+class Model(pl.LightningModule):
+    """Dropout, batch normalisation, and a bucket for nearly each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(16, 16),
+            nn.Linear(16, 1),
+        )
+        self.net[4].weight.register_hook(lambda grad: die_if("between buckets", self.global_step))
+        self.net[0].weight.register_hook(lambda grad: die_if("last bucket", self.global_step))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        die_if("forward", self.global_step)
+        time.sleep(ORDER.get("step_s", 0.0))
+        loss = self.net(batch[0]).square().mean() + self.net[0].weight.square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        die_if("before the first bucket", self.global_step)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        die_if("validation", self.global_step)
+        self.log("val", self.net(batch[0]).mean(), sync_dist=True)
+
+    def on_after_backward(self) -> None:
+        die_if("after backward", self.global_step)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        die_if("optimizer", self.global_step)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Ledger(pl.Callback):
+    """Each attempt of a batch, and each batch of a committed step."""
+
+    generation = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        calls = current().calls
+        self.generation = calls.member.generation if calls is not None else 0
+        note(
+            event="tries",
+            generation=self.generation,
+            step=trainer.global_step,
+            batch=batch_idx,
+            epoch=trainer.current_epoch,
+            ids=batch[1].tolist(),
+        )
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = trainer.optimizers[0]
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        note(
+            event="commits",
+            generation=self.generation,
+            step=trainer.global_step - 1,
+            batch=batch_idx,
+            epoch=trainer.current_epoch,
+            ids=batch[1].tolist(),
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            lr=optimizer.param_groups[0]["lr"],
+            loss=float(outputs["loss"]),
+            parameters=hash_of(module.parameters()),
+            optimizer=hash_of(moments),
+            time=time.time(),
+        )
+        die_if("batch end", trainer.global_step)
+
+    def on_world_changed(self, trainer: Any, module: Any, change: Any) -> None:
+        note(
+            event="changes",
+            sizes=[change.old_world_size, change.new_world_size],
+            ranks=[change.old_rank, change.new_rank],
+            lost=list(change.lost_ranks),
+            step=change.step,
+            seconds=change.seconds,
+            retried=change.retried,
+            cause=str(change.cause),
+        )
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        note(event="starts")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        note(event="ends epoch", epoch=trainer.current_epoch, batches=trainer.num_training_batches)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        note(event="excepts", text=str(exception))
+
+
+def main() -> None:
+    """One fit."""
+    pl.seed_everything(1, verbose=False)
+    data, model = Samples(), Model()
+    data.module = model
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ORDER.get("devices", 4),
+        strategy=lightning_ddp.CustomDDPStrategy(
+            bucket_cap_mb_list=[0.0001], **{"on_failure": "shrink", **ORDER.get("strategy", {})}
+        ),
+        callbacks=[Ledger()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 2, "num_sanity_val_steps": 0, **ORDER.get("trainer", {})},
+    )
+    loader = DataLoader(data, batch_size=4, shuffle=True, **ORDER.get("loader", {}))
+    evaluated = DataLoader(Samples(), batch_size=4) if ORDER.get("validates") else None
+    trainer.fit(model, loader, evaluated)
+    note(event="ends", step=trainer.global_step)
+
+
+if __name__ == "__main__":
+    main()
