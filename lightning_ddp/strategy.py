@@ -269,6 +269,16 @@ class CustomDDPStrategy(DDPStrategy):
             stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
             recovery=parse_on_failure(on_failure),
         )
+        if self._reconcile_settings.recovery is not None:
+            from lightning_ddp.elastic.refusals import check_arguments
+
+            check_arguments(
+                self._reconcile_settings.recovery,
+                start_method=start_method,
+                uneven_inputs=uneven_inputs,
+                has_hook=ddp_comm_hook is not None,
+                has_averager=model_averaging is not None or model_averaging_period is not None,
+            )
         redirection = bind_like(self, _ManualOptimizationRedirection)
         set_redirection(self, redirection(self._communication))
         self._group: Group | None = None
@@ -396,8 +406,16 @@ class CustomDDPStrategy(DDPStrategy):
         if self._recovery is not None or ours.calls is None:
             return
         from lightning_ddp.elastic.recovery import Recovery
+        from lightning_ddp.elastic.refusals import check_training
+        from lightning_ddp.launch.rendezvous import STORE_VARIABLE, handed_down
 
         assert self._stopping is not None
+        check_training(
+            trainer,
+            num_nodes=self.num_nodes,
+            is_external=handed_down(STORE_VARIABLE) is None,
+            device_type=self.root_device.type,
+        )
         self._recovery = Recovery(ours, trainer, meet=self._meet_again, boundary=self._stopping.check)
 
     def _meet_again(self, form: Form) -> Group:

@@ -53,7 +53,9 @@ def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
     name = options.pop("name", None)
     if name not in ("stop", "shrink"):
         raise ConfigurationError(f"on_failure={spec!r}; there are 'stop', 'shrink'")
-    known = [field.name for field in fields(RecoverySettings)] if name == "shrink" else []
+    if name == "stop" and options:
+        raise ConfigurationError(f"on_failure='stop' has no options, and was given {', '.join(options)}")
+    known = [field.name for field in fields(RecoverySettings)]
     for option in options:
         if option not in known:
             raise ConfigurationError(f"on_failure={name!r} has no option {option!r}{closest(option, known)}")

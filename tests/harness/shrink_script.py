@@ -34,6 +34,10 @@ def die_if(moment: str, step: int) -> None:
             note(event="dies", time=time.time())
             if fault.get("how") == "exit":
                 os._exit(0)
+            if "delay_s" in fault:  # the kernel ends it, at whatever it is doing then
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.setitimer(signal.ITIMER_REAL, fault["delay_s"])
+                return
             os.kill(os.getpid(), signal.SIGSTOP if fault.get("how") == "stop" else signal.SIGKILL)
 
 

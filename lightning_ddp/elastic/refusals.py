@@ -1,0 +1,67 @@
+"""What `on_failure="shrink"` cannot do exactly is refused before training starts, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.supervise.settings import RecoverySettings
+
+__all__ = ["check_arguments", "check_training"]
+
+
+def _refuse(what: str, why: str) -> None:
+    raise ConfigurationError(f"on_failure='shrink' with {what}: {why}. Leave one of the two out.")
+
+
+def check_arguments(
+    settings: RecoverySettings,
+    *,
+    start_method: str,
+    uneven_inputs: str | None,
+    has_hook: bool,
+    has_averager: bool,
+) -> None:
+    """Looks at the arguments of the strategy.
+
+    Raises:
+        ConfigurationError: what they ask for cannot go on without a rank.
+    """
+    if start_method != "popen":
+        _refuse(
+            f"start_method={start_method!r}", "torch.multiprocessing ends all processes when one has died"
+        )
+    if uneven_inputs is not None:
+        _refuse("uneven_inputs", "the steps of the ranks are agreed over the group that has lost one")
+    if has_hook:
+        _refuse("ddp_comm_hook", "what the hook remembers of a step cannot be undone yet")
+    if has_averager:
+        _refuse("model_averaging", "in local training the ranks are not at one step")
+    if settings.batch != "rank":
+        _refuse(
+            f"batch={settings.batch!r}", "the gradients of batches of different sizes are not weighted yet"
+        )
+    if settings.exceptions:
+        _refuse("exceptions=True", "only ranks whose processes end are left behind yet")
+
+
+def check_training(trainer: Any, *, num_nodes: int, is_external: bool, device_type: str) -> None:
+    """Looks at the Trainer and where it runs.
+
+    Raises:
+        ConfigurationError: as `check_arguments`.
+    """
+    if num_nodes > 1:
+        _refuse(f"num_nodes={num_nodes}", "a lost process of another host cannot be ended from here yet")
+    if is_external:
+        _refuse("processes of torchrun or SLURM", "those end all ranks when one has died")
+    if device_type != "cpu":
+        _refuse(f"devices of type {device_type!r}", "communicators of NCCL are not made anew yet")
+    if not trainer.lightning_module.automatic_optimization:
+        _refuse("manual optimisation", "a batch with several optimizer steps may be committed by half")
+    if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
+        _refuse(
+            "limit_train_batches or overfit_batches", "they count batches of the ranks there were at first"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        _refuse("reload_dataloaders_every_n_epochs", "samplers of new loaders are not followed yet")

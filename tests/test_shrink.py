@@ -1,0 +1,147 @@
+"""A rank is killed, and training goes on: real processes, SIGKILL, and a ledger of what each rank did."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import start_script
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import DistributedSampler, SequentialSampler
+
+from lightning_ddp import CustomDDPStrategy
+from lightning_ddp.elastic.redeal import DealtSampler
+from lightning_ddp.errors import ConfigurationError
+
+SCRIPT = Path(__file__).parent / "harness" / "shrink_script.py"
+SAMPLES, EPOCHS = 96, 2
+MOMENTS = (
+    "loader",
+    "forward",
+    "before the first bucket",
+    "between buckets",
+    "last bucket",
+    "after backward",
+    "optimizer",
+    "batch end",
+)
+
+
+class Ledger:
+    """What all processes of a run have noted, and what has to hold of it."""
+
+    def __init__(self, folder: Path) -> None:
+        lines = [line for path in sorted(folder.glob("ledger-*")) for line in path.read_text().splitlines()]
+        self.entries: list[dict[str, Any]] = list(map(json.loads, lines))
+        self.commits = self.of("commits")
+        self.changes = self.of("changes")
+        self.ended = [entry["place"] for entry in self.of("ends")]
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [entry for entry in self.entries if entry["event"] == event]
+
+    def by_step(self) -> dict[int, list[dict[str, Any]]]:
+        found = defaultdict(list)
+        for entry in self.commits:
+            found[entry["step"]].append(entry)
+        return dict(sorted(found.items()))
+
+    def check(self, survivors: list[int]) -> None:
+        """The invariants: one state, no step or sample twice or lost, counters without a gap."""
+        assert self.ended == survivors
+        assert self.of("excepts") == []
+        assert len(self.of("starts")) == len({entry["place"] for entry in self.of("starts")})
+        steps = self.by_step()
+        assert list(steps) == list(range(len(steps)))
+        for step, entries in steps.items():
+            for key in ("parameters", "optimizer", "lr", "generation", "batch", "epoch"):
+                assert len({entry[key] for entry in entries}) == 1, (step, key, entries)
+            assert {entry["place"] for entry in entries} >= set(survivors)
+        for place in survivors:
+            assert [entry["step"] for entry in self.commits if entry["place"] == place] == list(steps)
+        rates = [entries[0]["lr"] for entries in steps.values()]
+        assert all(after == pytest.approx(0.9 * before) for before, after in itertools.pairwise(rates))
+        self.check_samples(steps)
+
+    def check_samples(self, steps: dict[int, list[dict[str, Any]]]) -> None:
+        generations = {step: entries[0]["generation"] for step, entries in steps.items()}
+        used: dict[int, Counter[int]] = defaultdict(Counter)
+        for entry in self.of("tries"):  # that of a rank which was killed after it was committed counts
+            if generations.get(entry["step"]) == entry["generation"]:
+                used[entry["epoch"]].update(entry["ids"])
+        for epoch in range(EPOCHS):
+            assert set(used[epoch]) == set(range(SAMPLES)), epoch
+            repeated = used[epoch].total() - SAMPLES
+            assert repeated < 4  # what fills the last batches up
+
+
+def train(folder: Path, **order: Any) -> Ledger:
+    with start_script(SCRIPT, [json.dumps({"folder": str(folder), **order})]) as script:
+        result = script.wait()
+        assert result.returncode == 0, script.output()
+    return Ledger(folder)
+
+
+def fault(place: int, moment: str, step: int, **more: Any) -> dict[str, Any]:
+    return {"place": place, "moment": moment, "step": step, **more}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [1, 2, 3])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_path) -> None:
+    ledger = train(tmp_path, faults=[fault(place, moment, 3)])
+    ledger.check([other for other in range(4) if other != place])
+    assert {tuple(entry["sizes"]) for entry in ledger.changes} == {(4, 3)}
+    assert {tuple(entry["lost"]) for entry in ledger.changes} == {(place,)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"start_method": "spawn"}, "ends all processes"),
+        ({"uneven_inputs": "join"}, "agreed over the group"),
+        ({"ddp_comm_hook": "fp16"}, "cannot be undone"),
+        ({"model_averaging": "post_local_sgd"}, "not at one step"),
+        ({"on_failure": {"name": "shrink", "batch": "global"}}, "not weighted"),
+        ({"on_failure": {"name": "shrink", "min_worldsize": 2}}, "did you mean 'min_world_size'"),
+        ({"on_failure": {"name": "shrink", "max_recoveries": 0}}, "at least 1"),
+        ({"on_failure": "shrnk"}, "there are 'stop', 'shrink'"),
+        ({"on_failure": {"name": "stop", "min_world_size": 2}}, "has no options"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        CustomDDPStrategy(**{"on_failure": "shrink", **arguments})
+
+
+def test_a_rest_is_dealt_once_to_each_number_of_ranks() -> None:
+    """Ranks are lost after a few batches, again and again: each sample is used once."""
+
+    def of_dataset(size: int, rank: int) -> Any:
+        return DistributedSampler(range(97), size, rank, seed=3)
+
+    def of_sampler(size: int, rank: int) -> Any:
+        return DistributedSamplerWrapper(SequentialSampler(range(97)), num_replicas=size, rank=rank)
+
+    for sizes, make in itertools.product(([4, 3, 2, 1], [5, 2], [3, 2, 2]), (of_dataset, of_sampler)):
+        samplers = [DealtSampler(make(sizes[0], rank), 4) for rank in range(sizes[0])]
+        for sampler in samplers:
+            sampler.set_epoch(1)
+        used: Counter[int] = Counter()
+        for number, size in enumerate(sizes):
+            shares = [list(sampler) for sampler in samplers[:size]]
+            assert len({len(share) for share in shares}) == 1
+            if number + 1 == len(sizes):
+                used.update(index for share in shares for index in share)
+                break
+            used.update(index for share in shares for index in share[:8])
+            for rank, sampler in enumerate(samplers[: sizes[number + 1]]):
+                sampler.deal(2 * (number + 1), rank, sizes[number + 1])
+        assert set(used) == set(range(97))
+        assert used.total() - 97 < sizes[-1]
