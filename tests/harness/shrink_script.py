@@ -87,8 +87,23 @@ class Model(pl.LightningModule):
         self.net[4].weight.register_hook(lambda grad: die_if("between buckets", self.global_step))
         self.net[0].weight.register_hook(lambda grad: die_if("last bucket", self.global_step))
 
+    def be_late(self) -> None:
+        """Has this place fall asleep once its last bucket is on its way, so that others are a step ahead."""
+        arrived: list[Tensor] = []
+
+        def sleep(parameter: Tensor) -> None:
+            arrived.append(parameter)
+            if len(arrived) == 2:
+                note(event="sleeps")
+                time.sleep(20)
+
+        for parameter in self.net[0].parameters():
+            parameter.register_post_accumulate_grad_hook(sleep)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         die_if("forward", self.global_step)
+        if ORDER.get("late") == [PLACE, self.global_step]:
+            self.be_late()
         time.sleep(ORDER.get("step_s", 0.0))
         loss = self.net(batch[0]).square().mean() + self.net[0].weight.square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -114,11 +129,12 @@ class Model(pl.LightningModule):
 class Ledger(pl.Callback):
     """Each attempt of a batch, and each batch of a committed step."""
 
-    generation = 0
+    generation = step = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         calls = current().calls
         self.generation = calls.member.generation if calls is not None else 0
+        self.step = trainer.global_step
         note(
             event="tries",
             generation=self.generation,
@@ -134,7 +150,7 @@ class Ledger(pl.Callback):
         note(
             event="commits",
             generation=self.generation,
-            step=trainer.global_step - 1,
+            step=self.step,
             batch=batch_idx,
             epoch=trainer.current_epoch,
             ids=batch[1].tolist(),
