@@ -32,6 +32,10 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
         "custom_ddp that reports parameters without a gradient as an error",
         {"find_unused_parameters": False},
     ),
+    "custom_ddp_shrink": (
+        "goes on with the ranks that are left when one is lost",
+        {"on_failure": "shrink"},
+    ),
     "custom_ddp_fp16": ("gradients sent in float16: half the bytes", {"ddp_comm_hook": "fp16"}),
     "custom_ddp_bf16": ("gradients sent in bfloat16: half the bytes", {"ddp_comm_hook": "bf16"}),
     "custom_ddp_int8": (
