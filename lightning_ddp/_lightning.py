@@ -85,6 +85,7 @@ __all__ = [
     "lightnings",
     "limit_epoch",
     "loaded_roots",
+    "loaders_of",
     "loop_counters",
     "note_sigterm",
     "num_cuda_devices",
@@ -452,6 +453,12 @@ def loop_counters(trainer: Trainer) -> list[Any]:
     return [tracker for progress in counted for tracker in (progress.total, progress.current)]
 
 
+def loaders_of(loop: Any) -> list[Any]:
+    """The dataloaders of a loop of training or evaluation: those of its `_combined_loader`."""
+    combined = _get(loop, "_combined_loader")
+    return [] if combined is None else list(combined.flattened)
+
+
 def limit_epoch(trainer: Trainer, num_batches: int) -> None:
     """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates."""
     loop: Any = trainer.fit_loop
@@ -469,8 +476,7 @@ def fetch_anew(trainer: Trainer, fetcher: Any, num_fetched: int) -> None:
         fetcher: of its training loop.
         num_fetched: batches of this epoch that are used already.
     """
-    loaders = _get(trainer.fit_loop, "_combined_loader").flattened
-    limit_epoch(trainer, num_fetched + max(len(loader) for loader in loaders))
+    limit_epoch(trainer, num_fetched + max(len(loader) for loader in loaders_of(trainer.fit_loop)))
     iter(fetcher)
     fetcher.fetched = num_fetched
     fetcher.length = trainer.fit_loop.max_batches

@@ -526,6 +526,45 @@ def new_trainer(**options: Any) -> pl.Trainer:
 
 
 @canary(
+    "pytorch_lightning.loops.fit_loop._FitLoop()._combined_loader",
+    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._num_ready_batches_reached",
+    "pytorch_lightning.trainer.Trainer()._logger_connector",
+    "pytorch_lightning.trainer.call._call_callback_hooks",
+    "pytorch_lightning.trainer.call._call_lightning_module_hook",
+)
+def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
+    """`training_step` of batch 1 raises: that batch is finished, and batch 2 comes from a new iterator."""
+    seen: list[int] = []
+
+    def advance(original: Any, fetcher: Any) -> None:
+        try:
+            original(fetcher)
+        except ArithmeticError:
+            _lightning.fetch_anew(trainer, fetcher, 2)
+            _lightning.finish_batch(trainer, torch.ones(1, 1), torch.ones(()))
+
+    def step(original: Any, *arguments: Any) -> None:
+        original(*arguments)
+
+    class Ends(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            seen.append(index)
+            assert "loss" in outputs
+
+    def look(model: Model) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            raise ArithmeticError
+
+    trainer = new_trainer(max_epochs=1, limit_val_batches=0, callbacks=[Ends()])
+    _lightning.wrap_steps(trainer, advance=advance, on_advance_end=step, on_epoch_start=step)
+    trainer.fit(Model(look))
+    num_batches = trainer.num_training_batches
+    assert seen == list(range(num_batches))
+    counters = _lightning.loop_counters(trainer)
+    assert [vars(counter)["completed"] for counter in counters[:2]] == [num_batches] * 2
+
+
+@canary(
     "pytorch_lightning.LightningModule()._trainer",
     "pytorch_lightning.LightningModule()._current_fx_name",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._batches_that_stepped",

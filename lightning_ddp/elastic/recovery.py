@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_ddp._lightning import Trainer, fetch_anew, finish_batch, limit_epoch, wrap_steps
+from lightning_ddp._lightning import Trainer, fetch_anew, finish_batch, limit_epoch, loaders_of, wrap_steps
 from lightning_ddp.comm.group import Group
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
@@ -94,11 +94,7 @@ class Recovery:
         if (
             self._calls.member.generation
         ):  # the samplers deal a whole epoch again, to other ranks than at first
-            limit_epoch(self._trainer, max(len(loader) for loader in self._loaders()))
-
-    def _loaders(self) -> list[Any]:
-        combined: Any = self._trainer.fit_loop._combined_loader
-        return list(combined.flattened)
+            limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
 
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
         def attempt() -> None:
@@ -235,14 +231,10 @@ class Recovery:
         world_size = self._trainer.world_size
         self.dealer.deal(num_batches, member.rank, world_size)
         fetch_anew(self._trainer, fetcher, num_batches)
-        for loader in self._evaluation_loaders():
+        for loader in loaders_of(self._loop.val_loop):
             sampler = getattr(loader, "sampler", None)
             if hasattr(sampler, "num_replicas"):
                 set_ranks(sampler, member.rank, world_size)
-
-    def _evaluation_loaders(self) -> list[Any]:
-        combined = self._loop.val_loop._combined_loader
-        return [] if combined is None else list(combined.flattened)
 
     def _tell(self, form: Form, old_rank: int, error: Any) -> None:
         seconds = time.monotonic() - self._calls.heard_at
