@@ -388,7 +388,7 @@ def test_what_does_not_pickle_is_named_with_another_way_to_start(start_method) -
 
 def test_several_nodes_need_a_port_that_all_know() -> None:
     with pytest.raises(ConfigurationError, match="num_nodes=2, but no port is named: set MASTER_ADDR"):
-        rendezvous.host_store("127.0.0.1", num_nodes=2, node_rank=0, port=None)
+        rendezvous.Rendezvous().host("127.0.0.1", num_nodes=2, node_rank=0, port=None)
 
 
 def test_a_store_on_a_port_in_use() -> None:
@@ -431,7 +431,7 @@ def test_a_first_node_whose_name_cannot_be_resolved_is_named(who, monkeypatch, c
     meet: dict[str, Callable[[], Any]] = {
         "launcher": lambda: rendezvous.HostedStore("no-such-host.invalid", 29500),
         "another node": lambda: rendezvous.run_store("no-such-host.invalid:29500/1", None),
-        "torchrun": lambda: rendezvous.find_store(LightningEnvironment(), None),
+        "torchrun": lambda: rendezvous.Rendezvous().find(LightningEnvironment(), None),
     }
     with pytest.raises(RendezvousError, match="MASTER_ADDR=no-such-host\\.invalid cannot be resolved on "):
         meet[who]()
@@ -467,7 +467,8 @@ def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
     assert time.monotonic() - start < 20
 
 
-def test_stopping_children_lets_them_finish_and_then_kills(tmp_path) -> None:
+def test_ending_children_lets_them_finish_and_then_kills(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("lightning_ddp.launch.children._STOP_GRACE_S", 3.0)
     failures: list[ChildExit] = []
     children = Children(failures.append)
     start = "import pathlib, signal, sys\nsignal.signal(signal.SIGINT, signal.{handler})\n"
@@ -481,6 +482,7 @@ def test_stopping_children_lets_them_finish_and_then_kills(tmp_path) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not all(mark.exists() for mark in marks):
         assert time.monotonic() < deadline
-    children.stop(grace_s=3.0)
+    children.end(0.0)
     assert [proc.returncode for proc in children.procs] == [5, -signal.SIGKILL]
+    assert f"rank 2 (pid {children.procs[1].pid}) did not end, and was killed" in capsys.readouterr().err
     assert failures == []

@@ -546,11 +546,10 @@ def test_a_fit_tells_where_it_is_and_logs_into_the_results_it_was_given() -> Non
     trainer = new_trainer(max_steps=2, limit_val_batches=0)
 
     def look(model: Model) -> None:
-        assert _lightning.trainer_of(model) is trainer
         seen.append((_lightning.running_hook(model), _lightning.batches_that_stepped(trainer)))
 
     model = Model(look)
-    assert _lightning.trainer_of(model) is _lightning.running_hook(model) is None
+    assert _lightning.running_hook(model) is None
     _lightning.set_training_results(trainer, Results(training=True))
     trainer.fit(model)
     assert seen == [("training_step", 0), ("training_step", 1)]
@@ -818,7 +817,6 @@ def test_the_state_of_optimizers_moves() -> None:
             "_signal_connector",
         ),
         (_lightning.note_sigterm, "_signal_connector"),
-        (_lightning.trainer_of, "_trainer"),
         (_lightning.running_hook, "_current_fx_name"),
         (lambda o: _lightning.set_launcher(o, None), "_launcher"),
         (lambda o: _lightning.set_redirection(o, None), "_forward_redirection"),

@@ -22,7 +22,7 @@ def give_files_back(config: Any) -> None:
 
 
 def end_job(error: BaseException | None) -> BaseException | None:
-    """See `run.end_job`."""
-    from lightning_ddp.launch import run
+    """See `session.end_job`."""
+    from lightning_ddp.launch import session
 
-    return run.end_job(error)
+    return session.end_job(error)
