@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from user_script import STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
-from lightning_ddp.launch import interface, rendezvous
+from lightning_ddp.launch import interface, rendezvous, session
 from lightning_ddp.launch.children import ChildExit, Children
+from lightning_ddp.supervise.failure_record import Identity
+from lightning_ddp.supervise.settings import ReconcileSettings
 
 DEADLINE_S = 180.0
 SCRIPT = Path(user_script.__file__)
@@ -465,6 +468,31 @@ def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
     assert seen == [failure]
     assert isinstance(interrupt.error, RuntimeError)
     assert time.monotonic() - start < 20
+
+
+def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None:
+    monkeypatch.setattr(session, "_session", None)
+    ours = session.session_of_process()
+    ours.rendezvous.host("127.0.0.1", num_nodes=1, node_rank=0, port=None)
+    who, settings = Identity(rank=0, node_rank=0), ReconcileSettings()
+    store = ours.rendezvous.hosted
+    server = ours.open_server("127.0.0.1", store, identity=who, world_size=1, num_nodes=1, settings=settings)
+    try:
+        ours.connect(store, who, settings, timeout_s=DEADLINE_S)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads
+            child = os.fork()
+        if child == 0:
+            is_closed = {server._listener.fileno(), ours.control.watch._connection.fileno()} == {-1}
+            theirs = session.session_of_process()
+            is_new = theirs is not ours and theirs is session.session_of_process()
+            is_new &= theirs.rendezvous.where is None
+            os._exit(int(is_closed) + 2 * ours.control.is_over + 4 * is_new)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1 + 2 + 4
+        assert session.session_of_process() is ours
+        assert ours.control.watch.flush()
+        assert (server._listener.fileno() == -1, ours.control.is_over) == (False, False)
+    finally:
+        ours.end(None)
 
 
 def test_ending_children_lets_them_finish_and_then_kills(tmp_path, monkeypatch, capsys) -> None:

@@ -32,12 +32,12 @@ from lightning_ddp._lightning import (
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.launch.child_command import ChildCommand, child_command
 from lightning_ddp.launch.children import describe_exit
-from lightning_ddp.launch.hydra_parent import job_config, publish_to
+from lightning_ddp.launch.hydra_parent import job_config, publish_to, restore
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.prelude import begin_run, child_environment
 from lightning_ddp.launch.reconciliation import is_enabled
-from lightning_ddp.launch.rendezvous import STORE_VARIABLE, TOKEN_VARIABLE, Rendezvous, named_port
+from lightning_ddp.launch.rendezvous import Rendezvous, named_port
 from lightning_ddp.launch.session import Session, session_of_process
 from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.launch.slurm import check_tasks
@@ -119,13 +119,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         node_rank = _node_rank_of(environment, self.num_nodes)
         address, first_rank = environment.main_address, node_rank * self.num_processes
         rendezvous = session.rendezvous
-        hosted = _host_store(
-            rendezvous, environment, self._init_method, num_nodes=self.num_nodes, node_rank=node_rank
-        )
-        handed = {name: hosted.pop(name) for name in (STORE_VARIABLE, TOKEN_VARIABLE) if name in hosted}
-        rendezvous.hand_down(handed)
         variables = {
-            **hosted,
+            **_host_store(rendezvous, environment, self._init_method, self.num_nodes, node_rank),
             "NODE_RANK": str(node_rank),
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
@@ -145,7 +140,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 num_nodes=self.num_nodes,
                 settings=self._settings,
             )
-        self._run_children(session, command, first_rank, handed)
+        self._run_children(session, command, first_rank)
         self.procs = session.children.procs
 
     def _command_of(self, rendezvous: Rendezvous, first_rank: int) -> ChildCommand:
@@ -154,10 +149,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
             share_job(rendezvous.find(self.cluster_environment, self._timeout), rank=first_rank)
         return child_command()
 
-    def _run_children(
-        self, session: Session, command: ChildCommand, first_rank: int, handed: dict[str, str]
-    ) -> None:
-        common = {**os.environ, **handed, PARENT_VARIABLE: str(os.getpid())}
+    def _run_children(self, session: Session, command: ChildCommand, first_rank: int) -> None:
+        common = {**os.environ, **session.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
         for local_rank in range(1, self.num_processes):
             env = child_environment({**common, "LOCAL_RANK": str(local_rank)})
             log = command.log_of(first_rank + local_rank)
@@ -197,11 +190,10 @@ def _host_store(
     rendezvous: Rendezvous,
     environment: ClusterEnvironment,
     init_method: str | None,
-    *,
     num_nodes: int,
     node_rank: int,
 ) -> dict[str, str]:
-    """Opens the store of the run where the user said; returns the variables that lead to it."""
+    """Opens the store of the run where the user said; returns torch's variables for it."""
     named = tcp_address(init_method)
     address, port = named or (environment.main_address, _port_of(environment))
     named_by = "MASTER_PORT" if named is None else "init_method"
@@ -264,13 +256,9 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             self._all_forked = mp.get_context("fork").Barrier(strategy.num_processes)
         node_rank = _node_rank_of(environment, strategy.num_nodes)
         session = session_of_process()
-        variables = _host_store(
-            session.rendezvous,
-            environment,
-            self._init_method,
-            num_nodes=strategy.num_nodes,
-            node_rank=node_rank,
-        )
+        rendezvous = session.rendezvous
+        variables = _host_store(rendezvous, environment, self._init_method, strategy.num_nodes, node_rank)
+        variables |= rendezvous.handed
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         server = self._open_server(session, node_rank) if is_enabled() and node_rank == 0 else None
@@ -289,7 +277,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             raise _like_torch(failure, error, failure.rank - first_rank) from error
         except BaseException as error:
             if server is not None:
-                server.tell(Failed(_failure_of_launcher(error)))
+                launcher = Identity(rank=-1, node_rank=node_rank)
+                server.tell(Failed(FailureRecord.of_exception(error, launcher, Where())))
                 server.wait_for_verdict(EXIT_WAIT_S)
             self._explain_unpicklable(error, trainer, function, args, kwargs)
             raise
@@ -298,11 +287,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
                 ending.close()
             if server is not None:
                 server.close()
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            rendezvous.close()
+            restore(before)
 
     def _explain_unpicklable(
         self,
@@ -424,10 +410,6 @@ class _Unwinding:
             if isinstance(error, SystemExit) and not error.code:
                 raise SystemExit(1) from error  # with 0 the launching process would wait for the result
             raise
-
-
-def _failure_of_launcher(error: BaseException) -> FailureRecord:
-    return FailureRecord.of_exception(error, Identity(rank=-1, node_rank=0), Where())
 
 
 def _remove_error_files(error: mp.ProcessRaisedException | mp.ProcessExitedException) -> None:

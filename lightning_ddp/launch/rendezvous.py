@@ -90,14 +90,18 @@ class Rendezvous:
     """Where this process meets the others of its runs: in a store that it hosts, or in another process's."""
 
     def __init__(self) -> None:
+        self.handed: dict[str, str] = {}
+        """STORE_VARIABLE and TOKEN_VARIABLE of the processes that a launcher in this one starts.
+
+        They are kept out of this process's environment, from which the programs that the user's script starts
+        would have them."""
         self._hosted: HostedStore | None = None
-        self._handed: dict[str, str] = {}
         self._num_runs = 0
 
     def host(
         self, address: str, *, num_nodes: int, node_rank: int, port: int | None, named_by: str = "MASTER_PORT"
     ) -> dict[str, str]:
-        """On the first node, opens the store of this run; returns the variables that all its processes need.
+        """On the first node, opens the store of this run; returns torch's variables for it.
 
         Args:
             address: where the first node is reached.
@@ -120,14 +124,10 @@ class Rendezvous:
             if self._hosted is None or not self._is_hosted(address, port):
                 self._hosted = HostedStore(address, port, named_by)
             port = int(self._hosted.store.port)
-        variables = {
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            STORE_VARIABLE: f"{address}:{port}/{self._num_runs}",
-        }
+        self.handed = {STORE_VARIABLE: f"{address}:{port}/{self._num_runs}"}
         if num_nodes == 1 and not os.environ.get(TOKEN_VARIABLE):
-            variables[TOKEN_VARIABLE] = secrets.token_hex(16)
-        return variables
+            self.handed[TOKEN_VARIABLE] = secrets.token_hex(16)
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def _is_hosted(self, address: str, port: int | None) -> bool:
         """Whether this process has a store there already."""
@@ -140,24 +140,15 @@ class Rendezvous:
         assert self._hosted is not None  # only launchers ask, after they have opened it
         return dist.PrefixStore(f"run{self._num_runs}", self._hosted.store)
 
-    def hand_down(self, variables: dict[str, str]) -> None:
-        """The processes of this run, this one among them, meet in the store of a launcher in this process.
-
-        Args:
-            variables: STORE_VARIABLE and TOKEN_VARIABLE, of the children. They are kept out of this process's
-                environment, from which the programs that the user's script starts would have them.
-        """
-        self._handed = variables
-
     @property
     def where(self) -> str | None:
         """STORE_VARIABLE as this run has it; None if no launcher of this package has started it."""
-        return os.environ.get(STORE_VARIABLE) or self._handed.get(STORE_VARIABLE)
+        return os.environ.get(STORE_VARIABLE) or self.handed.get(STORE_VARIABLE)
 
     @property
     def token(self) -> str | None:
         """TOKEN_VARIABLE as this run has it."""
-        return os.environ.get(TOKEN_VARIABLE) or self._handed.get(TOKEN_VARIABLE)
+        return os.environ.get(TOKEN_VARIABLE) or self.handed.get(TOKEN_VARIABLE)
 
     def find(self, environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
         """The store of the run: the launcher's if there is one, else the one of `env://`.
@@ -181,7 +172,7 @@ class Rendezvous:
         One on a port that the user named stays open for the next run of this process: its other nodes may be
         there before this one.
         """
-        self._handed = {}
+        self.handed = {}
         if self._hosted is not None and not self._hosted.is_named:
             self._hosted = None
 

@@ -67,7 +67,7 @@ class Session:
         self._inherited = before if before is not None and before.is_inherited else None
         """Kept, as C++ would wait for the threads of its store, which are in the other process."""
         self._node_rank = 0
-        self._num_threads = 0
+        self._num_threads = torch.get_num_threads()
         self._variables: dict[str, str | None] = {}
 
     def disown(self) -> None:
@@ -86,7 +86,6 @@ class Session:
             variables: environment variables to set until the session ends.
         """
         self.children.first_rank, self._node_rank = first_rank, node_rank
-        self._num_threads = torch.get_num_threads()
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
         os.environ.update(variables)
