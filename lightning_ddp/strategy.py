@@ -672,7 +672,7 @@ class CustomDDPStrategy(DDPStrategy):
 
     def _is_alone(self) -> bool:
         """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""
-        return self._group is None or self._session is None or self._session.control.is_over
+        return self._group is None or (self._session is not None and self._session.control.is_over)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Returns once all ranks have called it; before the launch and after a failure it does nothing."""

@@ -209,6 +209,7 @@ class Session:
         atexit.unregister(self._at_exit)
         leave_default_group()
         publish_to(None)
+        self.store = None
         self.rendezvous.close()
         self.control.restore_handlers()
         restore(self._variables)
@@ -274,7 +275,7 @@ def end_job(error: BaseException | None) -> BaseException | None:
     if ended is None or ended.is_inherited or ended.children.first_rank is None:
         return error
     failure = ended.end(error)
-    _session = Session(ended)
+    _session, ended = Session(ended), None
     atexit.unregister(_tell_last_failure)
     if failure is not None:
         atexit.register(_tell_last_failure, failure)
