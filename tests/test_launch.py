@@ -200,6 +200,30 @@ def test_what_the_launching_process_raises_between_two_runs_is_heard_by_the_othe
     assert "heard ValueError: no such column: 'age'" in result.stdout, result.stderr
 
 
+FORGETS_ITS_TRAINER = """
+import gc, os, weakref
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+trainer, model = pl.Trainer(
+    strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, limit_val_batches=0, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+), BoringModel()
+trainer.fit(model)
+references = [weakref.ref(kept) for kept in (trainer, trainer.strategy, model)]
+del trainer, model
+gc.collect()
+print("alive:", [type(kept()).__name__ for kept in references if kept() is not None], flush=True)
+"""
+
+
+def test_after_a_run_nothing_keeps_its_trainer_alive() -> None:
+    result = run_script(FORGETS_ITS_TRAINER, timeout_s=DEADLINE_S)
+    result.check()
+    assert result.stdout.count("alive: []") == 2
+
+
 WITH_DEATH_SIGNAL = """
 import ctypes, pathlib, signal, sys, time
 assert ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0) == 0  # PR_SET_PDEATHSIG

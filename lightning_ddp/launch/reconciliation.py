@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -95,7 +96,7 @@ class Reconciliation:
         """Whether this process has failed or unwinds from a failure: then nobody answers collectives."""
         self._children = children
         self._is_inherited = False
-        self._trainer: Trainer | None = None
+        self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = ReconcileSettings()
         self._parent_pid: int | None = None
         self._device_watch: DeviceWatch | None = None
@@ -166,9 +167,13 @@ class Reconciliation:
             self.watch.wait_for_all(timeout_s, self.interrupt.check)
         self.interrupt.check()
 
+    def follow(self, trainer: Trainer) -> None:
+        """From now on it is this Trainer that a report tells of. It is not kept alive."""
+        self._trainer = weakref.ref(trainer)
+
     def _position(self) -> Where:
-        """Where in the Trainer this rank is. Any thread."""
-        trainer = self._trainer
+        """Where in its Trainer this rank is. Any thread."""
+        trainer = self._trainer()
         module = None if trainer is None else trainer.lightning_module
         if trainer is None or module is None:
             return Where()
@@ -197,8 +202,9 @@ class Reconciliation:
             BaseException: what `function` raised, after the others have been told.
         """
         self.interrupt.check()
+        if trainer is not None:
+            self.follow(trainer)
         self._enter(function)
-        around, self._trainer = self._trainer, trainer
         try:
             result = function(*args, **kwargs)
             self._leave_together()
@@ -215,7 +221,6 @@ class Reconciliation:
                 raise failure.with_traceback(error.__traceback__) from None
             raise
         finally:
-            self._trainer = around
             self._leave()
 
     def _enter(self, function: Callable[..., Any]) -> None:

@@ -44,6 +44,7 @@ class StepStop:
         Raises:
             UnsupportedVersionError: this Lightning could not be taken over from.
         """
+        self._session.control.follow(trainer)  # another launcher may have begun its run
         if self._session.control.watch is None or self._trainer is trainer:
             return
         self._trainer = trainer
