@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-__all__ = ["PARENT_VARIABLE", "adopt_from_environment", "die_with_parent", "is_child", "outlive_parent"]
+__all__ = ["PARENT_VARIABLE", "adopt_from_environment", "die_with_parent", "launcher_pid", "outlive_parent"]
 
 PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 """Environment variable in which a launcher tells a child its own process id."""
@@ -72,9 +72,9 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def is_child() -> bool:
-    """Whether a launcher of this package started this process."""
-    return _tied_to is not None and _tied_to == os.getppid()
+def launcher_pid() -> int | None:
+    """The process that has started this one, if that is a launcher of this package."""
+    return _tied_to if _tied_to == os.getppid() else None
 
 
 def outlive_parent() -> None:

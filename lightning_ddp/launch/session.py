@@ -25,7 +25,7 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.children import ChildExit, Children
 from lightning_ddp.launch.hydra_parent import publish_to, restore
 from lightning_ddp.launch.interface import is_loopback
-from lightning_ddp.launch.parent_death import is_child, outlive_parent
+from lightning_ddp.launch.parent_death import launcher_pid, outlive_parent
 from lightning_ddp.launch.reconciliation import LAST_WORDS_S, Reconciliation, limit_last_words
 from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, Rendezvous, leave_default_group
 from lightning_ddp.supervise.client import ServerAddress
@@ -63,7 +63,7 @@ class Session:
         """Supervision of the present generation."""
         self.num_failed = 0
         """Generations that have failed with an exception, after each of which the script went on."""
-        self._parent_pid = os.getppid() if is_child() else None
+        self._parent_pid = launcher_pid()
         self._inherited = before if before is not None and before.is_inherited else None
         """Kept, as C++ would wait for the threads of its store, which are in the other process."""
         self._node_rank = 0
