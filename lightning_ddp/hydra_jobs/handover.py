@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.launch.resolved import JobCache, answer_all, attach
+from lightning_ddp.hydra_jobs.nodes import nodes_of
+from lightning_ddp.hydra_jobs.resolver_cache import JobCache, answer_all, attach
 
 __all__ = [
     "Composition",
@@ -86,8 +87,8 @@ class HandedConfig:
 class HandedJob:
     """One job of Hydra: one call of the user's function."""
 
-    task: str
-    """The function, as `task_name` calls it."""
+    task: str | None
+    """The function, as `task_name` calls it; None for the first one that the script calls."""
     name: str
     """Hydra's name of the application."""
     config: HandedConfig
@@ -212,15 +213,9 @@ def _describe_unpicklable(config: Any, what: str, error: Exception) -> str:
     return f"{what} cannot be handed to the child processes: it does not pickle: {error}"
 
 
-def _leaves(container: Any) -> Iterator[tuple[str, Any]]:
-    kind = container._metadata.object_type
-    if isinstance(kind, type) and kind not in (dict, list):
-        yield container._get_full_key(None), kind
-    content = container._content
-    if not isinstance(content, dict | list):  # None, '???' or an interpolation
-        return
-    for key, node in content.items() if isinstance(content, dict) else enumerate(content):
-        if hasattr(node, "_content"):
-            yield from _leaves(node)
-        else:
-            yield container._get_full_key(key), node._value()
+def _leaves(config: Any) -> Iterator[tuple[str, Any]]:
+    for key, node in nodes_of(config):
+        if not hasattr(node, "_content"):
+            yield key, node._value()
+        elif isinstance(node._metadata.object_type, type) and node._metadata.object_type not in (dict, list):
+            yield key, node._metadata.object_type
