@@ -39,18 +39,17 @@ def install(schemas: Any) -> None:
 
         def initialize(self: Any, hydra: Any) -> None:
             original(self, hydra)
-            extend(hydra)
+            extend_one(hydra)
 
-        def extend(hydra: Any, *, is_late: bool = False) -> None:
-            from lightning_ddp.hydra_jobs import compositions
+        def extend_one(hydra: Any, *, is_late: bool = False) -> None:
+            from lightning_ddp.hydra_jobs.compositions import extend
 
-            compositions.extend(hydra, schemas, is_late=is_late)
+            extend(hydra, schemas, is_late=is_late)
 
         kind.initialize = initialize
-        if (
-            kind.instance().hydra is not None
-        ):  # a job imports the package, or the search path of a composition
-            extend(kind.instance().hydra, is_late=True)
+        living = kind.instance().hydra
+        if living is not None:  # a job imports the package, or the search path of a composition
+            extend_one(living, is_late=True)
 
     after_import("omegaconf.base", keep_answers)
     after_import("hydra.core.global_hydra", extend_each_hydra)
