@@ -19,7 +19,7 @@ from harness import ScriptResult, run_script
 from harness.scripts import ROOT
 from omegaconf import OmegaConf
 
-from lightning_ddp.hydra_jobs.handover import HandedConfig
+from lightning_ddp.hydra_jobs.handover import pack, unpack
 
 TESTS = ROOT / "tests"
 DEADLINE_S = 300.0
@@ -144,7 +144,7 @@ def test_a_class_whose_module_was_executed_again_is_handed_over_by_its_name(tmp_
     config = OmegaConf.create({"hydra": {"launcher": first.Conf}})
     monkeypatch.delitem(sys.modules, name)
     second = importlib.import_module(name)
-    received = HandedConfig.of(config, "the configuration").unpack()
+    received = unpack(pack(config, "the configuration"))
     assert received == config
     assert OmegaConf.get_type(config.hydra.launcher) is first.Conf
     assert OmegaConf.get_type(received.hydra.launcher) is second.Conf

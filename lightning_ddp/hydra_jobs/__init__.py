@@ -24,7 +24,7 @@ def install(schemas: Any) -> None:
     """Shares Hydra's jobs and offers it our groups, once the script has imported it. Imports nothing of it.
 
     Args:
-        schemas: of the groups of configurations (`conf.store`).
+        schemas: the module `conf.store`, which knows what is in our groups.
     """
 
     def keep_answers(module: types.ModuleType) -> None:
@@ -34,22 +34,26 @@ def install(schemas: Any) -> None:
 
     def extend_each_hydra(module: types.ModuleType) -> None:
         """The one patch of Hydra: every `Hydra` that registers itself in this process becomes one of ours."""
+        from lightning_ddp.hydra_jobs.jobs import jobs
+
+        jobs.schemas = schemas
         kind: Any = module.GlobalHydra
         original = kind.initialize
 
         def initialize(self: Any, hydra: Any) -> None:
             original(self, hydra)
-            extend_one(hydra)
-
-        def extend_one(hydra: Any, *, is_late: bool = False) -> None:
-            from lightning_ddp.hydra_jobs.compositions import extend
-
-            extend(hydra, schemas, is_late=is_late)
+            _extend(hydra)
 
         kind.initialize = initialize
         living = kind.instance().hydra
         if living is not None:  # a job imports the package, or the search path of a composition
-            extend_one(living, is_late=True)
+            _extend(living, is_late=True)
 
     after_import("omegaconf.base", keep_answers)
     after_import("hydra.core.global_hydra", extend_each_hydra)
+
+
+def _extend(hydra: Any, *, is_late: bool = False) -> None:
+    from lightning_ddp.hydra_jobs.compositions import extend
+
+    extend(hydra, is_late=is_late)

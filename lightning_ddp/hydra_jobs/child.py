@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ != "__main__":  # else they are loaded below, and then this file by its full name
-    from lightning_ddp.hydra_jobs.handover import HandedJob, read_handover, task_name, without_files
+    from lightning_ddp.hydra_jobs.handover import HandedJob, read_handover, task_name, unpack, without_files
     from lightning_ddp.hydra_jobs.jobs import jobs
     from lightning_ddp.hydra_jobs.resolver_cache import install as keep_answers
 
@@ -51,7 +51,7 @@ def run_program(descriptor: int, kind: str, program: str) -> None:
         SystemExit: it has not called the function whose job was handed over, inside of which it would end.
     """
     handover = read_handover(descriptor)
-    jobs.compositions = list(handover.compositions)
+    jobs.compositions = handover.compositions
     _replace_main(handover.job)
     if kind == "module":
         runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -101,7 +101,7 @@ def _run(job: HandedJob, task_function: Callable[[Any], Any]) -> None:
     from omegaconf import open_dict, read_write
 
     _restore_globals(job)
-    config = job.config.unpack()
+    config = unpack(job.config)
     HydraConfig.instance().set_config(config)
     task_config = copy.deepcopy(config)
     with read_write(task_config), open_dict(task_config):

@@ -11,7 +11,7 @@ import functools
 import gc
 from collections.abc import Callable, Set
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
@@ -28,7 +28,7 @@ from lightning_ddp.hydra_jobs.jobs import jobs
 from lightning_ddp.hydra_jobs.resolver_cache import detach
 from lightning_ddp.hydra_jobs.shared_job import agree_before_job, give_files_back
 
-__all__ = ["JobHydra", "JobLoader", "Schemas", "Task", "extend"]
+__all__ = ["JobHydra", "JobLoader", "Task", "extend"]
 
 _FOLDER = Path(__file__).parents[1] / "conf"
 _PROVIDER = "lightning_ddp"
@@ -36,34 +36,19 @@ _PACKAGE = "lightning_ddp.conf"
 _GROUPS = ("strategy", "trainer", "launcher")
 
 
-class Schemas(Protocol):
-    """What is known of the options in our groups; see `conf`."""
-
-    def register(self) -> None:
-        """Stores the schemas, and the groups under the name of this package, in Hydra's ConfigStore."""
-
-    def check(self, config: Any) -> None:
-        """Raises a ConfigCompositionException where options of ours cannot be used."""
-
-    def explain(self, error: Any, groups: Set[str]) -> str | None:
-        """What to say in the place of a HydraException that is about our options; else None."""
-
-
-def extend(hydra: Hydra, schemas: Schemas, *, is_late: bool) -> None:
+def extend(hydra: Hydra, *, is_late: bool) -> None:
     """Gives an object of Hydra's, and its loader, the classes below.
 
     Args:
         hydra: the one that Hydra itself knows.
-        schemas: of our groups.
         is_late: whether it is in use, in the middle of a job or of a composition.
     """
-    jobs.schemas = schemas
     if type(hydra) is Hydra:
         hydra.__class__ = JobHydra
     if type(hydra.config_loader) is ConfigLoaderImpl:
         hydra.config_loader.__class__ = JobLoader
     if is_late and not HydraConfig.initialized():
-        schemas.register()
+        jobs.schemas.register()
     elif is_late:
         _extend_running_job()
 

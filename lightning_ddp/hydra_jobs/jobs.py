@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import os
 import sys
 import types
@@ -14,14 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp.hydra_jobs.handover import (
-    Composition,
-    HandedConfig,
-    HandedJob,
-    Handover,
-    composition_key,
-    task_name,
-)
+from lightning_ddp.hydra_jobs.handover import Composition, HandedJob, Handover, pack, task_name, unpack
 from lightning_ddp.hydra_jobs.resolver_cache import attach
 
 __all__ = ["STARTER", "JobEnd", "jobs", "restore"]
@@ -48,7 +42,7 @@ class _Jobs:
     """The jobs of this process, one after the other, and what the Compose API has composed in it."""
 
     schemas: Any
-    """Of the groups of `conf`; see `compositions.Schemas`."""
+    """The module `conf.store`, which lies above this room."""
 
     def __init__(self) -> None:
         self.is_running = False
@@ -67,7 +61,7 @@ class _Jobs:
         self._late: Any = None
         self._end_run: JobEnd | None = None
         self._publish: Callable[[str, bytes], None] | None = None
-        self._num_since_launch: Counter[tuple[str | None, ...]] = Counter()
+        self._num_since_launch: Counter[str] = Counter()
         self._variables: dict[str, str | None] = {}
 
     # ------------------------------------------------------------------ for Hydra
@@ -120,21 +114,21 @@ class _Jobs:
             self._composed.append((config_name, list(overrides), copy.deepcopy(config)))
         else:
             key = self._next_key(config_name, overrides)
-            self._publish(key, _hand(config_name, overrides, config).config.to_bytes())
+            self._publish(key, _pack(config_name, overrides, config)[2])
 
     def handed(self, config_name: str | None, overrides: list[str]) -> Any:
         """In a child what the launching process has composed; None for what it has not."""
         if self.compositions is None:
             return None
         for composition in self.compositions:
-            if (composition.config_name, list(composition.overrides)) == (config_name, overrides):
+            if composition[:2] == (config_name, list(overrides)):
                 self.compositions.remove(composition)
-                return composition.config.unpack()
+                return unpack(composition[2])
         if self.open_store is None:
             return None
         store = self.open_store(_COMPOSED_WITHIN)
         try:
-            return HandedConfig.from_bytes(store.get(self._next_key(config_name, overrides))).unpack()
+            return unpack(store.get(self._next_key(config_name, overrides)))
         except RuntimeError as error:  # torch's DistStoreError
             warnings.warn(
                 f"rank 0 has not called hydra.compose({config_name!r}, {overrides!r}) within"
@@ -144,9 +138,11 @@ class _Jobs:
             return None
 
     def _next_key(self, config_name: str | None, overrides: list[str]) -> str:
-        same = (config_name, *overrides)
-        self._num_since_launch[same] += 1
-        return composition_key(config_name, overrides, self._num_since_launch[same])
+        """Where in the run's store a composition after the launch is, each time in another place."""
+        call = repr((config_name, list(overrides)))
+        self._num_since_launch[call] += 1
+        place = f"{self._num_since_launch[call]} {call}"
+        return "lightning_ddp/composition/" + hashlib.sha256(place.encode()).hexdigest()
 
     def publish_to(self, publish: Callable[[str, bytes], None] | None) -> None:
         """From now on what `hydra.compose` returns is published for children that run already.
@@ -174,7 +170,7 @@ class _Jobs:
             utils is None or utils.JobRuntime.instance().get("name") == "UNKNOWN_NAME"
         ):
             return None
-        compositions = [_hand(*composed) for composed in self._composed]
+        compositions = [_pack(*composed) for composed in self._composed]
         return Handover(job=self._handed_job() if self.is_running else None, compositions=compositions)
 
     def _handed_job(self) -> HandedJob:
@@ -189,7 +185,7 @@ class _Jobs:
         return HandedJob(
             task=None if self.task is None else task_name(self.task),
             name=JobRuntime.instance().get("name"),
-            config=HandedConfig.of(config, "the configuration"),
+            config=pack(config, "the configuration"),
             search_path=None if instance is None else instance.config_loader.get_search_path(),
             working_dir=config.hydra.runtime.output_dir if moves else None,
         )
@@ -239,6 +235,5 @@ jobs = _Jobs()
 """The state of Hydra's jobs is one for the process: Hydra itself has one job at a time, in its singletons."""
 
 
-def _hand(config_name: str | None, overrides: list[str], config: Any) -> Composition:
-    handed = HandedConfig.of(config, f"what hydra.compose({config_name!r}) returned")
-    return Composition(config_name=config_name, overrides=overrides, config=handed)
+def _pack(config_name: str | None, overrides: list[str], config: Any) -> Composition:
+    return config_name, overrides, pack(config, f"what hydra.compose({config_name!r}) returned")
