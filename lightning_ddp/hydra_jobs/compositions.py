@@ -47,10 +47,10 @@ def extend(hydra: Hydra, *, is_late: bool) -> None:
         hydra.__class__ = JobHydra
     if type(hydra.config_loader) is ConfigLoaderImpl:
         hydra.config_loader.__class__ = JobLoader
-    if is_late and not HydraConfig.initialized():
+    if is_late:
         jobs.schemas.register()
-    elif is_late:
-        _extend_running_job()
+        if HydraConfig.initialized():
+            _extend_running_job()
 
 
 def _extend_running_job() -> None:
