@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.init_method import meet, tcp_address
 from lightning_ddp.launch.interface import backend_names, choose_interface
 from lightning_ddp.launch.parent_death import is_child
@@ -20,8 +23,8 @@ from lightning_ddp.launch.rendezvous import (
     find_store,
     handed_down,
     join_default_group,
+    run_store,
 )
-from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
@@ -72,7 +75,10 @@ def join_run(
             share_job(_external_store, rank=rank)
         return group
     ours = current()
-    has_launcher = handed_down(STORE_VARIABLE) is not None
+    where = handed_down(STORE_VARIABLE)
+    has_launcher = where is not None
+    if where is not None:
+        jobs.open_store = partial(run_store, where)
     is_elsewhere = given_store is not None or _is_elsewhere(init_method, has_launcher)
 
     def meet_elsewhere() -> Any:

@@ -30,9 +30,10 @@ from lightning_ddp._lightning import (
     teardown_trainer,
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.child_command import ChildCommand, child_command
 from lightning_ddp.launch.children import describe_exit
-from lightning_ddp.launch.hydra_parent import job_config, publish_to
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.prelude import begin_run, child_environment
@@ -48,7 +49,6 @@ from lightning_ddp.launch.rendezvous import (
     run_store,
 )
 from lightning_ddp.launch.run import LaunchedRun, begin_anew, launched_run
-from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.launch.slurm import check_tasks
 from lightning_ddp.launch.unpicklable import find_unpicklable
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
@@ -162,7 +162,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _command_of(self, where: str, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
-        if self.num_nodes > 1 and job_config() is not None:
+        if self.num_nodes > 1 and jobs.config() is not None:
             share_job(run_store(where, self._timeout), rank=first_rank)
         return child_command()
 
@@ -181,7 +181,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if command.handed is not None:
             command.handed.close()
             if first_rank == 0:
-                publish_to(hosted_store().set)
+                jobs.publish_to(hosted_store().set)
 
 
 def _node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:

@@ -33,8 +33,8 @@ from lightning_ddp.comm.gloo_terminate import before_gloo_ends_the_process
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, ConfigurationError, LightningDDPError, PeerFailure
+from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.desync_probe import Inspector
-from lightning_ddp.launch.hydra_parent import restore
 from lightning_ddp.launch.interface import is_loopback
 from lightning_ddp.launch.parent_death import outlive_parent
 from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, handed_down

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import lightning_ddp.shm.background  # noqa: F401 (its exit handler has to run after that of this module)
+from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.children import ChildExit, Children, describe_exit
-from lightning_ddp.launch.hydra_parent import publish_to, restore
 from lightning_ddp.launch.reconciliation import current, forget_run, limit_last_words, standard_error
 from lightning_ddp.launch.rendezvous import close_store, leave_default_group
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
@@ -143,7 +143,7 @@ class LaunchedRun:
         failure = self._leave(has_failed=error is not None or _has_failed())
         atexit.unregister(self._at_exit)
         leave_default_group()
-        publish_to(None)
+        jobs.publish_to(None)
         close_store()
         forget_run()
         restore(self._variables)
