@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.init_method import meet, tcp_address
 from lightning_ddp.launch.interface import backend_names, choose_interface
 from lightning_ddp.launch.reconciliation import is_enabled
-from lightning_ddp.launch.rendezvous import existing_group, join_default_group
+from lightning_ddp.launch.rendezvous import existing_group, join_default_group, run_store
 from lightning_ddp.launch.session import Session
-from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
@@ -64,6 +66,8 @@ def join_run(
         if session.store is not None and not has_launcher and world_size > 1:
             share_job(session.store, rank=rank)
         return group
+    if session.rendezvous.where is not None:
+        jobs.open_store = partial(run_store, session.rendezvous.where)
     is_elsewhere = given_store is not None or _is_elsewhere(init_method, has_launcher)
 
     def meet_elsewhere() -> Any:

@@ -30,16 +30,16 @@ from lightning_ddp._lightning import (
     teardown_trainer,
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.hydra_jobs.jobs import jobs, restore
+from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.child_command import ChildCommand, child_command
 from lightning_ddp.launch.children import describe_exit
-from lightning_ddp.launch.hydra_parent import job_config, publish_to, restore
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.prelude import begin_run, child_environment
 from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.rendezvous import Rendezvous, named_port
 from lightning_ddp.launch.session import Session, session_of_process
-from lightning_ddp.launch.shared_job import share_job
 from lightning_ddp.launch.slurm import check_tasks
 from lightning_ddp.launch.unpicklable import find_unpicklable
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
@@ -145,7 +145,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _command_of(self, rendezvous: Rendezvous, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
-        if self.num_nodes > 1 and job_config() is not None:
+        if self.num_nodes > 1 and jobs.config() is not None:
             share_job(rendezvous.find(self.cluster_environment, self._timeout), rank=first_rank)
         return child_command()
 
@@ -160,7 +160,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if command.handed is not None:
             command.handed.close()
             if first_rank == 0:
-                publish_to(session.rendezvous.hosted.set)
+                jobs.publish_to(session.rendezvous.hosted.set)
 
 
 def _node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:

@@ -33,9 +33,9 @@ from lightning_ddp.comm.gloo_terminate import before_gloo_ends_the_process
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
+from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_probe import Inspector
-from lightning_ddp.launch.hydra_parent import restore
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.comm.elastic_restart import store_of_attempt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
-from lightning_ddp.launch.elastic_restart import store_of_attempt
 from lightning_ddp.launch.interface import (
     backend_names,
     describe_route,

@@ -22,8 +22,8 @@ import torch
 
 import lightning_ddp.shm.background  # noqa: F401 (its exit handler has to run after that of this module)
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.children import ChildExit, Children
-from lightning_ddp.launch.hydra_parent import publish_to, restore
 from lightning_ddp.launch.interface import is_loopback
 from lightning_ddp.launch.parent_death import launcher_pid, outlive_parent
 from lightning_ddp.launch.reconciliation import LAST_WORDS_S, Reconciliation, limit_last_words
@@ -208,7 +208,7 @@ class Session:
         failure = self._leave(error)
         atexit.unregister(self._at_exit)
         leave_default_group()
-        publish_to(None)
+        jobs.publish_to(None)
         self.store = None
         self.rendezvous.close()
         self.control.restore_handlers()
