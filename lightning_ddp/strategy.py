@@ -36,11 +36,9 @@ from lightning_ddp._lightning import (
     layer_sync,
     optimizers_to_device,
     reset_seed,
-    running_hook,
     set_launcher,
     set_redirection,
     set_training_results,
-    trainer_of,
 )
 from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import collectives
@@ -58,8 +56,8 @@ if TYPE_CHECKING:
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.elastic.recovery import Recovery
+    from lightning_ddp.launch.session import Session
     from lightning_ddp.launch.step_stop import StepStop
-    from lightning_ddp.supervise.failure_record import Where
     from lightning_ddp.supervise.protocol import Form
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
@@ -154,6 +152,7 @@ class CustomDDPStrategy(DDPStrategy):
         TypeError: an argument is unknown.
     """
 
+    _session: Session | None = None
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
     _recovery: Recovery | None = None
@@ -320,14 +319,14 @@ class CustomDDPStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
         from lightning_ddp.launch.init_process_group import join_run
-        from lightning_ddp.launch.reconciliation import current
+        from lightning_ddp.launch.session import session_of_process
 
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None  # set by the Trainer
-        ours = current()
-        ours.where = self._where
+        session = self._session = session_of_process()
         group = join_run(
+            session,
             choose_backend(self),
             environment=self.cluster_environment,
             num_nodes=self.num_nodes,
@@ -337,19 +336,9 @@ class CustomDDPStrategy(DDPStrategy):
             init_method=self._init_method,
             given_store=self._given_store,
         )
-        ours.inspector.set_deadline(self._group_timeout)
-        ours.inspector.compare_before_each(self._debug == "detail")
-        self._group = Group(group, ours.interrupt, transport=self._transport)
-
-    def _where(self) -> Where:
-        """What this rank is doing, for the report of a failure."""
-        from lightning_ddp.supervise.failure_record import Where
-
-        module = self.lightning_module
-        trainer = None if module is None else trainer_of(module)
-        if module is None or trainer is None:
-            return Where()
-        return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
+        session.control.inspector.set_deadline(self._group_timeout)
+        session.control.inspector.compare_before_each(self._debug == "detail")
+        self._group = Group(group, session.control.interrupt, transport=self._transport)
 
     def setup(self, trainer: Trainer) -> None:
         """Places the model, wraps it for fitting, creates optimizers. All ranks call it; communicates."""
@@ -382,7 +371,8 @@ class CustomDDPStrategy(DDPStrategy):
     def _take_over_signals(self, trainer: Trainer) -> None:
         from lightning_ddp.launch.step_stop import StepStop
 
-        self._stopping = self._stopping or StepStop()
+        assert self._session is not None
+        self._stopping = self._stopping or StepStop(self._session)
         self._stopping.attach(trainer)
 
     def set_world_ranks(self) -> None:
@@ -400,20 +390,18 @@ class CustomDDPStrategy(DDPStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _setup_recovery(self, trainer: Trainer) -> None:
-        from lightning_ddp.launch.reconciliation import current
-
-        ours = current()
+        assert self._session is not None
+        ours = self._session.control
         if self._recovery is not None or ours.calls is None:
             return
         from lightning_ddp.elastic.recovery import Recovery
         from lightning_ddp.elastic.refusals import check_training
-        from lightning_ddp.launch.rendezvous import STORE_VARIABLE, handed_down
 
         assert self._stopping is not None
         check_training(
             trainer,
             num_nodes=self.num_nodes,
-            is_external=handed_down(STORE_VARIABLE) is None,
+            is_external=self._session.rendezvous.where is None,
             device_type=self.root_device.type,
         )
         self._recovery = Recovery(ours, trainer, meet=self._meet_again, boundary=self._stopping.check)
@@ -421,15 +409,15 @@ class CustomDDPStrategy(DDPStrategy):
     def _meet_again(self, form: Form) -> Group:
         """Makes the process group of a generation, and what is made of it. All its ranks call it."""
         from lightning_ddp.elastic.regroup import meet_again
-        from lightning_ddp.launch.reconciliation import current
 
-        ours = current()
+        assert self._session is not None
+        ours = self._session.control
         assert ours.calls is not None
         self._world = rank, world_size = ours.calls.member.rank, len(form.members)
         self.set_world_ranks()
         ours.set_while_running({"WORLD_SIZE": str(world_size)})
         group = meet_again(
-            ours,
+            self._session,
             choose_backend(self),
             rank=rank,
             world_size=world_size,
@@ -775,11 +763,7 @@ class CustomDDPStrategy(DDPStrategy):
 
     def _is_alone(self) -> bool:
         """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""
-        if self._group is None:
-            return True
-        from lightning_ddp.launch.reconciliation import current
-
-        return current().is_over
+        return self._group is None or (self._session is not None and self._session.control.is_over)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
@@ -859,9 +843,8 @@ class CustomDDPStrategy(DDPStrategy):
         Args:
             trace: a formatted traceback, or any text; its last line is the message.
         """
-        from lightning_ddp.launch.reconciliation import current
-
-        current().fail(trace)
+        if self._session is not None:
+            self._session.control.fail(trace)
 
     def teardown(self) -> None:
         """Unwraps the model and lets go of its gradients' buckets and of batches. Does not communicate."""

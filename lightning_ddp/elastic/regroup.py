@@ -14,6 +14,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.module_sync import broadcast_coalesced
 from lightning_ddp.launch.reconciliation import Reconciliation
 from lightning_ddp.launch.rendezvous import join_default_group, leave_default_group
+from lightning_ddp.launch.session import Session
 
 __all__ = ["copy_state", "leave", "meet_again"]
 
@@ -34,7 +35,7 @@ def leave(ours: Reconciliation, wrapper: Any | None) -> None:
 
 
 def meet_again(
-    ours: Reconciliation,
+    session: Session,
     backend: str,
     *,
     rank: int,
@@ -45,17 +46,17 @@ def meet_again(
     """Makes the default process group of a new generation. All its ranks call it; it returns once all have.
 
     Args:
-        ours: this process's part in the run; says which generation it is.
+        session: of this process; its control channel says which generation it is.
         backend: 'gloo', 'nccl' ...
         rank: this process's new one.
         world_size: the new number of ranks.
         timeout: of collectives.
         device: this process's.
     """
-    assert ours.calls is not None
+    assert session.control.calls is not None
     with remember_connections():  # the other one was shut down with those of the old group
-        ours.met_at = ours.met_at.clone()
-    store = dist.PrefixStore(f"generation{ours.calls.member.generation}", ours.met_at)
+        session.store = session.store.clone()
+    store = dist.PrefixStore(f"generation{session.control.calls.member.generation}", session.store)
     return join_default_group(
         backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
     )

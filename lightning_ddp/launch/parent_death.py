@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-__all__ = ["PARENT_VARIABLE", "adopt_from_environment", "die_with_parent", "is_child", "outlive_parent"]
+__all__ = ["PARENT_VARIABLE", "adopt_from_environment", "die_with_parent", "launcher_pid", "outlive_parent"]
 
 PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 """Environment variable in which a launcher tells a child its own process id."""
@@ -17,8 +17,8 @@ PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
-_is_tied = threading.Event()
-_may_outlive = threading.Event()
+_tied_to: int | None = None
+"""The launching process. Known when the package is imported, which is before there is a session."""
 
 
 def adopt_from_environment() -> None:
@@ -62,7 +62,8 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: process id of the parent. If it is gone already, this process ends at once.
     """
-    _is_tied.set()
+    global _tied_to
+    _tied_to = parent
     if sys.platform == "linux":
         _set_death_signal(signal.SIGKILL)
     else:
@@ -71,9 +72,9 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def is_child() -> bool:
-    """Whether a launcher of this package started this process."""
-    return _is_tied.is_set()
+def launcher_pid() -> int | None:
+    """The process that has started this one, if that is a launcher of this package."""
+    return _tied_to if _tied_to == os.getppid() else None
 
 
 def outlive_parent() -> None:
@@ -81,7 +82,8 @@ def outlive_parent() -> None:
 
     If it is stopped (SIGSTOP) at that moment, the kernel continues it, so that it can.
     """
-    _may_outlive.set()
+    global _tied_to
+    _tied_to = None
     if sys.platform == "linux":
         _set_death_signal(signal.SIGCONT)
 
@@ -96,5 +98,5 @@ def _set_death_signal(number: int) -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    if not _may_outlive.is_set():
+    if _tied_to == parent:
         os._exit(1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_ddp
-from lightning_ddp.launch.reconciliation import current
+from lightning_ddp.launch.session import session_of_process
 
 warnings.filterwarnings("ignore")
 ORDER: dict[str, Any] = json.loads(sys.argv[1])
@@ -132,7 +132,7 @@ class Ledger(pl.Callback):
     generation = step = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        calls = current().calls
+        calls = session_of_process().control.calls
         self.generation = calls.member.generation if calls is not None else 0
         self.step = trainer.global_step
         note(
