@@ -325,6 +325,7 @@ class CustomDDPStrategy(DDPStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None  # set by the Trainer
         session = self._session = session_of_process()
+        self._check_lost_ranks(session)
         group = join_run(
             session,
             choose_backend(self),
@@ -339,6 +340,16 @@ class CustomDDPStrategy(DDPStrategy):
         session.control.inspector.set_deadline(self._group_timeout)
         session.control.inspector.compare_before_each(self._debug == "detail")
         self._group = Group(group, session.control.interrupt, transport=self._transport)
+
+    def _check_lost_ranks(self, session: Session) -> None:
+        """Refuses a run that needs ranks which this process's session has lost."""
+        calls = session.control.calls
+        if calls is None or self.lightning_module is None:
+            return
+        from lightning_ddp.elastic.refusals import check_next_run
+
+        trainer, generation = self.lightning_module.trainer, calls.member.generation
+        check_next_run(trainer, generation=generation, is_same=self._world is not None)
 
     def setup(self, trainer: Trainer) -> None:
         """Places the model, wraps it for fitting, creates optimizers. All ranks call it; communicates."""
@@ -387,7 +398,8 @@ class CustomDDPStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """To how many ranks a sampler deals, and which one this is."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        arguments = super().distributed_sampler_kwargs
+        return arguments if self._world is None else {**arguments, "num_replicas": self._world[1]}
 
     def _setup_recovery(self, trainer: Trainer) -> None:
         assert self._session is not None

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 from harness import start_script
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.plugins import MixedPrecision
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.elastic.redeal import DealtSampler
+from lightning_ddp.elastic.refusals import check_training
 from lightning_ddp.errors import ConfigurationError
 
 SCRIPT = Path(__file__).parent / "harness" / "shrink_script.py"
@@ -93,15 +96,24 @@ class Ledger:
             assert repeated < 4  # what fills the last batches up
 
 
-def train(folder: Path, **order: Any) -> Ledger:
+def train(folder: Path, refusal: str | None = None, **order: Any) -> Ledger:
     with start_script(SCRIPT, [json.dumps({"folder": str(folder), **order})]) as script:
         result = script.wait()
-        assert result.returncode == 0, script.output()
+        assert result.returncode == (refusal is not None), script.output()
+        assert refusal is None or refusal in script.output()
     return Ledger(folder)
 
 
 def fault(place: int, moment: str, step: int, **more: Any) -> dict[str, Any]:
     return {"place": place, "moment": moment, "step": step, **more}
+
+
+@pytest.mark.parametrize("fits", ["again", pytest.param("with another Trainer", marks=pytest.mark.slow)])
+def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_begins(fits, tmp_path) -> None:
+    order = {"devices": 3, "faults": [fault(1, "forward", 3)], "tests": True, "fits": fits}
+    ledger = train(tmp_path, refusal="ConfigurationError: on_failure='shrink': this script has lost", **order)
+    ledger.check([0, 2])
+    assert {(entry["world_size"], entry["mean"]) for entry in ledger.of("tests")} == {(2, (SAMPLES - 1) / 2)}
 
 
 @pytest.mark.slow
@@ -134,7 +146,7 @@ def test_a_rank_that_is_a_step_behind_copies_the_state(tmp_path) -> None:
         ({"uneven_inputs": "join"}, "agreed over the group"),
         ({"ddp_comm_hook": "fp16"}, "cannot be undone"),
         ({"model_averaging": "post_local_sgd"}, "not at one step"),
-        ({"on_failure": {"name": "shrink", "batch": "global"}}, "not weighted"),
+        ({"on_failure": {"name": "shrink", "batch": "global"}}, "not weighted.* Write batch='rank'"),
         ({"on_failure": {"name": "shrink", "min_worldsize": 2}}, "did you mean 'min_world_size'"),
         ({"on_failure": {"name": "shrink", "max_recoveries": 0}}, "at least 1"),
         ({"on_failure": "shrnk"}, "there are 'stop', 'shrink'"),
@@ -145,6 +157,27 @@ def test_a_rank_that_is_a_step_behind_copies_the_state(tmp_path) -> None:
 def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         CustomDDPStrategy(**{"on_failure": "shrink", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "reason"),
+    [
+        ({}, {"num_nodes": 2}, "of another host"),
+        ({}, {"is_external": True}, "torchrun or SLURM"),
+        ({}, {"device_type": "cuda"}, "communicators of NCCL"),
+        ({"plugins": MixedPrecision("16-mixed", "cpu")}, {}, "GradScaler.* Write precision='bf16-mixed'"),
+        ({"limit_train_batches": 3}, {}, "batches of the ranks there were at first"),
+        ({"overfit_batches": 1}, {}, "batches of the ranks there were at first"),
+        ({"reload_dataloaders_every_n_epochs": 1}, {}, "new loaders"),
+    ],
+    ids=str,
+)
+def test_a_trainer_that_cannot_be_exact_is_refused_as_training_starts(options, place, reason) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+    trainer.strategy.connect(pl.LightningModule())
+    where = {"num_nodes": 1, "is_external": False, "device_type": "cpu"}
+    with pytest.raises(ConfigurationError, match=f"{reason}.*on_failure='stop'"):
+        check_training(trainer, **{**where, **place})
 
 
 def test_a_rest_is_dealt_once_to_each_number_of_ranks() -> None:

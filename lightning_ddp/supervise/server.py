@@ -378,7 +378,7 @@ class ControlServer:
 
     def _renumbered(self, record: FailureRecord) -> FailureRecord:
         """A record of a launcher, which knows places."""
-        known = self._identities.get(record.rank)
+        known = None if self._membership is None else self._identities.get(record.rank)
         return record if known is None else replace(record, rank=known.rank)
 
     def _has_met_its_end(self, record: FailureRecord) -> bool:

@@ -24,6 +24,7 @@ warnings.filterwarnings("ignore")
 ORDER: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(ORDER["folder"])
 PLACE = int(os.environ.get("LOCAL_RANK", "0"))
+NOTED: set[str] = set()
 NUM_SAMPLES = ORDER.get("samples", 96)
 
 
@@ -43,6 +44,7 @@ def die_if(moment: str, step: int) -> None:
 
 def note(**entry: Any) -> None:
     """A line in this place's ledger."""
+    NOTED.add(entry["event"])
     descriptor = os.open(FOLDER / f"ledger-{PLACE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, (json.dumps({"place": PLACE, **entry}) + "\n").encode())
     os.close(descriptor)
@@ -113,6 +115,9 @@ class Model(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         die_if("validation", self.global_step)
         self.log("val", self.net(batch[0]).mean(), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", batch[1].float().mean(), sync_dist=True, batch_size=len(batch[1]))
 
     def on_after_backward(self) -> None:
         die_if("after backward", self.global_step)
@@ -186,28 +191,39 @@ class Ledger(pl.Callback):
         note(event="excepts", text=str(exception))
 
 
-def main() -> None:
-    """One fit."""
-    pl.seed_everything(1, verbose=False)
-    data, model = Samples(), Model()
-    data.module = model
-    trainer = pl.Trainer(
+def new_trainer() -> pl.Trainer:
+    """As the order says."""
+    return pl.Trainer(
         accelerator="cpu",
         devices=ORDER.get("devices", 4),
         strategy=lightning_ddp.CustomDDPStrategy(
             bucket_cap_mb_list=[0.0001], **{"on_failure": "shrink", **ORDER.get("strategy", {})}
         ),
-        callbacks=[Ledger()],
+        callbacks=[Ledger()] if "ends" not in NOTED else [],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_epochs": 2, "num_sanity_val_steps": 0, **ORDER.get("trainer", {})},
     )
+
+
+def main() -> None:
+    """A fit, and what the order says of after it."""
+    pl.seed_everything(1, verbose=False)
+    data, model = Samples(), Model()
+    data.module = model
+    trainer = new_trainer()
     loader = DataLoader(data, batch_size=4, shuffle=True, **ORDER.get("loader", {}))
     evaluated = DataLoader(Samples(), batch_size=4) if ORDER.get("validates") else None
     trainer.fit(model, loader, evaluated)
     note(event="ends", step=trainer.global_step)
+    if "tests" in ORDER:
+        (means,) = trainer.test(model, DataLoader(Samples(), batch_size=4), verbose=False)
+        note(event="tests", mean=means["test"], world_size=trainer.world_size)
+    if "fits" in ORDER:
+        trainer.callbacks.clear()
+        (trainer if ORDER["fits"] == "again" else new_trainer()).fit(model, loader)
 
 
 if __name__ == "__main__":
