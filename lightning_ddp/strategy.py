@@ -143,8 +143,8 @@ class CustomDDPStrategy(DDPStrategy):
             what it is for, shapes, dtypes, order. A difference is an error on all ranks before any data
             moves. It costs a round trip a collective. None, the default, compares when a collective passes
             its deadline (`timeout`).
-        on_failure: 'stop' ends the run on all ranks. 'shrink' goes on in the same `fit` with the ranks that
-            are left, from the step that was interrupted, with the rest of the epoch dealt over them. A
+        on_failure: 'stop' ends the run on all ranks; 'shrink' goes on in the same `fit` with those that are
+            left. It does from the step that was interrupted, with the rest of the epoch dealt over them. A
             mapping with `name` and options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
 
     Raises:

@@ -127,6 +127,13 @@ def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit", "stop"])
+def test_a_process_that_ends_with_code_0_or_is_stopped_is_lost_as_well(how, tmp_path) -> None:
+    ledger = train(tmp_path, devices=3, faults=[fault(2, "forward", 3, how=how)], stall_s=5.0)
+    ledger.check([0, 1])
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_a_step_behind_copies_the_state(tmp_path) -> None:
     """Rank 3 dies when its optimizer steps, as do others; rank 1 has its means on the way, and sleeps."""
     order = {"late": [1, 3], "strategy": {"transport": "gloo"}}
@@ -165,7 +172,12 @@ def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
         ({}, {"num_nodes": 2}, "of another host"),
         ({}, {"is_external": True}, "torchrun or SLURM"),
         ({}, {"device_type": "cuda"}, "communicators of NCCL"),
-        ({"plugins": MixedPrecision("16-mixed", "cpu")}, {}, "GradScaler.* Write precision='bf16-mixed'"),
+        pytest.param(
+            {"plugins": MixedPrecision("16-mixed", "cpu")},
+            {},
+            "GradScaler.* Write precision='bf16-mixed'",
+            id="16-mixed",
+        ),
         ({"limit_train_batches": 3}, {}, "batches of the ranks there were at first"),
         ({"overfit_batches": 1}, {}, "batches of the ranks there were at first"),
         ({"reload_dataloaders_every_n_epochs": 1}, {}, "new loaders"),

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -193,11 +194,14 @@ class Ledger(pl.Callback):
 
 def new_trainer() -> pl.Trainer:
     """As the order says."""
+    stall_timeout = timedelta(seconds=ORDER["stall_s"]) if "stall_s" in ORDER else None
     return pl.Trainer(
         accelerator="cpu",
         devices=ORDER.get("devices", 4),
         strategy=lightning_ddp.CustomDDPStrategy(
-            bucket_cap_mb_list=[0.0001], **{"on_failure": "shrink", **ORDER.get("strategy", {})}
+            bucket_cap_mb_list=[0.0001],
+            stall_timeout=stall_timeout,
+            **{"on_failure": "shrink", **ORDER.get("strategy", {})},
         ),
         callbacks=[Ledger()] if "ends" not in NOTED else [],
         logger=False,
