@@ -66,8 +66,7 @@ def install(on_composed: OnComposed, on_job_start: Callable[[Any], None], on_job
         on_job_start: called with the configuration of a job, when Hydra has written its files.
         on_job_end: ends the run of the job, in the job's thread.
     """
-    child = sys.modules.get("lightning_ddp.launch.hydra_child")
-    if child is not None and child.is_prepared():  # in a child of a run, whose Hydra is changed already
+    if _is_child():
         return
     after_import("omegaconf.base", resolved.install)
     after_import("hydra.core.hydra_config", lambda module: _watch_jobs(module, on_composed))
@@ -76,13 +75,20 @@ def install(on_composed: OnComposed, on_job_start: Callable[[Any], None], on_job
     after_import("hydra._internal.hydra", _watch_compositions)
 
 
+def _is_child() -> bool:
+    """Whether this is a child of a run, whose Hydra is changed already or will be."""
+    child = sys.modules.get("lightning_ddp.launch.hydra_child")
+    return child is not None and child.is_prepared()
+
+
 def _watch_jobs(module: types.ModuleType, on_composed: OnComposed) -> None:
     kind: Any = module.HydraConfig
     original = kind.set_config
 
     def set_config(self: Any, cfg: Any) -> None:
         resolved.attach(cfg)  # before the job copies it: the copies share the cache
-        on_composed(cfg, is_sweep=False)
+        if not _is_child():  # forked after the package was imported
+            on_composed(cfg, is_sweep=False)
         original(self, cfg)
 
     kind.set_config = set_config

@@ -35,7 +35,7 @@ from lightning_ddp.launch.children import describe_exit
 from lightning_ddp.launch.hydra_parent import job_config, publish_to
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
-from lightning_ddp.launch.prelude import begin_run, child_environment
+from lightning_ddp.launch.prelude import begin_run
 from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
 from lightning_ddp.launch.rendezvous import (
     STORE_VARIABLE,
@@ -158,7 +158,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 settings=self._settings,
             )
         self._run_children(launched, command, first_rank, handed)
-        self.procs = launched.children.procs
+        self.procs = launched.children.procs  # type: ignore[assignment]  # of a supervisor, perhaps
 
     def _command_of(self, where: str, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
@@ -171,7 +171,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     ) -> None:
         common = {**os.environ, **handed, PARENT_VARIABLE: str(os.getpid())}
         for local_rank in range(1, self.num_processes):
-            env = child_environment({**common, "LOCAL_RANK": str(local_rank)})
+            env = {**common, "LOCAL_RANK": str(local_rank)}
             log = command.log_of(first_rank + local_rank)
             if log is not None:
                 launched.logs[local_rank] = log

@@ -36,7 +36,7 @@ from lightning_ddp.errors import CollectiveError, ConfigurationError, LightningD
 from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.hydra_parent import restore
 from lightning_ddp.launch.interface import is_loopback
-from lightning_ddp.launch.parent_death import outlive_parent
+from lightning_ddp.launch.parent_death import is_gone, launcher_pid, outlive_parent
 from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, handed_down
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.supervise.client import ServerAddress, Watch
@@ -212,8 +212,8 @@ class Reconciliation:
                 self.interrupt.check()
                 time.sleep(_LOOK_EVERY_S)
             server = _find_server(store)
-            self._parent_pid = os.getppid() if is_child else None
-            parent = Identity(rank=-1, node_rank=identity.node_rank, pid=os.getppid()) if is_child else None
+            self._parent_pid = pid = launcher_pid() if is_child else None
+            parent = Identity(rank=-1, node_rank=identity.node_rank, pid=pid) if pid is not None else None
             if parent is not None and (parent.pid, parent.host) == (
                 server.identity.pid,
                 server.identity.host,
@@ -343,7 +343,7 @@ class Reconciliation:
         """
         grace_s = self._settings.failure_grace_s
         for number in (signal.SIGCONT, signal.SIGKILL):
-            if watch.wait_for_verdict(grace_s / 2) is not None or os.getppid() != launcher.pid:
+            if watch.wait_for_verdict(grace_s / 2) is not None or is_gone(launcher.pid):
                 return
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(launcher.pid, number)
@@ -539,7 +539,7 @@ class Reconciliation:
             self._wake_parent()
 
     def _wake_parent(self) -> None:
-        if self._parent_pid is not None and self._parent_pid == os.getppid():
+        if self._parent_pid is not None and not is_gone(self._parent_pid):
             with suppress(ProcessLookupError):  # it ends at this very moment
                 os.kill(self._parent_pid, signal.SIGCONT)
 
