@@ -38,6 +38,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from lightning_ddp._lightning import ROOTS, read_rank_again
 from lightning_ddp.launch.parent_death import end_with, tie_to_supervisor
 
@@ -392,6 +394,7 @@ def _prepare(program: _Program) -> None:
     sys.orig_argv = [sys.executable, *flag, *sys.argv]
     importlib.invalidate_caches()
     multiprocessing.current_process().authkey = os.urandom(32)
+    torch.default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if sys.stdout is not None:
