@@ -53,6 +53,7 @@ _IMPORTED = (
 _RARE = (100_000, 10, 10)
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "LD_", "PYTHON")
 """Variables that the interpreter, torch, OpenMP or the allocator have read when the supervisor began."""
+_SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
 _PASSED_ON = {
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
     *(signal.SIGALRM, signal.SIGCONT, signal.SIGXCPU),
@@ -523,8 +524,10 @@ def fork_child(
     program = _Program.of(command)
     if _rank_0 is None or _rank_0.pid != os.getpid() or program is None:
         return None
-    names = sorted({name for name in {*env, *_rank_0.environment} if name.startswith(_READ_AT_IMPORT)})
-    changed = tuple(name for name in names if env.get(name) != _rank_0.environment.get(name))
+    names = {
+        name for name in {*env, *_rank_0.environment} - _SET_BY_IMPORTS if name.startswith(_READ_AT_IMPORT)
+    }
+    changed = tuple(sorted(name for name in names if env.get(name) != _rank_0.environment.get(name)))
     if changed:
         _explain_start(changed)
         return None
