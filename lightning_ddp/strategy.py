@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 UnevenInputs = Literal["error", "join"]
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_START_METHODS = get_args(StartMethod)
 _UNEVEN_INPUTS = (None, "error", "join")
 _DEBUG_LEVELS = (None, "detail")
 _log = logging.getLogger("lightning_ddp")

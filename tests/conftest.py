@@ -24,8 +24,14 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("patient")
 
-# Set by the machinery, not by the test: pytest's own, and what torch and its OpenMP set at import.
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+# Set by the machinery, not by the test: pytest's own, and what torch, its OpenMP and Lightning set at import.
+_NOT_OURS = {
+    "PYTEST_CURRENT_TEST",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+}
 _ENDING_GRACE_S = 2.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import socket
 import struct
@@ -135,6 +136,18 @@ def test_a_record_becomes_the_error_and_the_report() -> None:
     assert lines[0].startswith("lightning_ddp: rank 2 (node 1, host gpu-07, pid 41) failed first")
     assert lines[1:3] == ["  step 18 in training_step", "  ValueError: expected 3 channels"]
     assert lines[-1] == "ValueError: expected 3 channels"
+
+
+def test_a_report_leaves_out_frames_of_packages_but_the_last() -> None:
+    def of_the_user(text: str) -> object:
+        return json.loads("{")
+
+    try:
+        json.loads("[1]", parse_int=of_the_user)
+    except ValueError as error:
+        record = FailureRecord.of_exception(error, Identity(rank=1, node_rank=0), Where())
+    _, *places = re.findall(r"in \w+$|\.\.\. .*$", render(record), re.MULTILINE)  # the first is this function
+    assert places == ["... 3 frames of python", "in of_the_user", "... 2 frames of python", "in raw_decode"]
 
 
 def sent(record: FailureRecord) -> FailureRecord:

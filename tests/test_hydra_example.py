@@ -42,7 +42,7 @@ def test_every_experiment_composes_and_its_sweep_names_strategies_that_exist(pat
 
 
 def test_the_lines_of_the_readme_compose():
-    lines = (FOLDER.parents[1] / "README.md").read_text().splitlines()
+    lines = (FOLDER.parents[1] / "lightning_ddp/conf/README.md").read_text().splitlines()
     commands = [shlex.split(line) for line in lines if re.match(r"[^#`]*\bexamples/hydra/train\.py\b", line)]
     assert len(commands) == 6
     for words in commands:

@@ -1,4 +1,4 @@
-"""README.md says what is true: its code runs, its commands exist, its tables list what the package has."""
+"""README.md and the pages are true: code runs, commands and links lead somewhere, tables are complete."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ import torch
 from harness import run_script
 
 import lightning_ddp
+from lightning_ddp import available_variants
 from lightning_ddp.averaging import available_averagers
 from lightning_ddp.cli import build_parser
+from lightning_ddp.conf.options import options_of_signature
 from lightning_ddp.hooks import available_hooks
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+PACKAGE = ROOT / "lightning_ddp"
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", PACKAGE / "README.md", *sorted(PACKAGE.glob("*/README.md")))
+}
+README = PAGES["README.md"]
 TEST_COMMAND = "pip install -r tests/requirements.txt && pytest"
 EXAMPLE_COMMAND = "pip install -r examples/requirements.txt && python examples/train_digits.py"
 
@@ -26,6 +33,7 @@ EXAMPLE_COMMAND = "pip install -r examples/requirements.txt && python examples/t
 class Block:
     """A fenced block. `note` is the HTML comment before it: `needs: 8 GPUs`, `run with: torchrun ...`."""
 
+    page: str
     language: str
     code: str
     note: str
@@ -42,24 +50,36 @@ class Block:
 
 
 BLOCKS = [
-    Block(note=note, language=language, code=code)
+    Block(page=page, note=note, language=language, code=code)
+    for page, text in PAGES.items()
     for note, language, code in re.findall(
-        r"^(?:<!-- (.*?) -->\n)?```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL
+        r"^(?:<!-- (.*?) -->\n)?```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
     )
 ]
 PYTHON_BLOCKS = [block for block in BLOCKS if block.language == "python"]
 COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.code.splitlines()]
 
 
-def rows_of_table(heading: str) -> list[str]:
-    """The first column of the table under a line that begins with `heading`."""
-    table = re.search(rf"^{re.escape(heading)}.*?\n\n\|.*?\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE)
-    assert table, f"no table under {heading!r}"
-    return [name for row in table[1].splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+def table_under(page: str, heading: str) -> str:
+    """The rows of the first table of a page after a line that begins with `heading`."""
+    after = re.split(rf"^{re.escape(heading)}", PAGES[page], maxsplit=1, flags=re.MULTILINE)[1]
+    table = re.search(r"^\|.*\n\|[-|]+\n((?:\|.*\n)+)", after, re.MULTILINE)
+    assert table, f"no table under {heading!r} in {page}"
+    return table[1]
+
+
+def rows_of_table(page: str, heading: str) -> list[str]:
+    """The names in the first column of that table."""
+    rows = table_under(page, heading).splitlines()
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def test_readme_is_short_enough_to_be_read():
+    assert len(README.splitlines()) <= 170
 
 
 def test_every_block_is_found_and_its_note_understood():
-    assert len(BLOCKS) == README.count("```") / 2
+    assert len(BLOCKS) == sum(text.count("```") for text in PAGES.values()) / 2
     assert PYTHON_BLOCKS
     assert [block.note for block in BLOCKS if block.note and not (block.num_gpus or block.launcher)] == []
 
@@ -78,7 +98,7 @@ def test_a_python_block_runs(block):
 
 @pytest.mark.parametrize("block", [b for b in PYTHON_BLOCKS if b.num_gpus > torch.cuda.device_count()])
 def test_a_python_block_for_more_gpus_than_there_are_says_how_many_there_are(block):
-    compile(block.code, "README.md", "exec")
+    compile(block.code, block.page, "exec")
     result = run_script(block.code)
     assert result.returncode != 0
     last_line = result.stderr.strip().splitlines()[-1]
@@ -105,14 +125,40 @@ def test_every_command_of_the_package_is_one_that_it_has():
         build_parser().parse_args(shlex.split(command)[3:])
 
 
-def test_the_table_of_strategies_lists_the_registered_names():
-    assert sorted(rows_of_table("Strategies (")) == sorted(lightning_ddp.available_variants())
+def test_the_tables_of_names_list_what_the_package_has():
+    package = "lightning_ddp/README.md"
+    assert sorted(rows_of_table(package, "## Names of strategies")) == sorted(available_variants())
+    assert sorted(rows_of_table(package, "## Public names")) == sorted(lightning_ddp.__all__)
+    for page, heading in (
+        ("README.md", "A [communication hook]"),
+        ("lightning_ddp/hooks/README.md", "## Names"),
+    ):
+        assert sorted(rows_of_table(page, heading)) == sorted(available_hooks())
+    for page, heading in (("README.md", "An [averager]"), ("lightning_ddp/averaging/README.md", "## Names")):
+        assert sorted(rows_of_table(page, heading)) == sorted(available_averagers())
 
 
-def test_the_tables_of_hooks_and_averagers_list_the_catalogues():
-    assert sorted(rows_of_table("Communication hooks")) == sorted(available_hooks())
-    assert sorted(rows_of_table("Averagers")) == sorted(available_averagers())
+def test_the_table_of_arguments_is_the_docstring_of_the_strategy():
+    given_by_the_trainer = ("accelerator", "parallel_devices", "precision_plugin")
+    expected = {
+        f"`{option.name}`": [f"`{option.default}`", option.description.split(". ")[0].rstrip(".")]
+        for option in options_of_signature(lightning_ddp.CustomDDPStrategy, without=given_by_the_trainer)
+    }
+    rows = table_under("lightning_ddp/README.md", "## Arguments of the strategy").splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    assert {name: [default, meaning] for name, default, meaning, _ in cells} == expected
 
 
-def test_the_table_of_public_names_lists_what_the_package_exports():
-    assert sorted(rows_of_table("Public names")) == sorted(lightning_ddp.__all__)
+def headings(text: str) -> set[str]:
+    """What GitHub makes of the headings of a page, as ends of links."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        path, _, heading = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not heading or heading in headings(target.read_text()), link

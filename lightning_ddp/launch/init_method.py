@@ -47,7 +47,7 @@ def check_meeting_place(init_method: str | None, store: Any | None, start_method
         raise ConfigurationError(f"init_method={init_method!r} and a store: the ranks meet in one place only")
     if not isinstance(store, dist.Store):
         raise ConfigurationError(f"store={store!r} is no torch.distributed.Store")
-    if start_method != "popen":
+    if start_method in ("spawn", "fork", "forkserver"):
         raise ConfigurationError(
             f"store with start_method={start_method!r}: a store cannot be sent to a new process. Use"
             " start_method='popen', where each process runs the script and makes its own, or init_method."

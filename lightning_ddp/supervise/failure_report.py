@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from itertools import groupby
 from pathlib import Path
 
 from lightning_ddp.supervise.failure_record import FailureRecord
@@ -12,6 +14,10 @@ __all__ = ["render", "write_error_file"]
 
 _LATER_S = 60
 """torchelastic reports the earliest of a node; a survivor must not be taken for the cause."""
+
+_FRAME = re.compile(r'^  File "(.+)", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
+_SITE_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
+_FOLDERS = {str(Path(__file__).parents[1]): "lightning_ddp", str(Path(os.__file__).parent): "python"}
 
 
 def render(record: FailureRecord) -> str:
@@ -26,8 +32,36 @@ def render(record: FailureRecord) -> str:
     cause = f"{record.exception_type}: {record.message}" if record.exception_type else record.message
     lines.append(f"  {cause}")
     if record.traceback:
-        lines.append(f"Traceback of {name}:\n{record.traceback.rstrip()}")
+        lines.append(f"Traceback of {name}:\n{_shortened(record.traceback).rstrip()}")
     return "\n".join(lines) + "\n"
+
+
+def _shortened(traceback: str) -> str:
+    """A traceback in which one line stands for the frames of packages before one of the user, or the last."""
+    pieces: list[tuple[str, str]] = []  # package, or "" for what is kept; text
+    end = 0
+    for frame in _FRAME.finditer(traceback):
+        pieces.append(("", traceback[end : frame.start()]))
+        end = frame.end()
+        is_followed = traceback.startswith(("  File ", "  [Previous "), end)
+        pieces.append((_package_of(frame[1]) if is_followed else "", frame[0]))
+    pieces.append(("", traceback[end:]))
+    pieces = [piece for piece in pieces if piece[1]]
+    return "".join(_piece(kind, list(group)) for kind, group in groupby(pieces, lambda piece: bool(piece[0])))
+
+
+def _package_of(file: str) -> str:
+    """The installed package that a file belongs to; "" for one of the user's."""
+    found = _SITE_PACKAGE.search(file)
+    if found:
+        return found[1]
+    return next((name for folder, name in _FOLDERS.items() if file.startswith(folder + os.sep)), "")
+
+
+def _piece(is_left_out: bool, pieces: list[tuple[str, str]]) -> str:
+    if not is_left_out or len(pieces) == 1:
+        return "".join(text for _, text in pieces)
+    return f"  ... {len(pieces)} frames of {', '.join(dict.fromkeys(package for package, _ in pieces))}\n"
 
 
 def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
