@@ -8,10 +8,9 @@ Hydra; it imports neither. In a child of its launcher it ties the process's life
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_ddp.conf.store import install as install_configuration
+from lightning_ddp.conf import store
 from lightning_ddp.errors import PeerFailure
-from lightning_ddp.launch.hydra_parent import install as watch_hydra
-from lightning_ddp.launch.job_events import agree_before_job, end_job, give_files_back
+from lightning_ddp.hydra_jobs import install as extend_hydra
 from lightning_ddp.launch.parent_death import adopt_from_environment
 from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
 from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
@@ -79,6 +78,5 @@ if not TYPE_CHECKING:  # a checker that saw it would accept any name
 
 
 adopt_from_environment()
-watch_hydra(on_composed=agree_before_job, on_job_start=give_files_back, on_job_end=end_job)
 register_builtin_variants()
-install_configuration()
+extend_hydra(store)

@@ -96,7 +96,6 @@ __all__ = [
     "sigterm_exception",
     "stop_exceptions",
     "teardown_trainer",
-    "trainer_of",
 ]
 
 C = TypeVar("C", bound=type)
@@ -469,12 +468,6 @@ def note_sigterm(trainer: Trainer) -> None:
 
 
 # ---------------------------------------------------------------------- the module
-
-
-def trainer_of(module: LightningModule) -> Trainer | None:
-    """The Trainer that a module is attached to: `_trainer`; the public name raises where there is none."""
-    trainer: Trainer | None = _get(module, "_trainer")
-    return trainer
 
 
 def running_hook(module: LightningModule) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_ddp._lightning import Callback, LightningModule, Trainer, batches_that_stepped
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.launch.reconciliation import current
+from lightning_ddp.launch.session import session_of_process
 from lightning_ddp.telemetry.lateness import Lateness, SlowRanks, lateness
 from lightning_ddp.telemetry.recording import Recording, save
 from lightning_ddp.telemetry.step_record import StepRecord, StepRecorder
@@ -199,7 +199,7 @@ class _Exchange:
         self._world_size = world_size
         self._windows: dict[int, dict[int, list[int | None]]] = {}
         self._lock = threading.Lock()
-        self._inspector = current().inspector
+        self._inspector = session_of_process().control.inspector
         if is_first:
             self._inspector.listen(_TOPIC, self._hear)
 

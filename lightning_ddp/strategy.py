@@ -36,11 +36,9 @@ from lightning_ddp._lightning import (
     layer_sync,
     optimizers_to_device,
     reset_seed,
-    running_hook,
     set_launcher,
     set_redirection,
     set_training_results,
-    trainer_of,
 )
 from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import collectives
@@ -57,8 +55,8 @@ if TYPE_CHECKING:
     # the other processes have been started, and do not wait for that. Together they take 25 ms.
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
+    from lightning_ddp.launch.session import Session
     from lightning_ddp.launch.step_stop import StepStop
-    from lightning_ddp.supervise.failure_record import Where
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
@@ -149,6 +147,7 @@ class CustomDDPStrategy(DDPStrategy):
         TypeError: an argument is unknown.
     """
 
+    _session: Session | None = None
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
     _resumed_from: Any = None
@@ -301,14 +300,14 @@ class CustomDDPStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
         from lightning_ddp.launch.init_process_group import join_run
-        from lightning_ddp.launch.reconciliation import current
+        from lightning_ddp.launch.session import session_of_process
 
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None  # set by the Trainer
-        ours = current()
-        ours.where = self._where
+        session = self._session = session_of_process()
         group = join_run(
+            session,
             choose_backend(self),
             environment=self.cluster_environment,
             num_nodes=self.num_nodes,
@@ -318,19 +317,9 @@ class CustomDDPStrategy(DDPStrategy):
             init_method=self._init_method,
             given_store=self._given_store,
         )
-        ours.inspector.set_deadline(self._group_timeout)
-        ours.inspector.compare_before_each(self._debug == "detail")
-        self._group = Group(group, ours.interrupt, transport=self._transport)
-
-    def _where(self) -> Where:
-        """What this rank is doing, for the report of a failure."""
-        from lightning_ddp.supervise.failure_record import Where
-
-        module = self.lightning_module
-        trainer = None if module is None else trainer_of(module)
-        if module is None or trainer is None:
-            return Where()
-        return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
+        session.control.inspector.set_deadline(self._group_timeout)
+        session.control.inspector.compare_before_each(self._debug == "detail")
+        self._group = Group(group, session.control.interrupt, transport=self._transport)
 
     def setup(self, trainer: Trainer) -> None:
         """Places the model, wraps it for fitting, creates optimizers. All ranks call it; communicates."""
@@ -362,7 +351,8 @@ class CustomDDPStrategy(DDPStrategy):
     def _take_over_signals(self, trainer: Trainer) -> None:
         from lightning_ddp.launch.step_stop import StepStop
 
-        self._stopping = self._stopping or StepStop()
+        assert self._session is not None
+        self._stopping = self._stopping or StepStop(self._session)
         self._stopping.attach(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
@@ -682,11 +672,7 @@ class CustomDDPStrategy(DDPStrategy):
 
     def _is_alone(self) -> bool:
         """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""
-        if self._group is None:
-            return True
-        from lightning_ddp.launch.reconciliation import current
-
-        return current().is_over
+        return self._group is None or (self._session is not None and self._session.control.is_over)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
@@ -766,9 +752,8 @@ class CustomDDPStrategy(DDPStrategy):
         Args:
             trace: a formatted traceback, or any text; its last line is the message.
         """
-        from lightning_ddp.launch.reconciliation import current
-
-        current().fail(trace)
+        if self._session is not None:
+            self._session.control.fail(trace)
 
     def teardown(self) -> None:
         """Unwraps the model and lets go of its gradients' buckets and of batches. Does not communicate."""

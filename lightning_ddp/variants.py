@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ddp._lightning import ROOTS, accept_strategies, explain_refusals
 from lightning_ddp.errors import ConfigurationError, unknown_argument
-from lightning_ddp.launch.import_hook import after_import
+from lightning_ddp.import_hook import after_import
 from lightning_ddp.strategy import CustomDDPStrategy
 
 __all__ = [

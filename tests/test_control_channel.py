@@ -22,7 +22,7 @@ import torch.distributed as dist
 from harness import run_ranks
 
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
-from lightning_ddp.launch.reconciliation import _find_server, open_server
+from lightning_ddp.launch.session import Session
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.failure_report import render
@@ -766,19 +766,20 @@ def test_the_token_is_in_the_environment_or_in_the_store(monkeypatch, has_token)
     store, identity = dist.HashStore(), Identity(rank=0, node_rank=0)
     if has_token:
         monkeypatch.setenv("LIGHTNING_DDP_TOKEN", TOKEN)
-    server = open_server(
+    session = Session()
+    server = session.open_server(
         "127.0.0.1", store, identity=identity, world_size=2, num_nodes=2, settings=ReconcileSettings()
     )
     try:
         assert (TOKEN.encode() in store.get("lightning_ddp/control_server")) is False
-        assert server.token == (TOKEN if has_token else _find_server(store).token)
+        assert server.token == (TOKEN if has_token else session.find_server(store).token)
         if has_token:
             monkeypatch.delenv("LIGHTNING_DDP_TOKEN")
         else:
             monkeypatch.setenv("LIGHTNING_DDP_TOKEN", TOKEN)
         words = "set for rank 0 and not here" if has_token else "set here and not for rank 0"
         with pytest.raises(ConfigurationError, match=f"LIGHTNING_DDP_TOKEN is {words}: set it to the same"):
-            _find_server(store)
+            session.find_server(store)
     finally:
         server.close()
 

@@ -30,7 +30,8 @@ from user_script import ALL, order, read_notes, wait_for_notes
 from lightning_ddp.comm import collectives
 from lightning_ddp.encoding import codecs, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError, PeerFailure
-from lightning_ddp.launch.reconciliation import Reconciliation, _is_of_backend
+from lightning_ddp.launch.reconciliation import _is_of_backend
+from lightning_ddp.launch.session import Session
 from lightning_ddp.shm import arena
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.protocol import Failed, Hello, pack
@@ -178,7 +179,7 @@ def check_report(result: ScriptResult, fault: str, victim: int, moment: str) -> 
 
 def test_gloo_does_not_end_a_process_that_unwinds_from_a_failure() -> None:
     """Its thread finds the connections broken, and aborts the process when this returns."""
-    ours = Reconciliation()
+    ours = Session().control
     ours._settings = replace(ours._settings, failure_grace_s=0.3)
     ours.interrupt.set(FailureRecord(rank=0, message="gone").to_error(1))
     start = time.monotonic()
@@ -445,7 +446,7 @@ def test_a_rank_hears_of_the_end_of_its_launcher_whose_process_id_is_gone_alread
     launcher = subprocess.Popen([sys.executable, "-c", ""])
     launcher.wait()
     monkeypatch.setattr(os, "getppid", lambda: launcher.pid)  # it ends between this and what is sent to it
-    ours = Reconciliation()
+    ours = Session().control
     ours._parent_pid = launcher.pid
     record = FailureRecord.of_identity(Identity(rank=0, node_rank=0, pid=launcher.pid), GONE)
 

@@ -19,7 +19,7 @@ from harness import ScriptResult, run_script
 from harness.scripts import ROOT
 from omegaconf import OmegaConf
 
-from lightning_ddp.launch.hydra_job import HandedConfig
+from lightning_ddp.hydra_jobs.handover import pack, unpack
 
 TESTS = ROOT / "tests"
 DEADLINE_S = 300.0
@@ -144,7 +144,7 @@ def test_a_class_whose_module_was_executed_again_is_handed_over_by_its_name(tmp_
     config = OmegaConf.create({"hydra": {"launcher": first.Conf}})
     monkeypatch.delitem(sys.modules, name)
     second = importlib.import_module(name)
-    received = HandedConfig.of(config, "the configuration").unpack()
+    received = unpack(pack(config, "the configuration"))
     assert received == config
     assert OmegaConf.get_type(config.hydra.launcher) is first.Conf
     assert OmegaConf.get_type(received.hydra.launcher) is second.Conf
@@ -174,9 +174,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_job_that_submitit_runs_in_a_process_of_its_own_starts_its_ranks(tmp_path) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["imported first", "imported in the job"])
+def test_a_job_that_submitit_runs_in_a_process_of_its_own_starts_its_ranks(tmp_path, is_late) -> None:
     args = ["-m", "hydra/launcher=submitit_local", "+x=3,4", "hydra.sweep.dir=sweep"]
-    (tmp_path / "app.py").write_text(ELSEWHERE)
+    program, line = ELSEWHERE, "import lightning_ddp\n"
+    if is_late:
+        program = program.replace(line, "").replace("    trainer =", f"    {line}    trainer =")
+    (tmp_path / "app.py").write_text(program)
     run_script(tmp_path / "app.py", args, timeout_s=DEADLINE_S, cwd=tmp_path, fresh=True).check()
     found = {
         str(path.relative_to(tmp_path / "sweep")): path.read_text() for path in tmp_path.rglob("trained-*")
@@ -259,6 +263,47 @@ def test_a_job_s_overrides_folders_and_name_reach_all_ranks(tmp_path) -> None:
     assert not (tmp_path / "outputs").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["naïve.log", "ranks"]
     assert "a line of rank 1" not in (folder / "naïve.log").read_text()
+
+
+LATE = """
+import os
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+
+resolved = {name: f"${{{name}_of_a_test:}}" for name in ("cached", "drawn")}
+ConfigStore.instance().store("late", {"number": 0, "before": "${now:%f}", "after": "${now:%S%f}", **resolved})
+
+@hydra.main(version_base="1.3", config_path=None, config_name="late")
+def main(cfg):
+    seen = {"port_before": os.environ.get("MASTER_PORT"), "early": cfg.before}
+    from hydra_app.training import OmegaConf, fit, note, random, values_of  # which imports the package
+    draw = random.SystemRandom().random
+    OmegaConf.register_new_resolver("cached_of_a_test", draw, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("drawn_of_a_test", draw, replace=True)
+    chosen = hydra.compose(overrides=["+lightning_ddp/strategy@strategy=powersgd"]).strategy
+    seen |= {**fit(), "values": values_of(cfg), "hook": chosen.ddp_comm_hook.name}
+    note(f"job-{cfg.number}", {**seen, "output_dir": HydraConfig.get().runtime.output_dir})
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_job_that_imports_the_package_is_handed_over_as_well_and_its_run_ends_with_it(tmp_path) -> None:
+    run = Run(tmp_path, LATE, ["-m", "number=0,1"], nodes=[Node(fresh=True)]).check()
+    jobs = list(run.jobs().values())
+    assert len(jobs) == 2
+    for number, notes in enumerate(jobs):
+        assert sorted(notes) == [0, 1]
+        assert notes[0]["values"] == notes[1]["values"]
+        assert notes[0]["values"]["number"] == number
+        assert notes[0]["values"]["before"] == notes[0]["early"]
+        assert (notes[0]["port_before"], notes[0]["hook"], notes[1]["hook"]) == (None, "powersgd", "powersgd")
+        assert (Path(notes[1]["output_dir"]) / "ranks" / "1.log").exists()
+    assert jobs[0][0]["values"]["drawn"] != jobs[1][0]["values"]["drawn"]
+    assert jobs[0][1]["pid"] != jobs[1][1]["pid"]
+    assert len(run.folders(".hydra")) == 2
 
 
 SWEEPER = """

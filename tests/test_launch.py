@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from user_script import STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
-from lightning_ddp.launch import interface, rendezvous
+from lightning_ddp.launch import interface, rendezvous, session
 from lightning_ddp.launch.children import ChildExit, Children
+from lightning_ddp.supervise.failure_record import Identity
+from lightning_ddp.supervise.settings import ReconcileSettings
 
 DEADLINE_S = 180.0
 SCRIPT = Path(user_script.__file__)
@@ -195,6 +198,30 @@ def test_what_the_launching_process_raises_between_two_runs_is_heard_by_the_othe
     result = run_script(RAISES_BETWEEN_RUNS, timeout_s=DEADLINE_S)
     assert result.returncode == 1
     assert "heard ValueError: no such column: 'age'" in result.stdout, result.stderr
+
+
+FORGETS_ITS_TRAINER = """
+import gc, os, weakref
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+trainer, model = pl.Trainer(
+    strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, limit_val_batches=0, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+), BoringModel()
+trainer.fit(model)
+references = [weakref.ref(kept) for kept in (trainer, trainer.strategy, model)]
+del trainer, model
+gc.collect()
+print("alive:", [type(kept()).__name__ for kept in references if kept() is not None], flush=True)
+"""
+
+
+def test_after_a_run_nothing_keeps_its_trainer_alive() -> None:
+    result = run_script(FORGETS_ITS_TRAINER, timeout_s=DEADLINE_S)
+    result.check()
+    assert result.stdout.count("alive: []") == 2
 
 
 WITH_DEATH_SIGNAL = """
@@ -388,7 +415,7 @@ def test_what_does_not_pickle_is_named_with_another_way_to_start(start_method) -
 
 def test_several_nodes_need_a_port_that_all_know() -> None:
     with pytest.raises(ConfigurationError, match="num_nodes=2, but no port is named: set MASTER_ADDR"):
-        rendezvous.host_store("127.0.0.1", num_nodes=2, node_rank=0, port=None)
+        rendezvous.Rendezvous().host("127.0.0.1", num_nodes=2, node_rank=0, port=None)
 
 
 def test_a_store_on_a_port_in_use() -> None:
@@ -431,7 +458,7 @@ def test_a_first_node_whose_name_cannot_be_resolved_is_named(who, monkeypatch, c
     meet: dict[str, Callable[[], Any]] = {
         "launcher": lambda: rendezvous.HostedStore("no-such-host.invalid", 29500),
         "another node": lambda: rendezvous.run_store("no-such-host.invalid:29500/1", None),
-        "torchrun": lambda: rendezvous.find_store(LightningEnvironment(), None),
+        "torchrun": lambda: rendezvous.Rendezvous().find(LightningEnvironment(), None),
     }
     with pytest.raises(RendezvousError, match="MASTER_ADDR=no-such-host\\.invalid cannot be resolved on "):
         meet[who]()
@@ -467,7 +494,33 @@ def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
     assert time.monotonic() - start < 20
 
 
-def test_stopping_children_lets_them_finish_and_then_kills(tmp_path) -> None:
+def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None:
+    monkeypatch.setattr(session, "_session", None)
+    ours = session.session_of_process()
+    ours.rendezvous.host("127.0.0.1", num_nodes=1, node_rank=0, port=None)
+    who, settings = Identity(rank=0, node_rank=0), ReconcileSettings()
+    store = ours.rendezvous.hosted
+    server = ours.open_server("127.0.0.1", store, identity=who, world_size=1, num_nodes=1, settings=settings)
+    try:
+        ours.connect(store, who, settings, timeout_s=DEADLINE_S)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads
+            child = os.fork()
+        if child == 0:
+            is_closed = {server._listener.fileno(), ours.control.watch._connection.fileno()} == {-1}
+            theirs = session.session_of_process()
+            is_new = theirs is not ours and theirs is session.session_of_process()
+            is_new &= theirs.rendezvous.where is None
+            os._exit(int(is_closed) + 2 * ours.control.is_over + 4 * is_new)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1 + 2 + 4
+        assert session.session_of_process() is ours
+        assert ours.control.watch.flush()
+        assert (server._listener.fileno() == -1, ours.control.is_over) == (False, False)
+    finally:
+        ours.end(None)
+
+
+def test_ending_children_lets_them_finish_and_then_kills(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("lightning_ddp.launch.children._STOP_GRACE_S", 3.0)
     failures: list[ChildExit] = []
     children = Children(failures.append)
     start = "import pathlib, signal, sys\nsignal.signal(signal.SIGINT, signal.{handler})\n"
@@ -481,6 +534,7 @@ def test_stopping_children_lets_them_finish_and_then_kills(tmp_path) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not all(mark.exists() for mark in marks):
         assert time.monotonic() < deadline
-    children.stop(grace_s=3.0)
+    children.end(0.0)
     assert [proc.returncode for proc in children.procs] == [5, -signal.SIGKILL]
+    assert f"rank 2 (pid {children.procs[1].pid}) did not end, and was killed" in capsys.readouterr().err
     assert failures == []

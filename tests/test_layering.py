@@ -15,10 +15,10 @@ import lightning_ddp
 
 PACKAGE = Path(lightning_ddp.__file__).parent
 HOUSE = (
-    ("_torch", "errors"),
+    ("_torch", "errors", "import_hook"),
     ("_lightning", "comm"),
     ("data_parallel", "shm", "supervise", "telemetry"),
-    ("encoding",),
+    ("encoding", "hydra_jobs"),
     ("averaging", "hooks", "launch"),
     ("communication", "ddp"),
     ("rank_files",),
@@ -40,7 +40,7 @@ KNOWS_LIGHTNING = {
     "launch",
     "tools",
 }
-READS_ENVIRONMENT = {"launch", "tools"}
+READS_ENVIRONMENT = {"hydra_jobs", "launch", "tools"}
 
 
 def room_of(path: Path) -> str:

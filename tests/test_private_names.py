@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib
 import inspect
 import itertools
@@ -546,11 +547,10 @@ def test_a_fit_tells_where_it_is_and_logs_into_the_results_it_was_given() -> Non
     trainer = new_trainer(max_steps=2, limit_val_batches=0)
 
     def look(model: Model) -> None:
-        assert _lightning.trainer_of(model) is trainer
         seen.append((_lightning.running_hook(model), _lightning.batches_that_stepped(trainer)))
 
     model = Model(look)
-    assert _lightning.trainer_of(model) is _lightning.running_hook(model) is None
+    assert _lightning.running_hook(model) is None
     _lightning.set_training_results(trainer, Results(training=True))
     trainer.fit(model)
     assert seen == [("training_step", 0), ("training_step", 1)]
@@ -818,7 +818,6 @@ def test_the_state_of_optimizers_moves() -> None:
             "_signal_connector",
         ),
         (_lightning.note_sigterm, "_signal_connector"),
-        (_lightning.trainer_of, "_trainer"),
         (_lightning.running_hook, "_current_fx_name"),
         (lambda o: _lightning.set_launcher(o, None), "_launcher"),
         (lambda o: _lightning.set_redirection(o, None), "_forward_redirection"),
@@ -842,43 +841,60 @@ def test_a_name_that_is_gone_is_an_error_with_the_version(monkeypatch, call, nam
 # ---------------------------------------------------------------------- Hydra
 
 
+def note_calls(monkeypatch: pytest.MonkeyPatch, *names: tuple[Any, str]) -> list[tuple[str, Any, Any]]:
+    """Notes the calls of some methods from now on: name, arguments, keywords."""
+    called: list[tuple[str, Any, Any]] = []
+
+    def note(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            called.append((name, args, kwargs))
+            return original(*args, **kwargs)
+
+        is_static = isinstance(vars(owner)[name], staticmethod)
+        monkeypatch.setattr(owner, name, staticmethod(noted) if is_static else noted)
+
+    for owner, name in names:
+        note(owner, name)
+    return called
+
+
 @canary(
-    "hydra._internal.callbacks.Callbacks.on_multirun_start",
-    "hydra._internal.callbacks.Callbacks.on_job_start",
-    "hydra._internal.callbacks.Callbacks.on_job_end",
-    "hydra.core.hydra_config.HydraConfig.set_config",
-    "hydra.core.utils.run_job",
+    "hydra._internal.hydra.Hydra",
     "hydra.core.utils.JobReturn()._return_value",
     "omegaconf.DictConfig._get_parent",
 )
-def test_a_sweep_calls_what_is_patched_and_a_job_keeps_its_task_in_a_frame(tmp_path, monkeypatch) -> None:
-    """Callbacks at both ends, `set_config` with the whole configuration, two locals of `run_job`."""
-    callbacks = sys.modules["hydra._internal.callbacks"].Callbacks
+def test_a_sweep_is_run_by_the_registered_object_and_a_job_s_result_lies_there_before_its_end(
+    tmp_path, monkeypatch
+) -> None:
+    """Registered, composed, begun; then for each job a configuration, and the function of its launcher."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.hydra import Hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.utils import JobReturn, JobStatus
+    from hydra.plugins.launcher import Launcher
+
     kind = hydra.core.hydra_config.HydraConfig
-    called = []
-
-    def note(owner: Any, name: str, what: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            called.append((name, what(*args, **kwargs)))
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(callbacks, "on_multirun_start", lambda config, **_: "hydra" in config)
-    note(kind, "set_config", lambda cfg: ("hydra" in cfg, cfg._metadata.resolver_cache is not None))
-    note(callbacks, "on_job_start", lambda config, *, task_function, **_: task_function is task)
-    note(callbacks, "on_job_end", lambda config, job_return, **_: str(job_return._return_value))
+    called = note_calls(
+        monkeypatch,
+        (GlobalHydra, "initialize"),
+        (Hydra, "multirun"),
+        (Hydra, "compose_config"),
+        (ConfigLoaderImpl, "load_sweep_config"),
+    )
+    results = []
 
     def task(config: DictConfig) -> None:
-        called.append(("task", config.x))
-        frame = sys._getframe(1)
-        assert frame.f_code is hydra.core.utils.run_job.__code__
-        assert (frame.f_locals["task_cfg"], frame.f_locals["task_function"]) == (config, task)
+        called.append(("task", config.x, None))
         given = kind.get()._get_parent()
         assert (given.x, "hydra" in given, given._get_parent()) == (5, True, None)
         assert hydra.core.utils.JobRuntime.instance().get("name") != "UNKNOWN_NAME"
+        objects = gc.get_objects()
+        results.extend(each for each in objects if type(each) is JobReturn and each.cfg is config)
+        assert [each.status for each in results] == [JobStatus.UNKNOWN]
+        (launcher,) = (each for each in objects if issubclass(type(each), Launcher))
+        assert launcher.task_function.__wrapped__ is task, "a Task of ours"
         raise ValueError("of a test")
 
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
@@ -886,110 +902,88 @@ def test_a_sweep_calls_what_is_patched_and_a_job_keeps_its_task_in_a_frame(tmp_p
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ValueError, match="of a test"):
         hydra.main(version_base=None, config_path=str(tmp_path))(task)()
-    assert ("on_multirun_start", True) in called
-    assert [entry for entry in called if entry[0] != "on_multirun_start"] == [
-        ("set_config", (True, True)),
-        ("set_config", (True, True)),
-        ("on_job_start", True),
-        ("task", 5),
-        ("on_job_end", "of a test"),
-    ]
+    names = [name for name, _, _ in called]
+    assert names[:4] == ["initialize", "compose_config", "multirun", "compose_config"]
+    assert set(names[4:-1]) == {"load_sweep_config"}, "to be checked, and for the job"
+    assert names[-1] == "task"
+    assert (results[0].status, str(results[0]._return_value)) == (JobStatus.FAILED, "of a test")
 
 
-@canary("hydra.main._run_hydra")
-def test_the_decorated_function_runs_hydra_by_a_name_of_its_module(monkeypatch) -> None:
-    """`hydra.main` looks `_run_hydra` up in its module at each call, and names its arguments."""
-    called = []
-    monkeypatch.setattr(sys.modules["hydra.main"], "_run_hydra", lambda **given: called.append(given))
-    monkeypatch.setattr(sys, "argv", ["app"])
-    hydra.main(version_base=None, config_path=None)(print)()
-    assert called[0]["task_function"] is print
+@canary("hydra._internal.hydra.Hydra.create_main_hydra2")
+def test_hydra_s_decorator_is_in_a_module_of_its_name_and_a_job_can_have_a_hydra_made() -> None:
+    """`from hydra.main import main` as well as `hydra.main`; what is made for a search path is registered."""
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.global_hydra import GlobalHydra
+
+    assert sys.modules["hydra.main"].main is hydra.main
+    takes(hydra.core.utils.configure_log, None, False)
+    made = Hydra.create_main_hydra2(task_name="app", config_search_path=create_config_search_path(None))
+    try:
+        assert GlobalHydra.instance().hydra is made
+        assert made.config_loader.get_search_path() is not None
+    finally:
+        GlobalHydra.instance().clear()
 
 
 @canary(
-    "hydra._internal.hydra.Hydra.create_main_hydra2",
-    "hydra._internal.hydra.Hydra.compose_config",
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl.load_configuration",
     "hydra._internal.config_loader_impl.ConfigLoaderImpl._parse_overrides_and_create_caching_repo",
     "hydra._internal.config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list",
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config",
-    "hydra.core.utils._flush_loggers",
 )
-def test_a_composition_goes_through_what_is_patched(monkeypatch) -> None:
-    """Configuration name and overrides first, then loader, sources, list of defaults, overrides."""
-    from hydra._internal import config_loader_impl
+def test_a_composition_goes_through_what_is_extended(monkeypatch) -> None:
+    """Sources before defaults, and the defaults with the name of the primary configuration."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+    from hydra._internal.defaults_list import create_defaults_list
     from hydra._internal.hydra import Hydra
-    from hydra._internal.utils import create_config_search_path
-    from hydra.core import utils
-    from hydra.core.global_hydra import GlobalHydra
 
-    called = []
-
-    def note(owner: Any, name: str, *, is_static: bool = False) -> None:
-        original = getattr(owner, name)
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            called.append((name, args, kwargs))
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, staticmethod(noted) if is_static else noted)
-
-    note(Hydra, "compose_config")
-    note(ConfigLoaderImpl, "load_configuration")
-    note(ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo")
-    note(config_loader_impl, "create_defaults_list")
-    note(ConfigLoaderImpl, "_compose_config_from_defaults_list")
-    note(ConfigLoaderImpl, "_apply_overrides_to_config", is_static=True)
-    path = create_config_search_path(None)
-    Hydra.create_main_hydra2(task_name="app", config_search_path=path)
-    try:
-        assert GlobalHydra.instance().hydra.config_loader.get_search_path() is not None
-        assert hydra.compose(overrides=["+x=5"]) == {"x": 5}
-    finally:
-        GlobalHydra.instance().clear()
-    names = [name for name, _, _ in called]
-    assert names == [
+    called = note_calls(
+        monkeypatch,
+        (Hydra, "compose_config"),
+        (ConfigLoaderImpl, "load_configuration"),
+        (ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo"),
+        (ConfigLoaderImpl, "validate_sweep_overrides_legal"),
+        (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
+    )
+    hydra.core.config_store.ConfigStore.instance().store(name="of_a_test", node={"y": 1})
+    with hydra.initialize(version_base=None, config_path=None):
+        assert hydra.compose("of_a_test", ["+x=5"]) == {"x": 5, "y": 1}
+    assert [name for name, _, _ in called] == [
         "compose_config",
         "load_configuration",
         "_parse_overrides_and_create_caching_repo",
-        "create_defaults_list",
+        "validate_sweep_overrides_legal",
         "_compose_config_from_defaults_list",
-        "_apply_overrides_to_config",
     ]
-    _, arguments, keywords = called[0]
-    assert {**dict(zip(("config_name", "overrides"), arguments[1:], strict=False)), **keywords}.items() >= {
-        ("config_name", None),
-        ("from_shell", False),
-    }
-    assert called[3][2].keys() >= {"repo", "config_name", "overrides_list"}
-    assert called[3][2]["repo"].get_sources()[-1].store is not None
-    assert isinstance(called[3][2]["repo"].cache, dict)
-    _, (overrides, config), _ = called[5]
-    assert ([override.input_line for override in overrides], config.x) == (["+x=5"], 5)
-    takes(utils.configure_log, None, False)
-    utils._flush_loggers()
+    assert called[0][2]["from_shell"] is False
+    overrides = called[3][2]["overrides"] if called[3][2] else called[3][1][0]
+    assert [override.input_line for override in overrides] == ["+x=5"]
+    _, defaults, repository = called[4][1]
+    (primary,) = [default.config_path for default in defaults if default.primary]
+    assert primary == "of_a_test"
+    assert repository.get_sources()[-1].store is not None
+    assert isinstance(repository.cache, dict)
+    found = create_defaults_list(repository, primary, overrides, prepend_hydra=True, skip_missing=True)
+    assert "hydra/launcher" in found.overrides.known_choices
+    assert ImportlibResourcesConfigSource("provider", "pkg://lightning_ddp.conf").is_group("strategy")
 
 
 # ---------------------------------------------------------------------- OmegaConf
 
 
 @canary(
-    "omegaconf.DictConfig._get_node",
     "omegaconf.DictConfig._get_parent",
     "omegaconf.DictConfig._get_full_key",
     "omegaconf.DictConfig._get_root",
     "omegaconf.DictConfig()._content",
     "omegaconf.Node._is_interpolation",
-    "omegaconf.Node._is_none",
-    "omegaconf.Node._is_missing",
     "omegaconf.Node._value",
     "omegaconf.Node._dereference_node",
 )
 def test_nodes_are_walked_without_being_resolved() -> None:
     """A container has its nodes in a dict or a list, and a node knows its place and what it is."""
     config = OmegaConf.create({"a": {"b": 1, "c": "${a.b}"}, "l": [1, "???"], "n": None, "i": "${a}"})
-    inner, items = config._get_node("a"), config._get_node("l")
+    inner, items = config.a, config.l
     assert list(config._content) == ["a", "l", "n", "i"]
     assert isinstance(items._content, list)
     assert DictConfig("${a}")._content == "${a}"
@@ -997,13 +991,11 @@ def test_nodes_are_walked_without_being_resolved() -> None:
     assert config._get_parent() is None
     assert inner._get_full_key("b") == "a.b"
     assert (inner._get_full_key(None), items._get_full_key(0)) == ("a", "l[0]")
-    reference = inner._get_node("c")
+    reference = inner._content["c"]
     assert reference._is_interpolation()
-    assert not inner._get_node("b")._is_interpolation()
+    assert not inner._content["b"]._is_interpolation()
     assert reference._value() == "${a.b}"
     assert reference._dereference_node()._value() == 1
-    assert config._get_node("n")._is_none()
-    assert items._get_node(1)._is_missing()
 
 
 @canary(
@@ -1229,23 +1221,12 @@ def test_every_canary_is_of_a_name_that_is_used() -> None:
     assert [path for path, names in last.items() if not words.issuperset(names)] == []
 
 
-ROOMS_OF_HYDRA = (
-    "hydra_jobs/",
-    "conf/",
-    "launch/hydra",
-    "launch/child.py",
-    "launch/shared_job.py",
-    "launch/resolved.py",
-)
-"""Where private names of Hydra and OmegaConf may be."""
-
-
 @pytest.mark.parametrize(
     ("packages", "places"),
     [
         (("pytorch_lightning", "lightning_fabric"), ("_lightning.py",)),
         (("torch", "torchmetrics"), ("_torch.py",)),
-        (("hydra", "omegaconf"), ROOMS_OF_HYDRA),
+        (("hydra", "omegaconf"), ("hydra_jobs/",)),
     ],
     ids=["lightning", "torch", "hydra"],
 )
@@ -1266,9 +1247,8 @@ def test_private_names_of_a_dependency_are_in_one_place(packages, places) -> Non
 def test_names_are_found_however_they_are_used() -> None:
     found = {name: {place.partition(":")[0] for place in places} for name, places in uses().items()}
     assert found["_use_count"] == {"_torch.py"}, "called by a text"
-    assert found["_apply_overrides_to_config"] == {"conf/store.py"}, "patched"
-    assert found["_flush_loggers"] == {"launch/hydra_child.py"}, "imported"
-    assert "launch/hydra_parent.py" in found["_internal"], "in the name of a module"
+    assert found["_evaluate_custom_resolver"] == {"hydra_jobs/resolver_cache.py"}, "patched"
+    assert "hydra_jobs/compositions.py" in found["_internal"], "in the name of a module"
     assert found["_wrapping_function"] == {"launch/launcher.py (inherited)"}, "overridden"
     assert found["_interrupt"] == {"_lightning.py"}
     assert not {"_group", "_exit", "_target_"} & found.keys(), "ours, Python's, documented"

@@ -160,10 +160,10 @@ Reduction.launch, Reduction.wait = keep, copy
 
 UNREPORTED_DEATH = """
 import os
-from lightning_ddp.launch.run import LaunchedRun
+from lightning_ddp.launch.session import Session
 
 os.environ["PL_RECONCILE_PROCESS"] = "0"
-LaunchedRun._on_failure = lambda self, child: None
+Session._child_ended = lambda self, child: None
 """
 
 WRONG_ROUND = """

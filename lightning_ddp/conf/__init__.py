@@ -7,6 +7,6 @@ Nothing here imports Hydra before the user's script does.
 
 * `options`: what there is to configure, read from the signatures and option dataclasses that own it;
 * `schema`: typed classes made of that, for OmegaConf; `check`: what types cannot say, with closest names;
-* `store`: gives Hydra the schemas, the groups and the checks, once the script has imported it;
+* `store`: schemas, groups and checks, for `hydra_jobs`, which gives them to Hydra;
 * `pages`: the text of the YAML files; `python -m lightning_ddp.conf.pages` writes them, a test compares.
 """

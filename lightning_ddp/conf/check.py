@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from typing import Any
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
-from omegaconf import Container, DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -22,6 +22,7 @@ from lightning_ddp.conf.options import Option
 from lightning_ddp.conf.schema import STRATEGY, Schema, all_schemas, known_keys
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import parse_hook
+from lightning_ddp.hydra_jobs.nodes import ancestors, nodes_of
 
 __all__ = ["check_composed", "explain"]
 
@@ -36,7 +37,9 @@ def check_composed(config: Any) -> None:
     Raises:
         ConfigCompositionException: something cannot be used; says where and what was probably meant.
     """
-    problems = [problem for node, schema in _our_nodes(config) for problem in _problems(node, schema)]
+    problems = [
+        problem for path, node, schema in _our_nodes(config) for problem in _problems(path, node, schema)
+    ]
     if problems:
         raise ConfigCompositionException("\n".join(problems))
 
@@ -83,28 +86,21 @@ def _explain_value(cause: OmegaConfBaseException) -> str | None:
 # ---------------------------------------------------------------------- nodes
 
 
-def _our_nodes(node: Any) -> Iterator[tuple[DictConfig, Schema]]:
-    """Every node with one of our schemas, without resolving anything."""
-    if not isinstance(node, Container) or node._is_none() or node._is_missing() or node._is_interpolation():
-        return
-    if isinstance(node, DictConfig):
-        schema = all_schemas().get(OmegaConf.get_type(node))  # type: ignore[arg-type]  # any type may be asked for
+def _our_nodes(config: Any) -> Iterator[tuple[str, DictConfig, Schema]]:
+    """Every node with one of our schemas, and its path, without resolving anything."""
+    for path, node in nodes_of(config):
+        schema = None if OmegaConf.is_interpolation(node) else _schema_of(node)
         if schema is not None:
-            yield node, schema
-        children: Iterable[Any] = (node._get_node(key) for key in node)
-    else:
-        children = (node._get_node(index) for index in range(len(node)))  # type: ignore[arg-type]  # a list
-    for child in children:
-        yield from _our_nodes(child)
+            yield path, node, schema
+
+
+def _schema_of(node: Any) -> Schema | None:
+    is_dict = isinstance(node, DictConfig)
+    return all_schemas().get(OmegaConf.get_type(node)) if is_dict else None  # type: ignore[arg-type]  # any type
 
 
 def _schema_above(node: Any) -> Schema | None:
-    while node is not None:
-        schema = all_schemas().get(OmegaConf.get_type(node)) if isinstance(node, DictConfig) else None  # type: ignore[arg-type]
-        if schema is not None:
-            return schema
-        node = node._get_parent()
-    return None
+    return next(filter(None, map(_schema_of, ancestors(node))), None)
 
 
 def _find_option(full_key: str, schema: Schema) -> Option | None:
@@ -115,21 +111,20 @@ def _find_option(full_key: str, schema: Schema) -> Option | None:
 # ---------------------------------------------------------------------- problems
 
 
-def _problems(node: DictConfig, schema: Schema) -> Iterator[str]:
+def _problems(path: str, node: DictConfig, schema: Schema) -> Iterator[str]:
     for key in _unknown_keys(node, schema):
-        yield _unknown(_path(node, key), key, schema)
+        yield _unknown(f"{path}.{key}", key, schema)
     for option in schema.options:
-        child = node._get_node(option.name)
-        if option.choices and isinstance(child, Node) and not child._is_interpolation():
+        if option.choices and option.name in {*node} and not OmegaConf.is_interpolation(node, option.name):
             value = node.get(option.name)
             if type(value) in option.choice_types and value not in option.choices:
                 hint = name_hint(str(value), [str(choice) for choice in option.choices])
-                yield f"{_path(node, option.name)}: {value!r} is no choice{hint}"
+                yield f"{path}.{option.name}: {value!r} is no choice{hint}"
     if schema is STRATEGY:
         for name, parse in _CHECKED.items():
             problem = _parse_problem(node, name, parse)
             if problem:
-                yield f"{_path(node, name)}: {problem}"
+                yield f"{path}.{name}: {problem}"
 
 
 def _unknown_keys(node: DictConfig, schema: Schema) -> list[str]:
@@ -138,10 +133,12 @@ def _unknown_keys(node: DictConfig, schema: Schema) -> list[str]:
 
 def _parse_problem(node: DictConfig, name: str, parse: Any) -> str | None:
     """What the owner of a specification says about it; None also where it depends on later values."""
-    child = node._get_node(name)
-    if not isinstance(child, Node) or child._is_none() or child._is_interpolation():
+    if name not in {*node} or OmegaConf.is_interpolation(node, name):
         return None
-    if any(_unknown_keys(inner, schema) for inner, schema in _our_nodes(child)):
+    child = None if OmegaConf.is_missing(node, name) else node[name]
+    if child is None:
+        return None
+    if any(_unknown_keys(inner, schema) for _, inner, schema in _our_nodes(node)):
         return None  # which is reported there
     try:
         spec = OmegaConf.to_container(node, resolve=True, throw_on_missing=False)[name]  # type: ignore[index, call-overload]
@@ -159,10 +156,6 @@ def _parse_problem(node: DictConfig, name: str, parse: Any) -> str | None:
 def _unknown(full_key: str, key: str, schema: Schema) -> str:
     known = known_keys(schema)
     return f"{full_key}: {schema.name.replace('/', ' ')} has no option {key!r}{name_hint(key, list(known))}"
-
-
-def _path(node: DictConfig, key: str) -> str:
-    return str(node._get_full_key(key))
 
 
 def _explain_missing_choice(error: MissingConfigException, groups: Set[str]) -> str | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.launch import hydra_parent
+from lightning_ddp.hydra_jobs.jobs import STARTER, jobs
+from lightning_ddp.launch.session import end_job
 
 __all__ = ["ChildCommand", "child_command"]
 
@@ -45,19 +46,18 @@ def child_command() -> ChildCommand:
         ConfigurationError: there is no file or module to run again; a configuration does not pickle; or the
             output directory cannot be written.
     """
-    elsewhere = hydra_parent.job_program()
+    elsewhere = jobs.program()
     program, own_arguments = elsewhere or _program(), [] if elsewhere else sys.argv[1:]
-    handover = hydra_parent.handover()
+    handover = jobs.handover(end_job)
     if handover is None:
         plain = ["-m", program[1]] if program[0] == "module" else [program[1]]
         arguments = [sys.executable, *plain, *own_arguments]
         return ChildCommand(arguments=arguments, cwd=None, handed=None, logs=None)
     logs = _folder_for_logs()
     file = handover.to_file()
-    starter = str(Path(__file__).with_name("child.py"))
     return ChildCommand(
-        arguments=[sys.executable, starter, str(file.fileno()), *program, *own_arguments],
-        cwd=hydra_parent.original_folder(),
+        arguments=[sys.executable, STARTER, str(file.fileno()), *program, *own_arguments],
+        cwd=jobs.runtime("cwd"),
         handed=file,
         logs=logs,
     )
@@ -84,7 +84,7 @@ def _program() -> tuple[str, str]:
 
 
 def _folder_for_logs() -> Path | None:
-    folder = hydra_parent.job_folder()
+    folder = jobs.runtime("output_dir")
     if folder is None:
         return None
     logs = Path(folder, _LOGS)

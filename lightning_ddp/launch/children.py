@@ -19,6 +19,9 @@ from lightning_ddp.launch.supervisor import ForkedChild, fork_child
 
 __all__ = ["ChildExit", "Children", "describe_exit"]
 
+_LAST_LINES = 30
+_STOP_GRACE_S = 5.0
+
 
 def describe_exit(code: int) -> str:
     """How a process ended, in words.
@@ -44,10 +47,24 @@ class ChildExit:
     """Its process id."""
     code: int
     """Its exit code; negative is the number of the signal that killed it."""
+    log: Path | None
+    """The file with what it has printed; None for this process's terminal."""
+
+    def describe(self) -> str:
+        """How it ended, and where what it has printed is."""
+        how = describe_exit(self.code) + (" before it had joined the others" if self.code == 0 else "")
+        printed = "what it printed stands above" if self.log is None else f"what it printed is in {self.log}"
+        return f"the process {how}; {printed}"
+
+    def last_lines(self) -> str | None:
+        """The end of what it has printed, where that is in a file."""
+        if self.log is None:
+            return None
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]) or None
 
 
 class Children:
-    """Processes that run next to this one.
+    """Processes that run next to this one; none until the first is started.
 
     Args:
         on_failure: called once, in a watching thread, with the first child that ends without success
@@ -59,6 +76,10 @@ class Children:
         self, on_failure: Callable[[ChildExit], None], has_met: Callable[[], bool] = lambda: True
     ) -> None:
         self.procs: list[subprocess.Popen[bytes] | ForkedChild] = []
+        self.first_rank: int | None = None
+        """The rank of this process, if it is the one that starts the others of its node."""
+        self.ending = threading.Lock()
+        """Held by the thread that ends them."""
         self._on_failure = on_failure
         self._has_met = has_met
         self._threads: list[threading.Thread] = []
@@ -98,18 +119,20 @@ class Children:
             )
         self.procs.append(proc)
         thread = threading.Thread(
-            target=self._wait_for, args=(local_rank, proc), daemon=True, name=f"child-{local_rank}-watch"
+            target=self._wait_for, args=(local_rank, proc, log), daemon=True, name=f"child-{local_rank}-watch"
         )
         self._threads.append(thread)
         thread.start()
 
-    def _wait_for(self, local_rank: int, proc: subprocess.Popen[bytes] | ForkedChild) -> None:
+    def _wait_for(
+        self, local_rank: int, proc: subprocess.Popen[bytes] | ForkedChild, log: Path | None
+    ) -> None:
         code = proc.wait()
         has_failed, is_first = code != 0 or not self._has_met(), False
         with self._changed:
             self._num_ended += 1
             if has_failed and self._first is None and not self._is_stopping:
-                self._first = ChildExit(local_rank=local_rank, pid=proc.pid, code=code)
+                self._first = ChildExit(local_rank=local_rank, pid=proc.pid, code=code, log=log)
                 is_first = True
             self._changed.notify_all()
         if is_first and self._first is not None:
@@ -126,21 +149,31 @@ class Children:
         with self._changed:
             return self._changed.wait_for(lambda: self._num_ended == len(self.procs), timeout=timeout_s)
 
-    def stop(self, grace_s: float) -> list[int]:
-        """Ends all children: SIGINT, so that their finalisers run, and after `grace_s` seconds SIGKILL.
+    def end(self, grace_s: float) -> None:
+        """Waits until all children have ended, and after `grace_s` seconds ends them.
 
-        Returns:
-            The process ids of those that had to be killed.
+        By SIGINT, so that their finalisers run, and then by SIGKILL, of which it tells.
         """
-        killed: list[int] = []
+        if self.join(grace_s):
+            return
         with self._changed:
             self._is_stopping = True
         self.send_signal(signal.SIGINT)
-        if not self.join(grace_s):
-            killed = [proc.pid for proc in self.procs if proc.poll() is None]
+        if not self.join(_STOP_GRACE_S):
+            killed = [(rank, proc.pid) for rank, proc in enumerate(self.procs, 1) if proc.poll() is None]
             self.send_signal(signal.SIGKILL)
-        self.join(grace_s)
-        return killed
+            for rank, pid in killed:
+                rank += self.first_rank or 0
+                print(f"lightning_ddp: rank {rank} (pid {pid}) did not end, and was killed", file=sys.stderr)
+        self.join(_STOP_GRACE_S)
+
+    def wake(self) -> None:
+        """Continues children that are stopped, so that they hear of a failure."""
+        self.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Ends the children at once."""
+        self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         """Sends a signal to the children that still run."""

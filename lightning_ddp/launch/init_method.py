@@ -24,7 +24,6 @@ __all__ = ["check_meeting_place", "meet", "meet_at_file", "tcp_address"]
 
 _LOCK_SUFFIX = ".lock"
 _LEFT_OVER = b"left over"
-_held: list[IO[bytes]] = []
 
 
 def check_meeting_place(init_method: str | None, store: Any | None, start_method: str) -> None:
@@ -146,8 +145,7 @@ def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | No
     if not path.parent.is_dir():
         raise RendezvousError(f"file://{path}: rank {rank} finds no folder {path.parent}")
     lock = _lock(path, rank)
-    _held.append(lock)  # until this process ends
-    # unlike atexit it also runs where multiprocessing ends its processes
+    # it holds the lock until then; unlike atexit it also runs where multiprocessing ends its processes
     Finalize(None, _leave, args=(path, lock), exitpriority=0)
     store: Any = dist.FileStore(str(path), world_size)
     if timeout is not None:

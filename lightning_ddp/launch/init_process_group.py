@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,18 +11,13 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.init_method import meet, tcp_address
 from lightning_ddp.launch.interface import backend_names, choose_interface
-from lightning_ddp.launch.parent_death import is_child
-from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
-from lightning_ddp.launch.rendezvous import (
-    STORE_VARIABLE,
-    existing_group,
-    find_store,
-    handed_down,
-    join_default_group,
-)
-from lightning_ddp.launch.shared_job import share_job
+from lightning_ddp.launch.reconciliation import is_enabled
+from lightning_ddp.launch.rendezvous import existing_group, join_default_group, run_store
+from lightning_ddp.launch.session import Session
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
@@ -29,11 +25,9 @@ __all__ = ["join_run"]
 
 _LONGEST_WAIT_S = 1800.0
 
-_external_store: Any = None
-"""The store at which the ranks met, where no launcher of this package has started them."""
-
 
 def join_run(
+    session: Session,
     backend: str,
     *,
     environment: ClusterEnvironment,
@@ -49,6 +43,7 @@ def join_run(
     All ranks call it; it returns once all have. What exists already is used again.
 
     Args:
+        session: of this process.
         backend: 'gloo', 'nccl' ...
         environment: tells rank, world size and the address of the first node.
         num_nodes: nodes of the run.
@@ -63,16 +58,16 @@ def join_run(
         RendezvousError: the others cannot be reached.
         PeerFailure: one of them failed meanwhile.
     """
-    global _external_store
     rank, world_size = environment.global_rank(), environment.world_size()
+    has_launcher = session.rendezvous.where is not None
     group = existing_group(world_size)
     if group is not None:
-        _name_interface(environment, init_method, backend)
-        if _external_store is not None:
-            share_job(_external_store, rank=rank)
+        _name_interface(session, environment, init_method, backend)
+        if session.store is not None and not has_launcher and world_size > 1:
+            share_job(session.store, rank=rank)
         return group
-    ours = current()
-    has_launcher = handed_down(STORE_VARIABLE) is not None
+    if session.rendezvous.where is not None:
+        jobs.open_store = partial(run_store, session.rendezvous.where)
     is_elsewhere = given_store is not None or _is_elsewhere(init_method, has_launcher)
 
     def meet_elsewhere() -> Any:
@@ -83,17 +78,18 @@ def join_run(
             return meet(init_method, rank, world_size, timeout)
 
     # the control channel is found through the launcher's store, so that a failure to meet ends all ranks
-    if ours.num_before:
+    if session.num_failed:
         # by a connection of its own: the other one was shut down with those of the process group
-        store = dist.PrefixStore(f"after{ours.num_before}", ours.met_at.clone())
+        store = dist.PrefixStore(f"after{session.num_failed}", session.store.clone())
+    elif has_launcher or not is_elsewhere:
+        store = session.rendezvous.find(environment, timeout)
     else:
-        store = find_store(environment, timeout) if has_launcher or not is_elsewhere else meet_elsewhere()
-        ours.met_at = store
+        store = meet_elsewhere()
     if is_enabled() and world_size > 1:
         identity = Identity(rank=rank, node_rank=environment.node_rank())
-        if rank == 0 and (ours.num_before or not has_launcher):
+        if rank == 0 and (session.num_failed or not has_launcher):
             address = tcp_address(init_method)
-            ours.server = open_server(
+            session.open_server(
                 environment.main_address if address is None else address[0],
                 store,
                 identity=identity,
@@ -102,14 +98,14 @@ def join_run(
                 settings=settings,
             )
         timeout_s = _LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
-        ours.connect(store, identity, settings, is_child=is_child(), timeout_s=timeout_s)
-    if has_launcher and is_elsewhere and not ours.num_before:
-        store = ours.met_at = meet_elsewhere()
+        session.connect(store, identity, settings, timeout_s)
+    if has_launcher and is_elsewhere and not session.num_failed:
+        store = meet_elsewhere()
+    session.store = store
     if not has_launcher and world_size > 1:
-        _external_store = store
         share_job(store, rank=rank)
-    _name_interface(environment, init_method, backend)
-    if timeout is not None and "nccl" in backend_names(backend) and current().watch is not None:
+    _name_interface(session, environment, init_method, backend)
+    if timeout is not None and "nccl" in backend_names(backend) and session.control.watch is not None:
         # this package says first what is late; NCCL's watchdog, which ends the process, is the last resort
         timeout += timedelta(seconds=settings.failure_grace_s)
     return join_default_group(
@@ -117,12 +113,14 @@ def join_run(
     )
 
 
-def _name_interface(environment: ClusterEnvironment, init_method: str | None, backend: str) -> None:
+def _name_interface(
+    session: Session, environment: ClusterEnvironment, init_method: str | None, backend: str
+) -> None:
     """Has the groups that are made in this run use the interface that leads to the first node."""
     if environment.world_size() > 1:
         address = tcp_address(init_method)
         main_address = environment.main_address if address is None else address[0]
-        current().set_while_running(choose_interface(main_address, backend))
+        session.control.set_while_running(choose_interface(main_address, backend))
 
 
 def _is_elsewhere(init_method: str | None, has_launcher: bool) -> bool:

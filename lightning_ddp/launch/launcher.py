@@ -30,25 +30,16 @@ from lightning_ddp._lightning import (
     teardown_trainer,
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.hydra_jobs.jobs import jobs, restore
+from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.child_command import ChildCommand, child_command
 from lightning_ddp.launch.children import describe_exit
-from lightning_ddp.launch.hydra_parent import job_config, publish_to
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.prelude import begin_run
-from lightning_ddp.launch.reconciliation import current, is_enabled, open_server
-from lightning_ddp.launch.rendezvous import (
-    STORE_VARIABLE,
-    TOKEN_VARIABLE,
-    close_store,
-    hand_down,
-    host_store,
-    hosted_store,
-    named_port,
-    run_store,
-)
-from lightning_ddp.launch.run import LaunchedRun, begin_anew, launched_run
-from lightning_ddp.launch.shared_job import share_job
+from lightning_ddp.launch.reconciliation import is_enabled
+from lightning_ddp.launch.rendezvous import Rendezvous, named_port
+from lightning_ddp.launch.session import Session, session_of_process
 from lightning_ddp.launch.slurm import check_tasks
 from lightning_ddp.launch.unpicklable import find_unpicklable
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
@@ -107,81 +98,69 @@ class ScriptLauncher(SubprocessScriptLauncher):
             RendezvousError: the port that the user named is taken.
         """
         begin_run()
-        environment = self.cluster_environment
+        session, environment = session_of_process(), self.cluster_environment
         check_tasks(environment, num_devices=self.num_processes, num_nodes=self.num_nodes)
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
-            self._start_children()
-        begin_anew()
+            self._start_children(session)
+        session.begin_anew()
         set_num_threads_if_needed(num_processes=self.num_processes)
-        return current().run(function, *args, **kwargs)
+        return session.control.run(trainer, function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
         """Sends a signal to the children, once they had time to end by themselves after Ctrl-C."""
-        launched = launched_run()
-        if launched is not None:
-            launched.children.join(_INTERRUPTED_S)
-            launched.children.send_signal(signum)
+        children = session_of_process().children
+        children.join(_INTERRUPTED_S)
+        children.send_signal(signum)
 
-    def _start_children(self) -> None:
+    def _start_children(self, session: Session) -> None:
         check_can_start_children(self)
         environment = self.cluster_environment
         node_rank = _node_rank_of(environment, self.num_nodes)
         address, first_rank = environment.main_address, node_rank * self.num_processes
-        hosted = _host_store(environment, self._init_method, num_nodes=self.num_nodes, node_rank=node_rank)
-        handed = {name: hosted.pop(name) for name in (STORE_VARIABLE, TOKEN_VARIABLE) if name in hosted}
-        hand_down(handed)
+        rendezvous = session.rendezvous
         variables = {
-            **hosted,
+            **_host_store(rendezvous, environment, self._init_method, self.num_nodes, node_rank),
             "NODE_RANK": str(node_rank),
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
         }
         try:
-            command = self._command_of(handed[STORE_VARIABLE], first_rank)
+            command = self._command_of(rendezvous, first_rank)
         except BaseException:
-            close_store()
+            rendezvous.close()
             raise
-        ours = current()
-        launched = LaunchedRun(first_rank, node_rank, self._settings)
-        launched.set_variables(variables)
-        ours.on_failure = launched.wake
-        ours.kill_children = launched.kill
-        ours.end_late = launched.end_late
+        session.begin_launch(first_rank, node_rank, variables)
         if node_rank == 0 and is_enabled():
-            ours.server = open_server(
+            session.open_server(
                 address,
-                hosted_store(),
+                rendezvous.hosted,
                 identity=Identity(rank=0, node_rank=0),
                 world_size=self.num_processes * self.num_nodes,
                 num_nodes=self.num_nodes,
                 settings=self._settings,
             )
-        self._run_children(launched, command, first_rank, handed)
-        self.procs = launched.children.procs  # type: ignore[assignment]  # of a supervisor, perhaps
+        self._run_children(session, command, first_rank)
+        self.procs = session.children.procs  # type: ignore[assignment]  # of a supervisor, perhaps
 
-    def _command_of(self, where: str, first_rank: int) -> ChildCommand:
+    def _command_of(self, rendezvous: Rendezvous, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
-        if self.num_nodes > 1 and job_config() is not None:
-            share_job(run_store(where, self._timeout), rank=first_rank)
+        if self.num_nodes > 1 and jobs.config() is not None:
+            share_job(rendezvous.find(self.cluster_environment, self._timeout), rank=first_rank)
         return child_command()
 
-    def _run_children(
-        self, launched: LaunchedRun, command: ChildCommand, first_rank: int, handed: dict[str, str]
-    ) -> None:
-        common = {**os.environ, **handed, PARENT_VARIABLE: str(os.getpid())}
+    def _run_children(self, session: Session, command: ChildCommand, first_rank: int) -> None:
+        common = {**os.environ, **session.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
         for local_rank in range(1, self.num_processes):
             env = {**common, "LOCAL_RANK": str(local_rank)}
             log = command.log_of(first_rank + local_rank)
-            if log is not None:
-                launched.logs[local_rank] = log
-            launched.children.start(
+            session.children.start(
                 local_rank, command.arguments, env, command.cwd, log=log, inherited=command.handed
             )
         if command.handed is not None:
             command.handed.close()
             if first_rank == 0:
-                publish_to(hosted_store().set)
+                jobs.publish_to(session.rendezvous.hosted.set)
 
 
 def _node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
@@ -208,13 +187,17 @@ def _node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
 
 
 def _host_store(
-    environment: ClusterEnvironment, init_method: str | None, *, num_nodes: int, node_rank: int
+    rendezvous: Rendezvous,
+    environment: ClusterEnvironment,
+    init_method: str | None,
+    num_nodes: int,
+    node_rank: int,
 ) -> dict[str, str]:
-    """Opens the store of the run where the user said; returns the variables that lead to it."""
+    """Opens the store of the run where the user said; returns torch's variables for it."""
     named = tcp_address(init_method)
     address, port = named or (environment.main_address, _port_of(environment))
     named_by = "MASTER_PORT" if named is None else "init_method"
-    return host_store(address, num_nodes=num_nodes, node_rank=node_rank, port=port, named_by=named_by)
+    return rendezvous.host(address, num_nodes=num_nodes, node_rank=node_rank, port=port, named_by=named_by)
 
 
 def _port_of(environment: ClusterEnvironment) -> int | None:
@@ -272,12 +255,13 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             # while it does: a process forked then could never take that lock.
             self._all_forked = mp.get_context("fork").Barrier(strategy.num_processes)
         node_rank = _node_rank_of(environment, strategy.num_nodes)
-        variables = _host_store(
-            environment, self._init_method, num_nodes=strategy.num_nodes, node_rank=node_rank
-        )
+        session = session_of_process()
+        rendezvous = session.rendezvous
+        variables = _host_store(rendezvous, environment, self._init_method, strategy.num_nodes, node_rank)
+        variables |= rendezvous.handed
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
-        server = self._open_server(strategy, node_rank) if is_enabled() and node_rank == 0 else None
+        server = self._open_server(session, node_rank) if is_enabled() and node_rank == 0 else None
         ending = None
         if server is not None and hasattr(os, "waitid"):
             ending = _EarlyEnds(self, server, node_rank * strategy.num_processes)
@@ -293,7 +277,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             raise _like_torch(failure, error, failure.rank - first_rank) from error
         except BaseException as error:
             if server is not None:
-                server.tell(Failed(_failure_of_launcher(error)))
+                launcher = Identity(rank=-1, node_rank=node_rank)
+                server.tell(Failed(FailureRecord.of_exception(error, launcher, Where())))
                 server.wait_for_verdict(EXIT_WAIT_S)
             self._explain_unpicklable(error, trainer, function, args, kwargs)
             raise
@@ -302,11 +287,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
                 ending.close()
             if server is not None:
                 server.close()
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            rendezvous.close()
+            restore(before)
 
     def _explain_unpicklable(
         self,
@@ -329,11 +311,12 @@ class MultiprocessLauncher(MultiProcessingLauncher):
                 ' script again, or "custom_ddp_fork" copy the process, which send nothing.'
             ) from error
 
-    def _open_server(self, strategy: DDPStrategy, node_rank: int) -> ControlServer:
+    def _open_server(self, session: Session, node_rank: int) -> ControlServer:
+        strategy = self._owner
         assert strategy.cluster_environment is not None
-        return open_server(
+        return session.open_server(
             strategy.cluster_environment.main_address,
-            hosted_store(),
+            session.rendezvous.hosted,
             identity=Identity(rank=-1, node_rank=node_rank),
             world_size=strategy.num_processes * strategy.num_nodes,
             num_nodes=strategy.num_nodes,
@@ -364,7 +347,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             self._all_forked.wait()
         wrapped = _Unwinding(function, trainer)
         super()._wrapping_function(process_idx, trainer, wrapped, *rest)
-        current().close()
+        session_of_process().control.close()
 
 
 class _EarlyEnds:
@@ -419,7 +402,7 @@ class _Unwinding:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return current().run(self._function, *args, **kwargs)
+            return session_of_process().control.run(self._trainer, self._function, *args, **kwargs)
         except BaseException as error:
             if self._trainer is not None:
                 interrupt_trainer(self._trainer, error)
@@ -427,10 +410,6 @@ class _Unwinding:
             if isinstance(error, SystemExit) and not error.code:
                 raise SystemExit(1) from error  # with 0 the launching process would wait for the result
             raise
-
-
-def _failure_of_launcher(error: BaseException) -> FailureRecord:
-    return FailureRecord.of_exception(error, Identity(rank=-1, node_rank=0), Where())
 
 
 def _remove_error_files(error: mp.ProcessRaisedException | mp.ProcessExitedException) -> None:

@@ -16,8 +16,6 @@ __all__ = [
     "adopt_from_environment",
     "die_with_parent",
     "end_with",
-    "is_child",
-    "is_gone",
     "launcher_pid",
     "outlive_parent",
     "tie_to_supervisor",
@@ -29,20 +27,25 @@ PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
-_is_tied = threading.Event()
-_may_outlive = threading.Event()
 
-
-@dataclass(frozen=True)
-class _Supervised:
-    """The launching process of a child whose parent is a supervisor."""
+@dataclass
+class _Tie:
+    """Between this process and the one that has launched it."""
 
     launcher: int
-    is_gone: Callable[[], bool]
-    on_outliving: Callable[[], None]
+    parent: int
+    """The same process, or the supervisor that has forked both."""
+    has_ended: Callable[[], bool] = lambda: False
+    """Whether the supervisor knows of the launcher's end."""
+    on_outliving: Callable[[], None] = lambda: None
+    may_outlive: bool = False
+
+    def is_gone(self) -> bool:
+        return os.getppid() != self.parent or self.has_ended()
 
 
-_supervised: _Supervised | None = None
+_tie: _Tie | None = None
+"""Known when the package is imported, which is before there is a session."""
 
 
 def adopt_from_environment() -> None:
@@ -90,12 +93,27 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: process id of the parent. If it is gone already, this process ends at once.
     """
-    _is_tied.set()
+    global _tie
+    _tie = _Tie(parent, parent)
     end_with(parent)
 
 
+def tie_to_supervisor(launcher: int, has_ended: Callable[[], bool], on_outliving: Callable[[], None]) -> None:
+    """Called in the place of `adopt_from_environment` in a child that a supervisor has forked.
+
+    Args:
+        launcher: the process that has asked for it.
+        has_ended: whether the supervisor knows of the launcher's end.
+        on_outliving: tells the supervisor that this process hears of that by other means.
+    """
+    global _tie
+    _tie = _Tie(launcher, os.getppid(), has_ended, on_outliving)
+    os.environ.pop(PARENT_VARIABLE, None)
+    _hear_interrupts()
+
+
 def end_with(parent: int) -> None:
-    """As `die_with_parent`, for a process that is no child of a launcher."""
+    """As `die_with_parent`, for a process that its parent has not launched."""
     if sys.platform == "linux":
         _set_death_signal(signal.SIGKILL)
     else:
@@ -104,34 +122,9 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def tie_to_supervisor(launcher: int, is_gone: Callable[[], bool], on_outliving: Callable[[], None]) -> None:
-    """Called in the place of `adopt_from_environment` in a child that a supervisor has forked.
-
-    Args:
-        launcher: the process that has asked for it.
-        is_gone: whether that has ended.
-        on_outliving: tells the supervisor that this process hears of that by other means.
-    """
-    global _supervised
-    _supervised = _Supervised(launcher, is_gone, on_outliving)
-    os.environ.pop(PARENT_VARIABLE, None)
-    _is_tied.set()
-    _hear_interrupts()
-
-
-def launcher_pid() -> int:
-    """In a child: the process that launched it."""
-    return os.getppid() if _supervised is None else _supervised.launcher
-
-
-def is_gone(launcher: int) -> bool:
-    """In a child: whether the process that launched it has ended."""
-    return os.getppid() != launcher if _supervised is None else _supervised.is_gone()
-
-
-def is_child() -> bool:
-    """Whether a launcher of this package started this process."""
-    return _is_tied.is_set()
+def launcher_pid() -> int | None:
+    """The process that has launched this one, if that is a launcher of this package and has not ended."""
+    return None if _tie is None or _tie.is_gone() else _tie.launcher
 
 
 def outlive_parent() -> None:
@@ -139,9 +132,9 @@ def outlive_parent() -> None:
 
     If it is stopped (SIGSTOP) at that moment, the kernel continues it, so that it can.
     """
-    _may_outlive.set()
-    if _supervised is not None:
-        _supervised.on_outliving()
+    if _tie is not None:
+        _tie.may_outlive = True
+        _tie.on_outliving()
     if sys.platform == "linux":
         _set_death_signal(signal.SIGCONT)
 
@@ -156,5 +149,5 @@ def _set_death_signal(number: int) -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    if not _may_outlive.is_set():
+    if _tie is None or not _tie.may_outlive:
         os._exit(1)

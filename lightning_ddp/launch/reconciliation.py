@@ -1,6 +1,6 @@
 """Supervision of one process: what it hears of failures, what it reports, how it is interrupted.
 
-Everything here is per process, as the default process group is: several Trainers of a script share it.
+It is long because it is one subject: how a failure of this rank, or of another one, ends what this rank does.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import faulthandler
 import multiprocessing
 import os
 import re
-import secrets
 import signal
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -26,18 +26,17 @@ import torch.distributed as dist
 import lightning_ddp.comm as comm
 import lightning_ddp.encoding as encoding
 import lightning_ddp.shm as shm
-from lightning_ddp._lightning import stop_exceptions
+from lightning_ddp._lightning import Trainer, running_hook, stop_exceptions
 from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.gloo_terminate import before_gloo_ends_the_process
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.encoding import side_stream
-from lightning_ddp.errors import CollectiveError, ConfigurationError, LightningDDPError, PeerFailure
+from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
+from lightning_ddp.hydra_jobs.jobs import restore
+from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_probe import Inspector
-from lightning_ddp.launch.hydra_parent import restore
-from lightning_ddp.launch.interface import is_loopback
-from lightning_ddp.launch.parent_death import is_gone, launcher_pid, outlive_parent
-from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, handed_down
+from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
@@ -47,23 +46,18 @@ from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.protocol import Exited, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.verdict import ECHO_WAIT_S
+from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 __all__ = [
+    "LAST_WORDS_S",
     "Reconciliation",
-    "current",
-    "forget_run",
     "is_enabled",
     "limit_last_words",
-    "open_server",
-    "standard_error",
 ]
 
 SWITCH_VARIABLE = "PL_RECONCILE_PROCESS"
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_STORE_KEY = "lightning_ddp/control_server"
 _RING_EVERY_S = 0.5
-_LOOK_EVERY_S = 0.1
 _ABORT_AFTER_S = 0.3
 _MOST_INTERRUPTIONS = 3
 _LONGEST_END_S = 1800.0
@@ -71,6 +65,8 @@ _LATER_S = 1.0
 """By how much the launching process outlives the others, which print their stacks and end by themselves."""
 _OWN_WORD_S = 0.3
 """How long a rank goes on after another one has raised, as it may be about to raise the same."""
+LAST_WORDS_S = 15.0
+"""How long a launching process may take to end its children and to say what happened."""
 
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
@@ -83,90 +79,25 @@ def is_enabled() -> bool:
     return os.environ.get(SWITCH_VARIABLE, "1") != "0"
 
 
-def open_server(
-    address: str,
-    store: Any,
-    *,
-    identity: Identity,
-    world_size: int,
-    num_nodes: int,
-    settings: ReconcileSettings,
-    on_failure: Callable[[FailureRecord], None] | None = None,
-) -> ControlServer:
-    """Opens the control server of a run in this process, and says in the run's store where it is.
+class Reconciliation:
+    """One generation of a run. Made in the main thread; its methods are called there.
 
     Args:
-        address: where the first node, which is this one, is reached.
-        store: the store of the run.
-        identity: this process.
-        world_size: ranks of the run.
-        num_nodes: nodes of the run.
-        settings: times.
-        on_failure: called in the server's thread with the first failure.
-
-    Raises:
-        RendezvousError: `address` is none of this host.
+        children: the processes that this one has started.
     """
-    shared = handed_down(TOKEN_VARIABLE)
-    server = ControlServer(
-        address,
-        token=shared or secrets.token_hex(16),
-        world_size=world_size,
-        settings=settings,
-        on_failure=on_failure,
-        # /etc/hosts often maps a node's own name to the loopback, where the other nodes could not reach it
-        any_interface=num_nodes > 1 and is_loopback(address),
-    )
-    entry = [
-        address,
-        server.port,
-        "" if shared else server.token,
-        identity.rank,
-        identity.node_rank,
-        identity.host,
-        identity.pid,
-    ]
-    store.set(_STORE_KEY, "\n".join(map(str, entry)))
-    return server
 
-
-def _find_server(store: Any) -> ServerAddress:
-    host, port, published, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
-    shared = handed_down(TOKEN_VARIABLE)
-    if bool(shared) == bool(published):
-        raise ConfigurationError(
-            f"{TOKEN_VARIABLE} is set {'here' if shared else 'for rank 0'} and not"
-            f" {'for rank 0' if shared else 'here'}: set it to the same text for all processes, or for none"
-        )
-    token = shared or published
-    identity = Identity(rank=int(rank), node_rank=int(node_rank), host=name, pid=int(pid))
-    return ServerAddress(host=host, port=int(port), token=token, identity=identity)
-
-
-class Reconciliation:
-    """This process's part. Made in the main thread; its methods are called there."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
+    def __init__(self, children: Children) -> None:
         self.interrupt = Interrupt()
         self.alarm = Alarm()
         self.boundary = StepBoundary()
         self.server: ControlServer | None = None
         self.watch: Watch | None = None
-        self.where: Callable[[], Where] = Where
-        self.inspector = Inspector(self.interrupt, lambda: self.where())
+        self.inspector = Inspector(self.interrupt, self._position)
         self.is_over = False
         """Whether this process has failed or unwinds from a failure: then nobody answers collectives."""
-        self.on_failure: Callable[[], None] | None = None
-        """Called in a thread once a failure is known; a launcher wakes stopped children."""
-        self.kill_children: Callable[[], None] = lambda: None
-        """Set by a launching process."""
-        self.end_late: Callable[[], None] | None = None
-        """Set by a launching process: ends its children, and then it. Called in a thread."""
-        self.num_before = 0
-        """Runs of this process that have failed with an exception, after each of which its script went on."""
-        self.met_at: Any = None
-        """The store from which the first process group of this process was made."""
+        self._children = children
+        self._is_inherited = False
+        self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = ReconcileSettings()
         self._parent_pid: int | None = None
         self._device_watch: DeviceWatch | None = None
@@ -191,57 +122,67 @@ class Reconciliation:
     # ------------------------------------------------------------------ joining
 
     def connect(
-        self, store: Any, identity: Identity, settings: ReconcileSettings, *, is_child: bool, timeout_s: float
+        self, server: ServerAddress, identity: Identity, settings: ReconcileSettings, parent_pid: int | None
     ) -> None:
-        """Connects to the control server, and waits until all ranks have. Does nothing the second time.
+        """Connects to the control server.
 
         Args:
-            store: the store of the run.
+            server: where it is.
             identity: this process.
             settings: times.
-            is_child: whether a launcher of this package started this process.
-            timeout_s: how long to wait for the other ranks.
+            parent_pid: the process that has started this one, if it is ours.
 
         Raises:
-            RendezvousError: the server cannot be reached, or not all ranks came.
+            RendezvousError: the server cannot be reached.
+        """
+        self._settings, self._parent_pid = settings, parent_pid
+        parent = None
+        if parent_pid is not None:
+            parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
+            if (parent.pid, parent.host) == (server.identity.pid, server.identity.host):
+                parent = server.identity
+        self.watch = Watch(
+            server,
+            identity,
+            settings,
+            boundary=self.boundary,
+            on_failure=self._learned,
+            where=self._where,
+            parent=parent,
+            on_message=self.inspector.on_message,
+        )
+        self.inspector.attach(self.watch)
+        self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
+        self.interrupt.expect = self._device_watch.expect
+        before_gloo_ends_the_process(self._gloo_failed)
+        self._stop_signals = StopSignals(self.watch, is_ending=lambda: self._is_ending)
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Waits until all ranks have connected.
+
+        Raises:
+            RendezvousError: not all came in time.
             PeerFailure: a rank failed before.
         """
-        if self.watch is None:
-            self._settings = settings
-            while self.num_before and not store.check([_STORE_KEY]):  # rank 0 may have left
-                self.interrupt.check()
-                time.sleep(_LOOK_EVERY_S)
-            server = _find_server(store)
-            self._parent_pid = pid = launcher_pid() if is_child else None
-            parent = Identity(rank=-1, node_rank=identity.node_rank, pid=pid) if pid is not None else None
-            if parent is not None and (parent.pid, parent.host) == (
-                server.identity.pid,
-                server.identity.host,
-            ):
-                parent = server.identity
-            self.watch = Watch(
-                server,
-                identity,
-                settings,
-                boundary=self.boundary,
-                on_failure=self._learned,
-                where=self._where,
-                parent=parent,
-                on_message=self.inspector.on_message,
-            )
-            self.inspector.attach(self.watch)
-            self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
-            self.interrupt.expect = self._device_watch.expect
-            before_gloo_ends_the_process(self._gloo_failed)
-            if is_child:
-                outlive_parent()
-            self._stop_signals = StopSignals(self.watch, is_ending=lambda: self._is_ending)
-        self.watch.wait_for_all(timeout_s, self.interrupt.check)
+        if self.watch is not None:
+            self.watch.wait_for_all(timeout_s, self.interrupt.check)
         self.interrupt.check()
+
+    def follow(self, trainer: Trainer) -> None:
+        """From now on it is this Trainer that a report tells of. It is not kept alive."""
+        self._trainer = weakref.ref(trainer)
+
+    def _position(self) -> Where:
+        """Where in its Trainer this rank is. Any thread."""
+        trainer = self._trainer()
+        module = None if trainer is None else trainer.lightning_module
+        if trainer is None or module is None:
+            return Where()
+        return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
 
     def _where(self) -> Where:
         activity = self.interrupt.activity
-        return replace(self.where(), waits_for=activity.label, count=activity.count)
+        return replace(self._position(), waits_for=activity.label, count=activity.count)
 
     @property
     def _is_ending(self) -> bool:
@@ -249,8 +190,12 @@ class Reconciliation:
 
     # ------------------------------------------------------------------ running
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function in which this rank counts as running: its end without a word is a failure.
+
+        Args:
+            trainer: the Trainer whose function it is.
+            function: called with `args` and `kwargs`.
 
         Raises:
             PeerFailure: another rank failed; also where `function` raised an echo of that, and where another
@@ -258,6 +203,8 @@ class Reconciliation:
             BaseException: what `function` raised, after the others have been told.
         """
         self.interrupt.check()
+        if trainer is not None:
+            self.follow(trainer)
         self._enter(function)
         try:
             result = function(*args, **kwargs)
@@ -266,8 +213,7 @@ class Reconciliation:
         except stop_exceptions():  # raised by all ranks, and no failure
             raise
         except BaseException as error:
-            if os.getpid() != self.pid:  # user code has forked it: it shares this rank's sockets, and is none
-                current().is_over = True
+            if self._is_inherited:  # user code has forked this process: it is no rank
                 raise
             self.alarm.silence()
             self._has_raised.set()
@@ -343,7 +289,7 @@ class Reconciliation:
         """
         grace_s = self._settings.failure_grace_s
         for number in (signal.SIGCONT, signal.SIGKILL):
-            if watch.wait_for_verdict(grace_s / 2) is not None or is_gone(launcher.pid):
+            if watch.wait_for_verdict(grace_s / 2) is not None or launcher_pid() != launcher.pid:
                 return
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(launcher.pid, number)
@@ -359,13 +305,13 @@ class Reconciliation:
             return told.like()
         if self.watch is None:
             return None
-        record = self._own = FailureRecord.of_exception(error, self.watch.identity, self.where())
+        record = self._own = FailureRecord.of_exception(error, self.watch.identity, self._position())
         self._write_error_file(record)
         is_echo = _is_of_backend(error, record.message)
         is_echo &= self.watch.failure is not None or _LOST_CONNECTION.search(record.message) is not None
         self.watch.report(record, is_echo=is_echo)
         if isinstance(error, KeyboardInterrupt):  # from the terminal all ranks get it, and none is at fault
-            second_interrupt_ends(self.alarm, self.kill_children)
+            second_interrupt_ends(self.alarm, self._children.kill)
             return None
         first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0) if is_echo else None
         if first is None or first.rank == record.rank:
@@ -404,12 +350,17 @@ class Reconciliation:
         """Tells all ranks that this one has failed, as the text `trace` says."""
         if self.watch is None:
             return
-        where = self.where()
+        where = self._position()
         cause = trace.strip().splitlines()[-1] if trace.strip() else "reconciliate_processes was called"
         record = FailureRecord.of_identity(
             self.watch.identity, cause, step=where.step, phase=where.phase, traceback=trace or None
         )
         self.watch.report(record, is_echo=False)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure of the run, or of this process, is known."""
+        return self.first_failure() is not None or self._is_ending
 
     def child_ended(self, record: FailureRecord) -> None:
         """A child of this launching process ended without success. Any thread."""
@@ -442,12 +393,6 @@ class Reconciliation:
         # after a collective that has failed, threads of the backend may never return
         return failure is not None and "Collective" not in (failure.exception_type or "Collective")
 
-    def follow(self, before: Reconciliation) -> None:
-        """Takes the place of one whose run has failed."""
-        self.num_before, self.met_at = before.num_before + 1, before.met_at
-        self.on_failure, self.kill_children = before.on_failure, before.kill_children
-        self.end_late = before.end_late
-
     def close(self) -> None:
         """Leaves the run: the end of this process is no failure from now on."""
         if self._device_watch is not None:
@@ -466,6 +411,15 @@ class Reconciliation:
         self.alarm.release()
         if self._stop_signals is not None:
             self._stop_signals.restore()
+
+    def disown(self) -> None:
+        """Called in a forked process: the rank is another one, whose sockets must not live on here."""
+        self._is_inherited = self.is_over = True
+        if self._stop_signals is not None:
+            self._stop_signals.is_inherited = True
+        for end in (self.watch, self.server):
+            if end is not None:
+                end.close_sockets()
 
     # ------------------------------------------------------------------ being interrupted
 
@@ -501,12 +455,31 @@ class Reconciliation:
             return
         grace_s = self._settings.failure_grace_s
         self._ends_at = time.monotonic() + grace_s
-        is_needed = self.end_late is not None or (self.watch is not None and self.watch.failure is None)
+        starts_others = self._children.first_rank is not None
+        is_needed = starts_others or (self.watch is not None and self.watch.failure is None)
         limit_last_words(grace_s + (2 * _LATER_S if is_needed else 0.0))
-        if self.end_late is not None and self._timer is None:
-            self._timer = threading.Timer(grace_s + _LATER_S, self.end_late)
+        if starts_others and self._timer is None:
+            self._timer = threading.Timer(grace_s + _LATER_S, self._end_late)
             self._timer.daemon = True
             self._timer.start()
+
+    def _end_late(self) -> None:
+        """In a thread: the time of this launching process is over; ends its children first, and then it.
+
+        Where the main thread waits for the children already it does the same.
+        """
+        if not self._children.ending.acquire(blocking=False):
+            return
+        limit_last_words(LAST_WORDS_S)
+        rank, grace_s = self._children.first_rank, self._settings.failure_grace_s
+        print(f"lightning_ddp: rank {rank} has not ended {grace_s:g} s after a failure:", file=sys.stderr)
+        faulthandler.dump_traceback(_standard_error(), all_threads=True)
+        self._children.end(0.0)
+        failure = self.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
+        if failure is not None:
+            print(render(failure), file=sys.stderr, end="")
+        sys.stderr.flush()
+        os._exit(1)
 
     def seconds_left(self) -> float:
         """How long this process and its children have to end after a failure."""
@@ -530,8 +503,7 @@ class Reconciliation:
 
     def _wake_stopped(self, error: PeerFailure) -> None:
         """Continues processes of this one's that are stopped (SIGSTOP), so that they can end."""
-        if self.on_failure is not None:
-            self.on_failure()
+        self._children.wake()
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGCONT)
@@ -539,7 +511,7 @@ class Reconciliation:
             self._wake_parent()
 
     def _wake_parent(self) -> None:
-        if self._parent_pid is not None and not is_gone(self._parent_pid):
+        if self._parent_pid is not None and self._parent_pid == launcher_pid():
             with suppress(ProcessLookupError):  # it ends at this very moment
                 os.kill(self._parent_pid, signal.SIGCONT)
 
@@ -569,32 +541,13 @@ def limit_last_words(limit_s: float) -> None:
 
     All stacks are printed before.
     """
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=standard_error())
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=_standard_error())
 
 
-def standard_error() -> Any:
+def _standard_error() -> Any:
     """What the C library can write to as standard error."""
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(AttributeError, OSError, ValueError):
             stream.fileno()  # type: ignore[union-attr]
             return stream
     return 2
-
-
-_current: Reconciliation | None = None
-
-
-def current() -> Reconciliation:
-    """The one of this process; made at the first call, and anew in a forked process."""
-    global _current
-    if _current is None or _current.pid != os.getpid():
-        _current = Reconciliation()
-    return _current
-
-
-def forget_run() -> None:
-    """The run has ended and been closed, while this process goes on: the next one begins anew."""
-    global _current
-    if _current is not None:
-        _current.restore_handlers()
-    _current = None

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.comm.elastic_restart import store_of_attempt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
-from lightning_ddp.launch.elastic_restart import store_of_attempt
 from lightning_ddp.launch.interface import (
     backend_names,
     describe_route,
@@ -31,14 +31,11 @@ __all__ = [
     "STORE_VARIABLE",
     "TOKEN_VARIABLE",
     "HostedStore",
-    "close_store",
+    "Rendezvous",
     "existing_group",
-    "find_store",
-    "hand_down",
-    "handed_down",
-    "host_store",
-    "hosted_store",
     "join_default_group",
+    "leave_default_group",
+    "named_port",
     "require_backend",
     "run_store",
 ]
@@ -53,11 +50,6 @@ TOKEN_VARIABLE = "LIGHTNING_DDP_TOKEN"
 
 On one node the launcher draws it. Elsewhere the user may set it, the same for all processes; where nobody
 has, rank 0 draws one and leaves it in the store, where it is as readable as that is."""
-
-_handed: dict[str, str] = {}
-"""Which of these variables the children of this process have, and their values."""
-_hosted: HostedStore | None = None
-_num_runs = 0
 
 
 class HostedStore:
@@ -90,82 +82,99 @@ class HostedStore:
                 f"port {port} on {address}, named by {named_by}, is in use by another process. Name a free"
                 f" port, or unset {named_by} on a single node to have a free one taken."
             ) from error
-        self.pid = os.getpid()
         self.address = address
         self.is_named = port is not None
 
 
-def host_store(
-    address: str, *, num_nodes: int, node_rank: int, port: int | None, named_by: str = "MASTER_PORT"
-) -> dict[str, str]:
-    """On the first node, opens the store of this run; returns the variables that all its processes need.
+class Rendezvous:
+    """Where this process meets the others of its runs: in a store that it hosts, or in another process's."""
 
-    Args:
-        address: where the first node is reached.
-        num_nodes: nodes of the run.
-        node_rank: this node.
-        port: port that the user named, or None.
-        named_by: where, for errors.
+    def __init__(self) -> None:
+        self.handed: dict[str, str] = {}
+        """STORE_VARIABLE and TOKEN_VARIABLE of the processes that a launcher in this one starts.
 
-    Raises:
-        ConfigurationError: several nodes, and no port that all of them know.
-        RendezvousError: the named port is taken.
-    """
-    global _hosted, _num_runs
-    if num_nodes > 1 and port is None:
-        raise ConfigurationError(
-            f"num_nodes={num_nodes}, but no port is named: set MASTER_ADDR and MASTER_PORT to the same"
-            " values on every node, and NODE_RANK to 0, 1, ... in turn"
-        )
-    _num_runs += 1
-    if node_rank == 0:
-        if not _is_ours(address, port):
-            _hosted = HostedStore(address, port, named_by)
-        assert _hosted is not None
-        port = int(_hosted.store.port)
-    variables = {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        STORE_VARIABLE: f"{address}:{port}/{_num_runs}",
-    }
-    if num_nodes == 1 and not os.environ.get(TOKEN_VARIABLE):
-        variables[TOKEN_VARIABLE] = secrets.token_hex(16)
-    return variables
+        They are kept out of this process's environment, from which the programs that the user's script starts
+        would have them."""
+        self._hosted: HostedStore | None = None
+        self._num_runs = 0
 
+    def host(
+        self, address: str, *, num_nodes: int, node_rank: int, port: int | None, named_by: str = "MASTER_PORT"
+    ) -> dict[str, str]:
+        """On the first node, opens the store of this run; returns torch's variables for it.
 
-def _is_ours(address: str, port: int | None) -> bool:
-    """Whether this process has a store there already; a forked rank must not share its parent's."""
-    if _hosted is None or _hosted.pid != os.getpid() or _hosted.address != address:
-        return False
-    return port is not None and port == _hosted.store.port
+        Args:
+            address: where the first node is reached.
+            num_nodes: nodes of the run.
+            node_rank: this node.
+            port: port that the user named, or None.
+            named_by: where, for errors.
 
+        Raises:
+            ConfigurationError: several nodes, and no port that all of them know.
+            RendezvousError: the named port is taken.
+        """
+        if num_nodes > 1 and port is None:
+            raise ConfigurationError(
+                f"num_nodes={num_nodes}, but no port is named: set MASTER_ADDR and MASTER_PORT to the same"
+                " values on every node, and NODE_RANK to 0, 1, ... in turn"
+            )
+        self._num_runs += 1
+        if node_rank == 0:
+            if self._hosted is None or not self._is_hosted(address, port):
+                self._hosted = HostedStore(address, port, named_by)
+            port = int(self._hosted.store.port)
+        self.handed = {STORE_VARIABLE: f"{address}:{port}/{self._num_runs}"}
+        if num_nodes == 1 and not os.environ.get(TOKEN_VARIABLE):
+            self.handed[TOKEN_VARIABLE] = secrets.token_hex(16)
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
-def hand_down(variables: dict[str, str]) -> None:
-    """The processes of this run, this one among them, meet in the store of a launcher in this process.
+    def _is_hosted(self, address: str, port: int | None) -> bool:
+        """Whether this process has a store there already."""
+        hosted = self._hosted
+        return hosted is not None and hosted.address == address and hosted.store.port == port
 
-    Args:
-        variables: STORE_VARIABLE and TOKEN_VARIABLE, of the children. They are kept out of this process's
-            environment, from which the programs that the user's script starts would have them.
-    """
-    _handed.clear()
-    _handed.update(variables)
+    @property
+    def hosted(self) -> Any:
+        """The store that `host` has opened, for the present run."""
+        assert self._hosted is not None  # only launchers ask, after they have opened it
+        return dist.PrefixStore(f"run{self._num_runs}", self._hosted.store)
 
+    @property
+    def where(self) -> str | None:
+        """STORE_VARIABLE as this run has it; None if no launcher of this package has started it."""
+        return os.environ.get(STORE_VARIABLE) or self.handed.get(STORE_VARIABLE)
 
-def handed_down(variable: str) -> str | None:
-    """STORE_VARIABLE or TOKEN_VARIABLE as this process's run has it; None if it has none."""
-    return os.environ.get(variable) or _handed.get(variable)
+    @property
+    def token(self) -> str | None:
+        """TOKEN_VARIABLE as this run has it."""
+        return os.environ.get(TOKEN_VARIABLE) or self.handed.get(TOKEN_VARIABLE)
 
+    def find(self, environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
+        """The store of the run: the launcher's if there is one, else the one of `env://`.
 
-def close_store() -> None:
-    """Closes this process's store, at the end of a run.
+        Args:
+            environment: tells rank, world size and the address of the first node.
+            timeout: how long to wait for it; None for torch's own.
 
-    One on a port that the user named stays open for the next run of this process: its other nodes may be
-    there before this one.
-    """
-    global _hosted
-    _handed.clear()
-    if _hosted is not None and not _hosted.is_named:
-        _hosted = None
+        Raises:
+            RendezvousError: it cannot be reached.
+        """
+        with remember_connections():  # a store on a node that is unreachable blocks as collectives do
+            if self.where is None:
+                return _rendezvous(environment, timeout)
+            address, port, _ = _parts_of(self.where)
+            return self.hosted if self._is_hosted(address, port) else run_store(self.where, timeout)
+
+    def close(self) -> None:
+        """Closes this process's store, at the end of a run.
+
+        One on a port that the user named stays open for the next run of this process: its other nodes may be
+        there before this one.
+        """
+        self.handed = {}
+        if self._hosted is not None and not self._hosted.is_named:
+            self._hosted = None
 
 
 def named_port() -> int | None:
@@ -180,27 +189,6 @@ def named_port() -> int | None:
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ConfigurationError(f"MASTER_PORT={text!r} is no port number (1 to 65535)")
     return int(text)
-
-
-def hosted_store() -> Any:
-    """The store that `host_store` has opened in this process, for the present run."""
-    assert _hosted is not None  # only launchers ask, after they have opened it
-    return dist.PrefixStore(f"run{_num_runs}", _hosted.store)
-
-
-def find_store(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
-    """The store of the run: the launcher's if there is one, else the one of `env://`.
-
-    Args:
-        environment: tells rank, world size and the address of the first node.
-        timeout: how long to wait for it; None for torch's own.
-
-    Raises:
-        RendezvousError: it cannot be reached.
-    """
-    where = handed_down(STORE_VARIABLE)
-    with remember_connections():  # a store on a node that is unreachable blocks as collectives do
-        return run_store(where, timeout) if where is not None else _rendezvous(environment, timeout)
 
 
 def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
@@ -292,21 +280,24 @@ def run_store(where: str, timeout: timedelta | None) -> Any:
     Raises:
         RendezvousError: it cannot be reached.
     """
-    listener, _, run = where.rpartition("/")
-    address, _, port = listener.rpartition(":")
-    prefix = f"run{run}"
-    if _is_ours(address, int(port)) and _hosted is not None:
-        return dist.PrefixStore(prefix, _hosted.store)
+    address, port, run = _parts_of(where)
     require_resolvable(address)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        return dist.PrefixStore(prefix, dist.TCPStore(address, int(port), is_master=False, **options))
+        return dist.PrefixStore(f"run{run}", dist.TCPStore(address, port, is_master=False, **options))
     except RuntimeError as error:
         raise RendezvousError(
             f"cannot reach the launcher's store at {address}, port {port}: {error}. Here"
             f" {describe_route(address)}. Check that the first node is up, and that MASTER_ADDR and"
             " MASTER_PORT are the same on all nodes."
         ) from error
+
+
+def _parts_of(where: str) -> tuple[str, int, str]:
+    """Address, port and run of STORE_VARIABLE."""
+    listener, _, run = where.rpartition("/")
+    address, _, port = listener.rpartition(":")
+    return address, int(port), run
 
 
 def leave_default_group() -> None:

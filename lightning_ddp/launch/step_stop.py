@@ -17,7 +17,7 @@ from lightning_ddp._lightning import (
     replace_signal_handlers,
     sigterm_exception,
 )
-from lightning_ddp.launch.reconciliation import current
+from lightning_ddp.launch.session import Session
 from lightning_ddp.supervise.protocol import Stop
 
 if TYPE_CHECKING:
@@ -27,9 +27,14 @@ __all__ = ["StepStop"]
 
 
 class StepStop:
-    """Stops the loops of one Trainer."""
+    """Stops the loops of one Trainer.
 
-    def __init__(self) -> None:
+    Args:
+        session: of this process.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._trainer: Trainer | None = None
         self._requeue: Any = None
 
@@ -39,11 +44,12 @@ class StepStop:
         Raises:
             UnsupportedVersionError: this Lightning could not be taken over from.
         """
-        if current().watch is None or self._trainer is trainer:
+        self._session.control.follow(trainer)  # another launcher may have begun its run
+        if self._session.control.watch is None or self._trainer is trainer:
             return
         self._trainer = trainer
         self._requeue = replace_signal_handlers(
-            trainer, on_sigterm=_leave_to_stop_signals, on_requeue=_ask_to_stop
+            trainer, on_sigterm=_leave_to_stop_signals, on_requeue=self._ask_to_stop
         )
         at_step_boundaries(trainer, self.check)
 
@@ -54,7 +60,7 @@ class StepStop:
             SIGTERMException: all ranks stop here.
             PeerFailure: a rank has failed.
         """
-        ours = current()
+        ours = self._session.control
         if self._trainer is None or not ours.reached_step_boundary():
             return
         note_sigterm(self._trainer)
@@ -65,17 +71,16 @@ class StepStop:
 
     def check_evaluation(self) -> None:
         """A step of an evaluation: a boundary unless it belongs to a fit, which stops between its own."""
-        current().interrupt.activity.advance()
+        self._session.control.interrupt.activity.advance()
         if self._trainer is not None and not is_fitting(self._trainer):
             self.check()
+
+    def _ask_to_stop(self, number: int, frame: types.FrameType | None) -> None:
+        """Handler of the signal by which SLURM announces the end of a job."""
+        watch = self._session.control.watch
+        if watch is not None:
+            watch.post(Stop(int(number), is_requeue=True))
 
 
 def _leave_to_stop_signals(number: int, frame: types.FrameType | None) -> None:
     """In the place of Lightning's handler: `StopSignals` has its own, which Lightning calls next."""
-
-
-def _ask_to_stop(number: int, frame: types.FrameType | None) -> None:
-    """Handler of the signal by which SLURM announces the end of a job."""
-    ours = current()
-    if ours.watch is not None:
-        ours.watch.post(Stop(int(number), is_requeue=True))

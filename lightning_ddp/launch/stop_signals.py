@@ -37,7 +37,8 @@ class StopSignals:
         self._is_ending = is_ending
         self._num_received = 0
         self._previous: Any = None
-        self._pid = os.getpid()
+        self.is_inherited = False
+        """Whether this is a forked process, such as a worker of a data loader."""
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
 
@@ -47,7 +48,7 @@ class StopSignals:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        if self._pid != os.getpid():  # a forked process, such as a worker of a data loader
+        if self.is_inherited:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_ddp._lightning import ROOTS, read_rank_again
+from lightning_ddp.hydra_jobs.jobs import STARTER
 from lightning_ddp.launch.parent_death import end_with, tie_to_supervisor
 
 __all__ = ["ForkedChild", "add_arguments", "fork_child", "run"]
@@ -258,7 +259,7 @@ class _Supervisor:
             signal.signal(number, signal.SIG_IGN)
         tie_to_supervisor(
             start["launcher"],
-            is_gone=lambda: bool(self._is_over[0]),
+            has_ended=lambda: bool(self._is_over[0]),
             on_outliving=lambda: child.may_outlive.__setitem__(0, 1),
         )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -329,7 +330,7 @@ class _Program:
         if len(command) < 2 or command[0] != sys.executable:
             return None
         first, *rest = command[1:]
-        if first == str(Path(__file__).with_name("child.py")):
+        if first == STARTER:
             job, kind, name, *arguments = rest
             return _Program(kind, name, arguments, int(job))
         if first == "-m" and rest:
@@ -403,10 +404,17 @@ def _prepare(program: _Program) -> None:
 
 
 def _execute(program: _Program) -> None:
-    if program.job is not None:
-        from lightning_ddp.launch.hydra_child import prepare
+    with contextlib.nullcontext() if program.job is None else _hydra_job(program.job):
+        _execute_program(program)
 
-        prepare(program.job)
+
+def _hydra_job(descriptor: int) -> contextlib.AbstractContextManager[None]:
+    from lightning_ddp.hydra_jobs.child import handed_job
+
+    return handed_job(descriptor)
+
+
+def _execute_program(program: _Program) -> None:
     path = os.path.abspath(program.name)
     if program.kind == "module":
         _put_first(os.getcwd())
@@ -421,10 +429,6 @@ def _execute(program: _Program) -> None:
         with open(path, "rb") as file:
             code = compile(file.read(), path, "exec")
         exec(code, main)
-    if program.job is not None:
-        from lightning_ddp.launch.hydra_child import require_job
-
-        require_job()
 
 
 def _put_first(folder: str, *, always: bool = False) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.connections import UNREACHABLE, keep_alive
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
-from lightning_ddp.supervise.fork import close_in_forked_child
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.protocol import (
     AllHere,
@@ -122,7 +121,6 @@ class Watch:
         self._selector.register(self._connection, selectors.EVENT_READ, self._receive)
         if self._parent_fd is not None:
             self._selector.register(self._parent_fd, selectors.EVENT_READ, self._lost_parent)
-        close_in_forked_child(self._close_descriptors)
         self._thread = threading.Thread(target=self._run, daemon=True, name="control-watch")
         self._thread.start()
 
@@ -229,7 +227,7 @@ class Watch:
             for key, _ in self._selector.select(self._report_progress()):
                 if not self._is_deaf or key.fileobj is self._wake_receiver:
                     key.data()
-        self._close_descriptors()
+        self.close_sockets()
 
     def _report_progress(self) -> float | None:
         """Tells the server what this rank is doing, if it is time; returns the seconds until then."""
@@ -332,7 +330,8 @@ class Watch:
             self._all_left.set()
             self._on_failure(record)
 
-    def _close_descriptors(self) -> None:
+    def close_sockets(self) -> None:
+        """Called at the end; and in a forked process, so that a socket does not live on there."""
         self._connection.close()
         self._wake_receiver.close()
         self._wake_sender.close()

@@ -37,7 +37,7 @@ class Alarm:
         self._call: Callable[[], object] | None = None
         self._main = threading.main_thread().ident
         self._sending = threading.Lock()
-        self._signal = self._claim_signal()
+        self._signal: signal.Signals | int | None = None
 
     def _claim_signal(self) -> signal.Signals | int | None:
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGRTMIN"):
@@ -50,6 +50,8 @@ class Alarm:
 
     def arm(self) -> None:
         """From now on a ring raises. Called where the main thread enters code that may be interrupted."""
+        if self._signal is None:
+            self._signal = self._claim_signal()
         self._is_silent = False
 
     def silence(self) -> None:

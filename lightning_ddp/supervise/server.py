@@ -21,7 +21,6 @@ from itertools import islice, takewhile
 from lightning_ddp.supervise.connections import UNREACHABLE, NumDescriptors, Peer, keep_alive, listen
 from lightning_ddp.supervise.desync import Inspection, Outgoing
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord
-from lightning_ddp.supervise.fork import close_in_forked_child
 from lightning_ddp.supervise.graceful_stop import StopAgreement
 from lightning_ddp.supervise.protocol import (
     Active,
@@ -119,7 +118,6 @@ class ControlServer:
         for sock in (self._listener, self._wake_receiver):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
-        close_in_forked_child(self._close_sockets)
         self._thread = threading.Thread(target=self._run, daemon=True, name="control-server")
         self._thread.start()
 
@@ -168,7 +166,7 @@ class ControlServer:
                 self._handle_report(message)
             self._decide()
         self._send_all([Closing()])
-        self._close_sockets()
+        self.close_sockets()
 
     def _timeout(self) -> float | None:
         deadlines = [self._verdict.deadline(), self._stop.deadline(), self._inspection.deadline()]
@@ -398,7 +396,8 @@ class ControlServer:
             del self._ranks[peer.identity.rank]
             self._deliver(self._inspection.left(peer.identity.rank, time.monotonic()))
 
-    def _close_sockets(self) -> None:
+    def close_sockets(self) -> None:
+        """Called at the end; and in a forked process, so that a socket does not live on there."""
         for peer in [*self._peers.values(), *self._strangers]:
             peer.connection.close()
         self._listener.close()

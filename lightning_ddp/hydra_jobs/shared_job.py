@@ -13,22 +13,16 @@ import pickle
 import warnings
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_ddp.errors import RankMismatchError
-from lightning_ddp.launch import hydra_parent
-from lightning_ddp.launch.elastic_restart import store_of_attempt
-from lightning_ddp.launch.resolved import answer_all, attach
+from lightning_ddp.hydra_jobs.handover import without_files
+from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.hydra_jobs.resolver_cache import answer_all, attach
 
 __all__ = ["agree_before_job", "give_files_back", "share_job"]
 
 _KEY = "lightning_ddp/hydra_job"
 _SHOWN = 5
 _ZERO_ON_RANK_0 = ("NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-
-_agreed: Any = None
-_num_jobs = 0
-_withheld: tuple[Any, Any, Any] | None = None
 
 
 def share_job(store: Any, *, rank: int) -> None:
@@ -41,12 +35,11 @@ def share_job(store: Any, *, rank: int) -> None:
     Raises:
         RankMismatchError: this process composed another configuration than rank 0; names the lines.
     """
-    global _agreed, _num_jobs
-    given = hydra_parent.job_config()
-    if given is None or given is _agreed:
+    given = jobs.config()
+    if given is None or given is jobs.shared:
         return
-    _agreed, _num_jobs = given, _num_jobs + 1
-    key = f"{_KEY}/{_num_jobs}"
+    jobs.shared, jobs.num_shared = given, jobs.num_shared + 1
+    key = f"{_KEY}/{jobs.num_shared}"
     if rank == 0:
         store.set(key, _pack(given))
     else:
@@ -74,10 +67,10 @@ def agree_before_job(config: Any, *, is_sweep: bool) -> None:
     Raises:
         RankMismatchError: this process composed another configuration than rank 0.
     """
+    attach(config)  # before the job copies it: the copies share the cache
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         rank = int(os.environ["RANK"])
-        if config is not _agreed:
-            _agree(config, rank)
+        _agree(config, rank)
     else:
         rank = max(int(os.environ.get(name) or 0) for name in _ZERO_ON_RANK_0)
     if rank > 0 and not is_sweep:
@@ -85,11 +78,14 @@ def agree_before_job(config: Any, *, is_sweep: bool) -> None:
 
 
 def _agree(config: Any, rank: int) -> None:
-    global _agreed, _num_jobs
-    _agreed, _num_jobs = config, _num_jobs + 1
+    import torch.distributed as dist  # a job that trains nothing may not need it
+
+    from lightning_ddp.comm.elastic_restart import store_of_attempt
+
+    jobs.shared, jobs.num_shared = config, jobs.num_shared + 1
     agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store = store_of_attempt(agents, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    store = dist.PrefixStore(f"job/{_num_jobs}", store)
+    store = dist.PrefixStore(f"job/{jobs.num_shared}", store)
     if rank == 0:
         store.set(_KEY, _pack(config))  # type: ignore[arg-type]  # takes bytes as well
     else:
@@ -143,13 +139,8 @@ def _require_same(here: str, there: str, rank: int) -> None:
 
 
 def _leave_files_to_rank_0(config: Any) -> None:
-    global _withheld
-    if _withheld is not None and _withheld[0] is config:
-        return
     hydra = config.hydra
-    _withheld = (config, hydra.output_subdir, _plain(hydra.job_logging))
-    from lightning_ddp.launch.hydra_job import without_files
-
+    jobs.withheld = (hydra.output_subdir, _plain(hydra.job_logging))
     logging = _plain(hydra.job_logging)
     _set_files(hydra, None, None if logging is None else without_files(logging))
 
@@ -161,19 +152,14 @@ def _plain(node: Any) -> Any:
     return None if node is None else OmegaConf.to_container(node)
 
 
-def give_files_back(config: Any) -> None:
-    """Sets what `agree_before_job` has changed for the sake of Hydra back, for the job to read.
-
-    Args:
-        config: of the job that is about to begin.
-    """
+def give_files_back() -> None:
+    """Sets what `agree_before_job` has changed for the sake of Hydra back, for the job to read."""
     from hydra.core.hydra_config import HydraConfig
 
-    global _withheld
-    if _withheld is not None and _withheld[0] is config:
-        for hydra in (config.hydra, HydraConfig.get()):
-            _set_files(hydra, *_withheld[1:])
-        _withheld = None
+    withheld, jobs.withheld = jobs.withheld, None
+    if withheld is not None:
+        for hydra in (jobs.config().hydra, HydraConfig.get()):
+            _set_files(hydra, *withheld)
 
 
 def _set_files(hydra: Any, output_subdir: Any, job_logging: Any) -> None:

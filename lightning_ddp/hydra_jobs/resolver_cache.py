@@ -9,11 +9,14 @@ interpolations, and one that nobody could resolve fails where it is read.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from lightning_ddp.hydra_jobs.nodes import nodes_of
 
 __all__ = ["JobCache", "answer_all", "attach", "detach", "install"]
 
@@ -98,24 +101,11 @@ def detach(config: Any) -> None:
 
 def answer_all(config: Any) -> None:
     """Reads every interpolation in `config`, so that its cache holds all answers that can be had."""
-    for node in _interpolations(config):
-        try:
-            node._dereference_node()
-        except Exception:  # noqa: BLE001 (it fails again, for the user, where it is read)
-            continue
-
-
-def _interpolations(container: Any) -> Iterator[Any]:
-    content = container._content
-    if isinstance(content, dict):
-        nodes = list(content.values())
-    else:  # None, '???' and an interpolation are no lists
-        nodes = list(content) if isinstance(content, list) else []
-    for node in nodes:
+    for _, node in nodes_of(config):
         if node._is_interpolation():
-            yield node
-        elif hasattr(node, "_content"):
-            yield from _interpolations(node)
+            # it fails again, for the user, where it is read; classes raise what they like
+            with contextlib.suppress(Exception):
+                node._dereference_node()
 
 
 def install(base: types.ModuleType) -> None:

@@ -7,119 +7,78 @@ neither torch nor Lightning, so that the script still decides when that happens,
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import os
 import pickle
 import pkgutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.launch.resolved import JobCache, answer_all, attach
+from lightning_ddp.hydra_jobs.nodes import nodes_of
+from lightning_ddp.hydra_jobs.resolver_cache import JobCache, answer_all, attach
 
 __all__ = [
     "Composition",
-    "HandedConfig",
     "HandedJob",
     "Handover",
-    "composition_key",
+    "pack",
     "read_handover",
     "task_name",
+    "unpack",
     "without_files",
 ]
 
 _OF_ANY_HANDLER = ("level", "formatter", "filters")
 
+Composition = tuple[str | None, list[str], bytes]
+"""Arguments of a call of `hydra.compose`, and what it returned, packed."""
 
-@dataclass(frozen=True, kw_only=True)
-class HandedConfig:
-    """A configuration, with what its resolvers have answered."""
 
-    config: bytes
-    """The pickled DictConfig; its own classes may be defined in the user's script."""
-    answers: bytes
-    """What `JobCache.to_portable` returned, pickled."""
+def pack(config: Any, what: str) -> bytes:
+    """Asks all resolvers, and packs a DictConfig with their answers; its classes may be of the user's script.
 
-    @classmethod
-    def of(cls, config: Any, what: str) -> HandedConfig:
-        """Asks all resolvers, and packs a DictConfig.
+    Args:
+        config: without parent; its `JobCache` is shared with the copies that the user holds.
+        what: what it is called in an error.
 
-        Args:
-            config: without parent; its `JobCache` is shared with the copies that the user holds.
-            what: what it is called in an error.
+    Raises:
+        ConfigurationError: a value does not pickle; names its key.
+    """
+    cache = attach(config)
+    answer_all(config)
+    bare = copy.deepcopy(config)
+    bare._metadata.resolver_cache = defaultdict(dict)
+    try:
+        return _dumps((bare, *cache.to_portable()))
+    except Exception as error:
+        raise ConfigurationError(_describe_unpicklable(bare, what, error)) from error
 
-        Raises:
-            ConfigurationError: a value does not pickle; names its key.
-        """
-        cache = attach(config)
-        answer_all(config)
-        bare = copy.deepcopy(config)
-        bare._metadata.resolver_cache = defaultdict(dict)
-        try:
-            packed = _dumps(bare)
-        except Exception as error:
-            raise ConfigurationError(_describe_unpicklable(bare, what, error)) from error
-        return cls(config=packed, answers=pickle.dumps(cache.to_portable()))
 
-    def to_bytes(self) -> bytes:
-        """For the run's store; `from_bytes` reads it."""
-        return pickle.dumps((self.config, self.answers))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> HandedConfig:
-        """What `to_bytes` has packed."""
-        config, answers = pickle.loads(data)
-        return cls(config=config, answers=answers)
-
-    def unpack(self) -> Any:
-        """The DictConfig, with a `JobCache` that knows the answers."""
-        config = pickle.loads(self.config)
-        attach(config, JobCache(*pickle.loads(self.answers)))
-        return config
+def unpack(packed: bytes) -> Any:
+    """The DictConfig that `pack` has packed, with a `JobCache` that knows the answers."""
+    config, *known = pickle.loads(packed)
+    attach(config, JobCache(*known))
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandedJob:
     """One job of Hydra: one call of the user's function."""
 
-    task: str
-    """The function, as `task_name` calls it."""
+    task: str | None
+    """The function, as `task_name` calls it; None for the first one that the script calls."""
     name: str
     """Hydra's name of the application."""
-    config: HandedConfig
-    """What was composed, with the node `hydra`."""
+    config: bytes
+    """What was composed, with the node `hydra`, packed."""
     search_path: Any
     """Hydra's ConfigSearchPath, or None; the Compose API needs it inside of a job."""
     working_dir: str | None
     """Where the job runs, if `hydra.job.chdir` is set."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Composition:
-    """What one call of `hydra.compose` returned."""
-
-    config_name: str | None
-    """Its argument."""
-    overrides: Sequence[str]
-    """Its argument."""
-    config: HandedConfig
-    """The configuration."""
-
-
-def composition_key(config_name: str | None, overrides: Sequence[str], number: int) -> str:
-    """Under which name of the run's store a composition is found that was made after the launch.
-
-    Args:
-        config_name: argument of `hydra.compose`.
-        overrides: argument of `hydra.compose`.
-        number: how many calls with the same arguments came before, since the launch.
-    """
-    text = repr((config_name, list(overrides), number))
-    return "lightning_ddp/composition/" + hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +87,14 @@ class Handover:
 
     job: HandedJob | None
     """The job that the run belongs to; None outside of `hydra.main`."""
-    compositions: Sequence[Composition] = field(default=())
+    compositions: list[Composition]
     """In the order in which the launching process has made them."""
 
     def to_file(self) -> IO[bytes]:
         """A file without a name, for the children to inherit; it is gone when the last one closes it."""
         file = tempfile.TemporaryFile(prefix="lightning_ddp-job-")  # noqa: SIM115 (the launcher closes it)
-        # not as objects of these classes: pickle would import the package to find them
-        file.write(pickle.dumps(asdict(self)))
+        # not as an object of a class of ours: pickle would import the package to find it
+        file.write(pickle.dumps((None if self.job is None else asdict(self.job), self.compositions)))
         file.flush()
         return file
 
@@ -148,14 +107,8 @@ def read_handover(descriptor: int) -> Handover:
         parts.append(os.pread(descriptor, size - position, position))
         position += len(parts[-1])
     os.close(descriptor)
-    content = pickle.loads(b"".join(parts))
-    job, compositions = content["job"], content["compositions"]
-    return Handover(
-        job=None if job is None else HandedJob(**{**job, "config": HandedConfig(**job["config"])}),
-        compositions=[
-            Composition(**{**one, "config": HandedConfig(**one["config"])}) for one in compositions
-        ],
-    )
+    job, compositions = pickle.loads(b"".join(parts))
+    return Handover(job=None if job is None else HandedJob(**job), compositions=compositions)
 
 
 class _Pickler(pickle.Pickler):
@@ -212,15 +165,9 @@ def _describe_unpicklable(config: Any, what: str, error: Exception) -> str:
     return f"{what} cannot be handed to the child processes: it does not pickle: {error}"
 
 
-def _leaves(container: Any) -> Iterator[tuple[str, Any]]:
-    kind = container._metadata.object_type
-    if isinstance(kind, type) and kind not in (dict, list):
-        yield container._get_full_key(None), kind
-    content = container._content
-    if not isinstance(content, dict | list):  # None, '???' or an interpolation
-        return
-    for key, node in content.items() if isinstance(content, dict) else enumerate(content):
-        if hasattr(node, "_content"):
-            yield from _leaves(node)
-        else:
-            yield container._get_full_key(key), node._value()
+def _leaves(config: Any) -> Iterator[tuple[str, Any]]:
+    for key, node in nodes_of(config):
+        if not hasattr(node, "_content"):
+            yield key, node._value()
+        elif isinstance(node._metadata.object_type, type) and node._metadata.object_type not in (dict, list):
+            yield key, node._metadata.object_type

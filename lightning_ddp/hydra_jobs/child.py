@@ -1,0 +1,168 @@
+"""The user's program in a child process of a run that uses Hydra: its job comes from the launching process.
+
+    python child.py DESCRIPTOR script PATH ARGUMENTS...
+    python child.py DESCRIPTOR module NAME ARGUMENTS...
+
+Run by its path, and not as a module of the package: importing the package imports torch, and it is for the
+user's program to say when. Before that program begins, `hydra.main` is replaced by a function that takes the
+job that lies in the inherited file DESCRIPTOR, and composes, creates and sweeps nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ != "__main__":  # else they are loaded below, and then this file by its full name
+    from lightning_ddp.hydra_jobs.handover import HandedJob, read_handover, task_name, unpack, without_files
+    from lightning_ddp.hydra_jobs.jobs import jobs
+    from lightning_ddp.hydra_jobs.resolver_cache import install as keep_answers
+
+__all__ = ["handed_job", "run_program"]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LOADED_EARLY = ("nodes", "resolver_cache", "handover", "jobs", "child")
+
+
+def _load_early() -> None:
+    """Loads some modules of the package under their own names, and not the package."""
+    for name in ("errors", *(f"hydra_jobs.{name}" for name in _LOADED_EARLY)):
+        full = f"lightning_ddp.{name}"
+        path = _PACKAGE.joinpath(*name.split(".")).with_suffix(".py")
+        spec = importlib.util.spec_from_file_location(full, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full] = module
+        spec.loader.exec_module(module)
+
+
+def run_program(descriptor: int, kind: str, program: str) -> None:
+    """Runs the user's program in the module `__main__`, with `hydra.main` replaced."""
+    with handed_job(descriptor):
+        if kind == "module":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        elif Path(program).is_file():
+            _run_script(program)
+        else:  # a folder with a __main__.py
+            runpy.run_path(program, run_name="__main__")
+
+
+@contextlib.contextmanager
+def handed_job(descriptor: int) -> Iterator[None]:
+    """In which the user's program is run: its `hydra.main` takes the job that was handed over.
+
+    Raises:
+        SystemExit: it has not called the function of that job, inside of which it would end.
+    """
+    handover = read_handover(descriptor)
+    jobs.compositions = handover.compositions
+    _replace_main(handover.job)
+    yield
+    if handover.job is not None:
+        task = handover.job.task or "a function under hydra.main"
+        sys.exit(
+            f"lightning_ddp: the program ended in this child process without a call of {task}, which the"
+            " launching process was running. Call it on all ranks, under `if __name__ == '__main__':`."
+        )
+
+
+def _replace_main(job: HandedJob | None) -> None:
+    import hydra
+    from omegaconf import base
+
+    keep_answers(base)
+    original = hydra.main
+
+    @functools.wraps(original)
+    def main(*args: Any, **kwargs: Any) -> Callable[[Callable[[Any], Any]], Any]:
+        original(*args, **kwargs)  # which chooses the version that Hydra behaves as
+
+        def decorate(task_function: Callable[[Any], Any]) -> Any:
+            @functools.wraps(task_function)
+            def run_handed(cfg_passthrough: Any = None) -> Any:
+                """Runs the job, and ends this process with it. Other jobs are not ours."""
+                if cfg_passthrough is not None:
+                    return task_function(cfg_passthrough)
+                if job is not None and job.task in (None, task_name(task_function)):
+                    _run(job, task_function)
+                    sys.exit(0)
+                return None
+
+            return run_handed
+
+        return decorate
+
+    hydra.main = sys.modules["hydra.main"].main = main  # type: ignore[attr-defined]
+
+
+def _run(job: HandedJob, task_function: Callable[[Any], Any]) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict, read_write
+
+    _restore_globals(job)
+    config = unpack(job.config)
+    HydraConfig.instance().set_config(config)
+    task_config = copy.deepcopy(config)
+    with read_write(task_config), open_dict(task_config):
+        del task_config["hydra"]
+    _log_to_console(config)
+    if job.working_dir is not None:
+        os.chdir(job.working_dir)
+    task_function(task_config)
+
+
+def _restore_globals(job: HandedJob) -> None:
+    from hydra._internal.hydra import Hydra
+    from hydra.core.plugins import Plugins
+    from hydra.core.utils import JobRuntime, setup_globals
+
+    if job.search_path is not None:
+        Plugins.instance()  # registers the kinds of places that the path may lead to
+        Hydra.create_main_hydra2(task_name=job.name, config_search_path=job.search_path)
+    else:
+        setup_globals()
+        JobRuntime.instance().set("name", job.name)
+
+
+def _log_to_console(config: Any) -> None:
+    """Configures logging as the job does, less its log file: that is rank 0's."""
+    from hydra.core.utils import configure_log
+    from omegaconf import OmegaConf
+
+    settings: Any = config.hydra.job_logging
+    if settings is not None:
+        settings = OmegaConf.create(without_files(OmegaConf.to_container(settings, resolve=True)))
+    configure_log(settings, config.hydra.verbose)
+
+
+def _run_script(path: str) -> None:
+    """Runs a file in the module `__main__`, where pickle looks for the classes that it defines."""
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    main = sys.modules["__main__"]
+    for name in [name for name in vars(main) if not name.startswith("__") or name == "__annotations__"]:
+        delattr(main, name)
+    main.__file__, main.__doc__, main.__cached__ = path, None, None  # type: ignore[attr-defined]
+    exec(code, vars(main))
+
+
+if __name__ == "__main__":
+    _is_safe_path = bool(getattr(sys.flags, "safe_path", False))
+    if not _is_safe_path:
+        del sys.path[0]  # the folder of this file
+    _descriptor, _kind, _program, *_arguments = sys.argv[1:]
+    _load_early()
+    sys.argv = [_program, *_arguments]
+    if not _is_safe_path:
+        sys.path.insert(0, os.getcwd() if _kind == "module" else str(Path(_program).parent))
+    # by its full name, under which it is loaded already: nothing here may import the package
+    sys.modules["lightning_ddp.hydra_jobs.child"].run_program(int(_descriptor), _kind, _program)

@@ -1,0 +1,269 @@
+"""Hydra's own classes, extended: they tell `jobs` of jobs and compositions, and find the groups of `conf`.
+
+An object of Hydra's gets such a class after it was made: a sweep that runs already holds the same loader.
+What a program composes that asks for none of our groups, neither by its defaults nor by its search path, is
+what it composes without the package: `strategy`, `trainer` and `launcher` may be keys or groups of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.defaults_list import create_defaults_list
+from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import RunMode
+
+from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.hydra_jobs.resolver_cache import detach
+from lightning_ddp.hydra_jobs.shared_job import agree_before_job, give_files_back
+
+__all__ = ["JobHydra", "JobLoader", "Task", "extend"]
+
+_FOLDER = Path(__file__).parents[1] / "conf"
+_PROVIDER = "lightning_ddp"
+_PACKAGE = "lightning_ddp.conf"
+_GROUPS = ("strategy", "trainer", "launcher")
+
+
+def extend(hydra: Hydra, *, is_late: bool) -> None:
+    """Gives an object of Hydra's, and its loader, the classes below.
+
+    Args:
+        hydra: the one that Hydra itself knows.
+        is_late: whether it is in use, in the middle of a job or of a composition.
+    """
+    if type(hydra) is Hydra:
+        hydra.__class__ = JobHydra
+    if type(hydra.config_loader) is ConfigLoaderImpl:
+        hydra.config_loader.__class__ = JobLoader
+    if is_late:
+        jobs.schemas.register()
+        if HydraConfig.initialized():
+            _extend_running_job()
+
+
+def _extend_running_job() -> None:
+    """Finds the job that this process is in, and the sweep that it is of: nothing of Hydra's names them."""
+    objects = gc.get_objects()
+    task = None
+    for each in objects:
+        if issubclass(type(each), Launcher) and getattr(each, "task_function", None) is not None:
+            task, each.task_function = each.task_function, Task(each.task_function)
+    for each in objects:
+        if type(each) is JobReturn and each.status is JobStatus.UNKNOWN:
+            jobs.begin_late(each, task)
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+class Task:
+    """A job's function, which tells `jobs` of both ends. Where a launcher sends it, the package comes too."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+
+    def __call__(self, config: Any) -> Any:
+        jobs.begin(self._function)
+        give_files_back()
+        try:
+            result = self._function(config)
+        except Exception as error:
+            jobs.end(error)
+            raise
+        failure = jobs.end(None)
+        if failure is not None:
+            raise failure
+        return result
+
+
+class JobHydra(Hydra):
+    """Hydra, whose jobs are known to `jobs`."""
+
+    _is_of_run = False
+    """Whether the next composition is for a run, and not for something else, such as `--cfg`."""
+
+    def run(self, config_name: str | None, task_function: Any, *args: Any, **kwargs: Any) -> Any:
+        self._is_of_run = True
+        return super().run(config_name, Task(task_function), *args, **kwargs)
+
+    def multirun(self, config_name: str | None, task_function: Any, *args: Any, **kwargs: Any) -> Any:
+        self._is_of_run = True
+        return super().multirun(config_name, Task(task_function), *args, **kwargs)
+
+    def compose_config(
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_of_run, self._is_of_run = self._is_of_run, False
+        is_api = not kwargs.get("from_shell", True)
+        config = jobs.handed(config_name, overrides) if is_api else None
+        if config is not None:
+            return config
+        config = super().compose_config(config_name, overrides, run_mode, *args, **kwargs)
+        if is_api:
+            jobs.note(config_name, overrides, config)
+        if is_of_run:
+            is_sweep = run_mode == RunMode.MULTIRUN
+            agree_before_job(config, is_sweep=is_sweep)
+            if is_sweep:  # each job is to have answers of its own, from what Hydra copies
+                detach(config)
+        return config
+
+
+# ---------------------------------------------------------------------- compositions
+
+
+class JobLoader(ConfigLoaderImpl):
+    """Hydra's loader, which knows our groups where a composition asks for them, and says what was meant."""
+
+    _taking_part: frozenset[str] = frozenset()
+    """The groups that the latest composition has asked for; `_PROVIDER` for those below that name."""
+    _has_begun = False
+    """Whether a composition runs that began with this class."""
+    _parsed: tuple[list[str], RunMode] | None = None
+
+    def load_configuration(self, *args: Any, **kwargs: Any) -> Any:
+        self._has_begun = True
+        try:
+            config = super().load_configuration(*args, **kwargs)
+            jobs.schemas.check(config)
+        except HydraException as error:
+            explanation = jobs.schemas.explain(error, self._taking_part) if self._taking_part else None
+            if explanation is not None:
+                error.args = (explanation,)
+            raise
+        finally:
+            self._has_begun = False
+        return config
+
+    def load_sweep_config(self, master_config: Any, sweep_overrides: list[str]) -> Any:
+        jobs.end_late_one()
+        config = super().load_sweep_config(master_config, sweep_overrides)
+        agree_before_job(config, is_sweep=False)
+        return config
+
+    def _parse_overrides_and_create_caching_repo(self, config_name: str | None, overrides: list[str]) -> Any:
+        parsed, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        if config_name is not None or overrides:  # else for options of a group: help, completion, glob
+            self._taking_part = _asked_for(repository, config_name, parsed)
+        _add_groups(repository, self._taking_part)
+        return parsed, repository
+
+    # Where a search path is all that names the package, Hydra imports it in the middle of a composition. That
+    # is done again, for its errors: no part of it that is still to come could say what was meant.
+
+    def validate_sweep_overrides_legal(self, overrides: Any, run_mode: Any, from_shell: bool) -> None:  # type: ignore[override]
+        super().validate_sweep_overrides_legal(overrides, run_mode, from_shell)
+        self._parsed = (
+            None if self._has_begun else ([override.input_line for override in overrides], run_mode)
+        )
+
+    def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> Any:
+        if self._parsed is not None:
+            (overrides, run_mode), self._parsed = self._parsed, None
+            name = next((default.config_path for default in defaults if default.primary), None)
+            self.load_configuration(name, overrides, run_mode, validate_sweep_overrides=False)
+        return super()._compose_config_from_defaults_list(defaults, repo)
+
+
+def _asked_for(repository: Any, config_name: str | None, overrides: Any) -> frozenset[str]:
+    """The groups of ours without which a composition is another one, or none."""
+    asked = _named(repository, overrides)
+    while True:
+        _add_groups(repository, asked)
+        try:
+            found = create_defaults_list(
+                repo=repository,
+                config_name=config_name,
+                overrides_list=overrides,
+                prepend_hydra=True,
+                skip_missing=True,
+            )
+        except Exception as error:  # noqa: BLE001 (it is raised again in the composition)
+            lacking = _asked_by_error(error, repository, overrides) - asked
+        else:
+            lacking = _asked_by_nothing(found, repository) - asked
+        if not lacking:
+            return asked
+        asked |= lacking
+
+
+def _named(repository: Any, overrides: Any) -> frozenset[str]:
+    """The groups that the search path names, and whether an override names one by its long name."""
+    has_path = any(_is_ours(source) for source in repository.get_sources())
+    has_long_name = any(override.key_or_group.startswith(f"{_PROVIDER}/") for override in overrides)
+    return frozenset((_GROUPS if has_path else ()) + ((_PROVIDER,) if has_long_name or has_path else ()))
+
+
+def _asked_by_error(error: BaseException, repository: Any, overrides: Any) -> Set[str]:
+    """The group of ours without which there is no list of defaults.
+
+    None for a choice on the command line in a group that the program has itself: that asks the program.
+    """
+    group, _, choice = (getattr(error, "missing_cfg_file", None) or "").rpartition("/")
+    is_chosen = any((each.key_or_group, each.value()) == (group, choice) for each in overrides)
+    return set() if is_chosen and repository.group_exists(group) else _top_of_ours(group)
+
+
+def _asked_by_nothing(found: Any, repository: Any) -> Set[str]:
+    """The groups of ours that the defaults name without a choice, as in `strategy: null`."""
+    choices = found.overrides.known_choices.items()
+    groups = [key.partition("@")[0] for key, choice in choices if choice in (None, "???")]
+    return {top for group in groups if not repository.group_exists(group) for top in _top_of_ours(group)}
+
+
+def _top_of_ours(group: str) -> Set[str]:
+    top = group.partition("/")[0]
+    return {top} if top == _PROVIDER or (top in _GROUPS and (_FOLDER / group).is_dir()) else set()
+
+
+def _add_groups(repository: Any, groups: Set[str]) -> None:
+    """Has a repository find our groups after the user's files; before the store, which Hydra wants last."""
+    sources = repository.get_sources()
+    has_path = any(_is_ours(source) for source in sources)
+    sources[:] = [source for source in sources if not isinstance(source, _Groups)]
+    if groups:
+        jobs.schemas.register()
+        sources[-1].store = ConfigStore.instance()  # Hydra composes with a copy from before
+    if groups and not has_path:
+        sources.insert(-1, _Groups(groups))
+    for place in [place for place, config in repository.cache.items() if config is None]:
+        del repository.cache[place]
+
+
+def _is_ours(source: Any) -> bool:
+    """Whether the user's search path has led to it."""
+    return source.scheme() == "pkg" and source.path == _PACKAGE and not isinstance(source, _Groups)
+
+
+class _Groups(ImportlibResourcesConfigSource):
+    """The folder of `conf`, less the groups that nobody has asked for."""
+
+    def __init__(self, groups: Set[str]) -> None:
+        super().__init__(_PROVIDER, f"pkg://{_PACKAGE}")
+        self._groups = groups
+
+    def is_group(self, config_path: str) -> bool:
+        return self._takes_part(config_path) and super().is_group(config_path)
+
+    def is_config(self, config_path: str) -> bool:
+        return self._takes_part(config_path) and super().is_config(config_path)
+
+    def list(self, config_path: str, results_filter: Any) -> Any:
+        found = super().list(config_path, results_filter)
+        return found if config_path else [name for name in found if self._takes_part(name)]
+
+    def _takes_part(self, config_path: str) -> bool:
+        return not config_path or config_path.partition("/")[0] in self._groups
