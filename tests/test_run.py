@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -252,7 +254,13 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", list(ENDINGS))
+LATER_ENDINGS = {"exit words", "at once", "terminated", "handlers", "thread", "own hook", "pickles"}
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [pytest.param(name, marks=pytest.mark.slow if name in LATER_ENDINGS else ()) for name in ENDINGS],
+)
 def test_a_program_that_starts_no_ranks_ends_as_under_python(tmp_path, ending) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDINGS[ending])
@@ -260,7 +268,7 @@ def test_a_program_that_starts_no_ranks_ends_as_under_python(tmp_path, ending) -
     for launcher in ((), RUN):
         out = tmp_path / "out"
         out.unlink(missing_ok=True)
-        is_fresh = not launcher
+        is_fresh = not launcher or ending == "open file"  # which the end of an interpreter closes
         result = run_script(script, [str(out)], launcher=launcher, timeout_s=DEADLINE_S, fresh=is_fresh)
         text = out.read_text() if out.exists() else None
         seen.append((result.returncode, result.stdout, result.stderr, text))
@@ -293,26 +301,21 @@ def test_children_are_started_by_python_where_a_variable_was_read_already(tmp_pa
 # ---------------------------------------------------------------------- ends
 
 
-BY_DEFAULT = {("kill", "backward"), ("exit", "forward")}
+FIRST = {("kill", 0, "backward", 2), ("exit", 2, "forward", 3)}
 
 
-@pytest.mark.parametrize(
-    ("fault", "victim", "moment", "world_size"),
-    [
-        pytest.param(
-            *(fault, victim, moment, size),
-            id=f"{fault}-rank{victim}of{size}-{moment}",
-            marks=() if (fault, moment) in BY_DEFAULT else pytest.mark.slow,
-        )
-        for (fault, moment), (victim, size) in test_failures.BY_DEFAULT.items()
-    ]
-    + [
-        pytest.param(fault, victim, moment, 2, id=f"{fault}-rank{victim}-{moment}", marks=pytest.mark.slow)
-        for fault in test_failures.FAULTS
-        for moment in ("sanity", "forward")
-        for victim in (0, 1)
-    ],
-)
+def cells() -> Iterator[Any]:
+    """Those of `test_failures` by default, and each rank of three as a victim."""
+    usual = {(fault, victim, moment, n) for (fault, moment), (victim, n) in test_failures.BY_DEFAULT.items()}
+    faults, moments = ("exception", "exit", "kill", "segv"), ("sanity", "forward", "backward", "checkpoint")
+    of_three = set(itertools.product(faults, range(3), moments, [3]))
+    for cell in sorted(usual | of_three):
+        fault, victim, moment, size = cell
+        marks = () if cell in FIRST else pytest.mark.slow
+        yield pytest.param(*cell, id=f"{fault}-rank{victim}of{size}-{moment}", marks=marks)
+
+
+@pytest.mark.parametrize(("fault", "victim", "moment", "world_size"), list(cells()))
 def test_a_fault_ends_all_ranks_with_its_cause(tmp_path, fault, victim, moment, world_size) -> None:
     test_failures.check_fault(tmp_path, fault, victim, moment, world_size, launcher=RUN)
 
