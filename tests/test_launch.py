@@ -224,6 +224,46 @@ def test_after_a_run_nothing_keeps_its_trainer_alive() -> None:
     assert result.stdout.count("alive: []") == 2
 
 
+ALONE = """
+import os, sys, time
+import pytorch_lightning as pl
+from lightning_ddp import CustomDDPStrategy
+from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning.plugins import TorchCheckpointIO
+
+class Slow(TorchCheckpointIO):
+    def remove_checkpoint(self, path):
+        time.sleep(1.0)  # the launching process looks ten times a second for those that have ended early
+        super().remove_checkpoint(path)
+
+class Model(BoringModel):
+    def on_train_start(self):
+        if sys.argv[2:] == ["leave"]:
+            os._exit(0)
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(
+        strategy=CustomDDPStrategy(start_method=sys.argv[1], checkpoint_io=Slow()), accelerator="cpu",
+        devices=1, max_steps=2, limit_val_batches=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Model())
+    print("fitted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
+def test_a_single_process_may_end_well_before_its_results_are_taken(start_method) -> None:
+    result = run_script(ALONE, [start_method], timeout_s=DEADLINE_S).check()
+    assert result.stdout.endswith("fitted\n"), result.stderr
+
+
+def test_a_single_process_that_leaves_ends_the_run() -> None:
+    result = run_script(ALONE, ["fork", "leave"], timeout_s=DEADLINE_S)
+    assert result.returncode == 1
+    assert "PeerFailure: rank 0 (" in result.stderr
+
+
 WITH_DEATH_SIGNAL = """
 import ctypes, pathlib, signal, sys, time
 assert ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0) == 0  # PR_SET_PDEATHSIG

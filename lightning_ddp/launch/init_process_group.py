@@ -15,6 +15,7 @@ from lightning_ddp.hydra_jobs.jobs import jobs
 from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.init_method import meet, tcp_address
 from lightning_ddp.launch.interface import backend_names, choose_interface
+from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.rendezvous import existing_group, join_default_group, run_store
 from lightning_ddp.launch.session import Session
@@ -85,7 +86,7 @@ def join_run(
         store = session.rendezvous.find(environment, timeout)
     else:
         store = meet_elsewhere()
-    if is_enabled() and world_size > 1:
+    if is_enabled() and (world_size > 1 or launcher_pid() is not None):  # a launcher counts on a lone one too
         identity = Identity(rank=rank, node_rank=environment.node_rank())
         if rank == 0 and (session.num_failed or not has_launcher):
             address = tcp_address(init_method)

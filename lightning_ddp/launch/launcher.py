@@ -353,7 +353,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
 class _EarlyEnds:
     """Looks for processes that end well before all ranks have found each other: the others wait for them.
 
-    One that ends otherwise is noticed by torch, and one that has connected by the server.
+    One that ends otherwise is noticed by torch, and one that has connected by the server. If all have ended
+    well and there is a failure, nobody but this process is left to be told of it.
     """
 
     def __init__(self, launcher: MultiprocessLauncher, server: ControlServer, first_rank: int) -> None:
@@ -366,9 +367,10 @@ class _EarlyEnds:
 
     def _look(self) -> None:
         failure: FailureRecord | None = None
-        while not self._server.has_met and not self._is_over.wait(_LOOK_AGAIN_S):
+        while not self._is_over.wait(_LOOK_AGAIN_S):
             codes = [_exit_code(process) for process in self._launcher.procs]
-            if 0 in codes and failure is None:
+            failure = failure or self._server.wait_for_verdict(0.0)
+            if 0 in codes and failure is None and not self._server.has_met:
                 rank = self._first_rank + codes.index(0)
                 identity = Identity(rank=rank, node_rank=0, pid=self._launcher.procs[codes.index(0)].pid or 0)
                 message = "the process exited with code 0 before it had joined the others"
