@@ -90,6 +90,7 @@ __all__ = [
     "note_sigterm",
     "num_cuda_devices",
     "optimizers_to_device",
+    "read_rank_again",
     "replace_signal_handlers",
     "reset_seed",
     "running_hook",
@@ -142,6 +143,14 @@ _OTHERS = {
 
 
 # ---------------------------------------------------------------------- the two namespaces
+
+
+def read_rank_again(rank: int, local_rank: int) -> None:
+    """Gives Lightning and torchmetrics the rank that they read when they are imported."""
+    told = {"lightning_utilities.core.rank_zero": rank, "torchmetrics.utilities.prints": local_rank}
+    for name, number in told.items():
+        if name in sys.modules:
+            sys.modules[name].rank_zero_only.rank = number
 
 
 def loaded_roots() -> list[str]:

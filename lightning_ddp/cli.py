@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from lightning_ddp.launch import supervisor
 from lightning_ddp.tools import ToolError, draw_timeline
 from lightning_ddp.tools.bench.failures import FAILURES
 from lightning_ddp.tools.bench.hooks import HOOKS
@@ -57,7 +58,12 @@ class Variants:
         return 0
 
 
-_COMMANDS: Mapping[str, Command] = {"variants": Variants(), "doctor": doctor, "timeline": draw_timeline}
+_COMMANDS: Mapping[str, Command] = {
+    "run": supervisor,
+    "variants": Variants(),
+    "doctor": doctor,
+    "timeline": draw_timeline,
+}
 _BENCHMARKS = (STEP, LAUNCH, FAILURES, HOOKS, SCALING)
 
 
@@ -68,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         A parser whose namespace has `run`, the chosen command's function.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_ddp", description="Inspect and measure lightning_ddp on this machine."
+        prog="python -m lightning_ddp", description="Run programs; inspect and measure lightning_ddp."
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, command in _COMMANDS.items():
@@ -96,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     # the doctor has nothing to remove, unless it starts a script to kill a rank of; it waits for other ranks
     # outside of Python, which hears no signals
-    leaves_nothing = args.command == "doctor" and not args.verify
+    leaves_nothing = args.command == "run" or (args.command == "doctor" and not args.verify)
     scope = contextlib.nullcontext() if leaves_nothing else unwinds_at_sigterm()
     try:
         with scope:

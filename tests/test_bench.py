@@ -383,7 +383,7 @@ def test_missing_gpu_is_named_before_anything_is_spawned() -> None:
 def test_time_to_first_batch_is_counted_from_the_start_of_the_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('noise')\nprint(f'FIRST_BATCH {time.time() + 1000:.6f}')\n")
-    seconds = time_first_batch(script, {}, timeout_s=60)
+    seconds, _ = time_first_batch(script, {}, timeout_s=60)
     assert 1000 < seconds < 1060
 
 

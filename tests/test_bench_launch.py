@@ -26,12 +26,14 @@ def test_each_number_of_devices_is_compared_by_itself(
     script, path = tmp_path / "first_batch.py", tmp_path / "a.json"
     script.write_text(FIRST_BATCH)
     monkeypatch.setattr(launch, "SCRIPT", script)
+    monkeypatch.setattr(launch, "CONTENDERS", {"custom_ddp": (), "run": ("-B",), "ddp": ()})
     options = ["--world-size", "2", "4", "--parts", "first_batch", "--rounds", "1", "--json", str(path)]
     assert main(["bench", "launch", *options]) == 0
     document = json.loads(path.read_text())
     for devices in (2, 4):
-        (ours,), (theirs,) = document["samples"][f"first batch, {devices} devices"].values()
+        (ours,), (forked,), (theirs,) = document["samples"][f"first batch, {devices} devices"].values()
         # the script itself takes a fraction of a second
+        assert 10 * devices < forked < 20 * devices
         assert 10 * devices < ours < 20 * devices < theirs < 30 * devices
     assert "first batch, 4 devices  ddp" in capsys.readouterr().out
 

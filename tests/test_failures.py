@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -85,16 +85,26 @@ def cells() -> Iterator[Any]:
             )
 
 
-def run_user(folder: Path, env: dict[str, str] | None = None, **more: Any) -> ScriptResult:
-    return run_script(SCRIPT, order(folder, **more), env, TIMEOUT_S)
+def run_user(
+    folder: Path, env: dict[str, str] | None = None, launcher: Sequence[str] = (), **more: Any
+) -> ScriptResult:
+    return run_script(SCRIPT, order(folder, **more), env, TIMEOUT_S, launcher=launcher)
 
 
 @pytest.mark.parametrize(("fault", "victim", "moment", "world_size"), list(cells()))
 def test_a_fault_ends_all_ranks_with_its_cause(tmp_path, fault, victim, moment, world_size) -> None:
+    check_fault(tmp_path, fault, victim, moment, world_size)
+
+
+def check_fault(
+    folder: Path, fault: str, victim: int, moment: str, world_size: int, launcher: Sequence[str] = ()
+) -> None:
+    """Runs a program that fails; see the top of this file. `launcher` as of `run_script`."""
     stall = {"stall_timeout": STALL_S} if fault == "stop" else {}
     strategy = {"bucket_cap_mb": 0.0001, "failure_grace_s": LONG_S, **stall}
     result = run_user(
-        tmp_path,
+        folder,
+        launcher=launcher,
         strategy=strategy,
         trainer={"devices": world_size},
         fault=fault,
@@ -102,7 +112,7 @@ def test_a_fault_ends_all_ranks_with_its_cause(tmp_path, fault, victim, moment, 
         moment=moment,
     )
     context = f"{result.stdout}\n{result.stderr}"
-    notes = read_notes(tmp_path)
+    notes = read_notes(folder)
     assert [name for name in notes if name.startswith("fired")] == [f"fired-{victim}"], context
     assert result.returncode == expected_exit_code(fault, victim, moment), context
     survivors = set(range(world_size)) - {victim}
@@ -120,7 +130,7 @@ def test_a_fault_ends_all_ranks_with_its_cause(tmp_path, fault, victim, moment, 
     check_victim(notes, fault, victim, moment)
     check_report(result, fault, victim, moment)
     if 0 in survivors and moment not in ("sanity", "teardown"):
-        assert (tmp_path / "stopped.ckpt").exists(), "rank 0 saved no checkpoint"
+        assert (folder / "stopped.ckpt").exists(), "rank 0 saved no checkpoint"
 
 
 def expected_exit_code(fault: str, victim: int, moment: str) -> int:

@@ -10,13 +10,14 @@ job that lies in the inherited file DESCRIPTOR, and composes, creates and sweeps
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ if __name__ != "__main__":  # else they are loaded below, and then this file by 
     from lightning_ddp.hydra_jobs.jobs import jobs
     from lightning_ddp.hydra_jobs.resolver_cache import install as keep_answers
 
-__all__ = ["run_program"]
+__all__ = ["handed_job", "run_program"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LOADED_EARLY = ("nodes", "resolver_cache", "handover", "jobs", "child")
@@ -45,20 +46,27 @@ def _load_early() -> None:
 
 
 def run_program(descriptor: int, kind: str, program: str) -> None:
-    """Runs the user's program in the module `__main__`, with `hydra.main` replaced.
+    """Runs the user's program in the module `__main__`, with `hydra.main` replaced."""
+    with handed_job(descriptor):
+        if kind == "module":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        elif Path(program).is_file():
+            _run_script(program)
+        else:  # a folder with a __main__.py
+            runpy.run_path(program, run_name="__main__")
+
+
+@contextlib.contextmanager
+def handed_job(descriptor: int) -> Iterator[None]:
+    """In which the user's program is run: its `hydra.main` takes the job that was handed over.
 
     Raises:
-        SystemExit: it has not called the function whose job was handed over, inside of which it would end.
+        SystemExit: it has not called the function of that job, inside of which it would end.
     """
     handover = read_handover(descriptor)
     jobs.compositions = handover.compositions
     _replace_main(handover.job)
-    if kind == "module":
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    elif Path(program).is_file():
-        _run_script(program)
-    else:  # a folder with a __main__.py
-        runpy.run_path(program, run_name="__main__")
+    yield
     if handover.job is not None:
         task = handover.job.task or "a function under hydra.main"
         sys.exit(

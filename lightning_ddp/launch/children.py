@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_ddp.launch.prelude import child_environment
+from lightning_ddp.launch.supervisor import ForkedChild, fork_child
+
 __all__ = ["ChildExit", "Children", "describe_exit"]
 
 _LAST_LINES = 30
@@ -72,7 +75,7 @@ class Children:
     def __init__(
         self, on_failure: Callable[[ChildExit], None], has_met: Callable[[], bool] = lambda: True
     ) -> None:
-        self.procs: list[subprocess.Popen[bytes]] = []
+        self.procs: list[subprocess.Popen[bytes] | ForkedChild] = []
         self.first_rank: int | None = None
         """The rank of this process, if it is the one that starts the others of its node."""
         self.ending = threading.Lock()
@@ -112,8 +115,10 @@ class Children:
             options["pass_fds"] = (inherited.fileno(),)
         with contextlib.ExitStack() as stack:
             if log is not None:
-                options["stdout"] = options["stderr"] = stack.enter_context(log.open("ab"))
-            proc = _start_for_good(command, env=env, cwd=cwd, **options)
+                options["stdout"] = stack.enter_context(log.open("ab"))
+            proc = fork_child(command, env=env, cwd=cwd, **options) or _start_for_good(
+                command, env=child_environment(env), cwd=cwd, stderr=options.get("stdout"), **options
+            )
         self.procs.append(proc)
         thread = threading.Thread(
             target=self._wait_for, args=(local_rank, proc, log), daemon=True, name=f"child-{local_rank}-watch"
@@ -121,7 +126,9 @@ class Children:
         self._threads.append(thread)
         thread.start()
 
-    def _wait_for(self, local_rank: int, proc: subprocess.Popen[bytes], log: Path | None) -> None:
+    def _wait_for(
+        self, local_rank: int, proc: subprocess.Popen[bytes] | ForkedChild, log: Path | None
+    ) -> None:
         code = proc.wait()
         has_failed, is_first = code != 0 or not self._has_met(), False
         with self._changed:

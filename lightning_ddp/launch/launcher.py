@@ -36,7 +36,7 @@ from lightning_ddp.launch.child_command import ChildCommand, child_command
 from lightning_ddp.launch.children import describe_exit
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
-from lightning_ddp.launch.prelude import begin_run, child_environment
+from lightning_ddp.launch.prelude import begin_run
 from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.rendezvous import Rendezvous, named_port
 from lightning_ddp.launch.session import Session, session_of_process
@@ -141,7 +141,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 settings=self._settings,
             )
         self._run_children(session, command, first_rank)
-        self.procs = session.children.procs
+        self.procs = session.children.procs  # type: ignore[assignment]  # of a supervisor, perhaps
 
     def _command_of(self, rendezvous: Rendezvous, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
@@ -152,7 +152,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def _run_children(self, session: Session, command: ChildCommand, first_rank: int) -> None:
         common = {**os.environ, **session.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
         for local_rank in range(1, self.num_processes):
-            env = child_environment({**common, "LOCAL_RANK": str(local_rank)})
+            env = {**common, "LOCAL_RANK": str(local_rank)}
             log = command.log_of(first_rank + local_rank)
             session.children.start(
                 local_rank, command.arguments, env, command.cwd, log=log, inherited=command.handed

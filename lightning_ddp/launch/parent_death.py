@@ -8,8 +8,18 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
-__all__ = ["PARENT_VARIABLE", "adopt_from_environment", "die_with_parent", "launcher_pid", "outlive_parent"]
+__all__ = [
+    "PARENT_VARIABLE",
+    "adopt_from_environment",
+    "die_with_parent",
+    "end_with",
+    "launcher_pid",
+    "outlive_parent",
+    "tie_to_supervisor",
+]
 
 PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 """Environment variable in which a launcher tells a child its own process id."""
@@ -17,8 +27,25 @@ PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
-_tied_to: int | None = None
-"""The launching process. Known when the package is imported, which is before there is a session."""
+
+@dataclass
+class _Tie:
+    """Between this process and the one that has launched it."""
+
+    launcher: int
+    parent: int
+    """The same process, or the supervisor that has forked both."""
+    has_ended: Callable[[], bool] = lambda: False
+    """Whether the supervisor knows of the launcher's end."""
+    on_outliving: Callable[[], None] = lambda: None
+    may_outlive: bool = False
+
+    def is_gone(self) -> bool:
+        return os.getppid() != self.parent or self.has_ended()
+
+
+_tie: _Tie | None = None
+"""Known when the package is imported, which is before there is a session."""
 
 
 def adopt_from_environment() -> None:
@@ -41,6 +68,10 @@ def adopt_from_environment() -> None:
         )
         os._exit(1)
     die_with_parent(int(parent))
+    _hear_interrupts()
+
+
+def _hear_interrupts() -> None:
     is_main_thread = threading.current_thread() is threading.main_thread()
     if is_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,8 +93,27 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: process id of the parent. If it is gone already, this process ends at once.
     """
-    global _tied_to
-    _tied_to = parent
+    global _tie
+    _tie = _Tie(parent, parent)
+    end_with(parent)
+
+
+def tie_to_supervisor(launcher: int, has_ended: Callable[[], bool], on_outliving: Callable[[], None]) -> None:
+    """Called in the place of `adopt_from_environment` in a child that a supervisor has forked.
+
+    Args:
+        launcher: the process that has asked for it.
+        has_ended: whether the supervisor knows of the launcher's end.
+        on_outliving: tells the supervisor that this process hears of that by other means.
+    """
+    global _tie
+    _tie = _Tie(launcher, os.getppid(), has_ended, on_outliving)
+    os.environ.pop(PARENT_VARIABLE, None)
+    _hear_interrupts()
+
+
+def end_with(parent: int) -> None:
+    """As `die_with_parent`, for a process that its parent has not launched."""
     if sys.platform == "linux":
         _set_death_signal(signal.SIGKILL)
     else:
@@ -73,8 +123,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def launcher_pid() -> int | None:
-    """The process that has started this one, if that is a launcher of this package."""
-    return _tied_to if _tied_to == os.getppid() else None
+    """The process that has launched this one, if that is a launcher of this package and has not ended."""
+    return None if _tie is None or _tie.is_gone() else _tie.launcher
 
 
 def outlive_parent() -> None:
@@ -82,8 +132,9 @@ def outlive_parent() -> None:
 
     If it is stopped (SIGSTOP) at that moment, the kernel continues it, so that it can.
     """
-    global _tied_to
-    _tied_to = None
+    if _tie is not None:
+        _tie.may_outlive = True
+        _tie.on_outliving()
     if sys.platform == "linux":
         _set_death_signal(signal.SIGCONT)
 
@@ -98,5 +149,5 @@ def _set_death_signal(number: int) -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    if _tied_to == parent:
+    if _tie is None or not _tie.may_outlive:
         os._exit(1)

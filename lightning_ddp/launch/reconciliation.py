@@ -37,6 +37,7 @@ from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.calls import Calls
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_probe import Inspector
+from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
@@ -323,7 +324,7 @@ class Reconciliation:
         """
         grace_s = self._settings.failure_grace_s
         for number in (signal.SIGCONT, signal.SIGKILL):
-            if watch.wait_for_verdict(grace_s / 2) is not None or os.getppid() != launcher.pid:
+            if watch.wait_for_verdict(grace_s / 2) is not None or launcher_pid() != launcher.pid:
                 return
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(launcher.pid, number)
@@ -545,7 +546,7 @@ class Reconciliation:
             self._wake_parent()
 
     def _wake_parent(self) -> None:
-        if self._parent_pid is not None and self._parent_pid == os.getppid():
+        if self._parent_pid is not None and self._parent_pid == launcher_pid():
             with suppress(ProcessLookupError):  # it ends at this very moment
                 os.kill(self._parent_pid, signal.SIGCONT)
 

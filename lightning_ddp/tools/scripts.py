@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +51,17 @@ def compiled_package() -> Iterator[str]:
 class _Started:
     """A script that runs, and what it has printed."""
 
-    def __init__(self, script: Path, arguments: dict[str, Any], output: Path) -> None:
+    def __init__(
+        self, script: Path, arguments: dict[str, Any], output: Path, launcher: Sequence[str] = ()
+    ) -> None:
         self.label = f"{script.name} {arguments.get('strategy', '')}".strip()
         self._output = output
         # inside of a SLURM job as well it starts its processes itself
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        command = [sys.executable, str(script), json.dumps(arguments)]
+        if launcher:
+            path = [arguments["package_root"], env.get("PYTHONPATH")]
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        command = [sys.executable, *launcher, str(script), json.dumps(arguments)]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with output.open("wb") as stream:
             self.process = subprocess.Popen(
@@ -74,13 +79,13 @@ class _Started:
 
 
 @contextmanager
-def started(script: Path, arguments: dict[str, Any]) -> Iterator[_Started]:
+def started(script: Path, arguments: dict[str, Any], launcher: Sequence[str] = ()) -> Iterator[_Started]:
     """Start a script; at the end of the block what is left of its processes is killed."""
     running: _Started | None = None
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_script_") as folder:
         try:
             with held_back():
-                running = _Started(script, arguments, Path(folder, "output"))
+                running = _Started(script, arguments, Path(folder, "output"), launcher)
             yield running
         finally:
             if running is not None:
@@ -95,6 +100,8 @@ def run_to_mark(
     timeout_s: float,
     may_fail_later: bool = False,
     ends_there: bool = False,
+    launcher: Sequence[str] = (),
+    at_mark: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> tuple[float, str]:
     """Run a script, with arguments as JSON, to its end, or to a line that it prints.
 
@@ -105,6 +112,8 @@ def run_to_mark(
         timeout_s: seconds after which the script and all of its processes are killed.
         may_fail_later: whether a failure after the mark is reported on standard error only.
         ends_there: whether it is killed, with all of its processes, when it has printed the mark.
+        launcher: arguments of the interpreter before the script.
+        at_mark: called with its process before that; not where it has ended already.
 
     Returns:
         When it was started, in seconds since the epoch, and the rest of the line.
@@ -114,7 +123,7 @@ def run_to_mark(
     """
     pattern = re.compile(rf"^{mark} (.*)$", re.MULTILINE)
     start = time.time()
-    with started(script, arguments) as running:
+    with started(script, arguments, launcher) as running:
         status = running.process.poll()
         while status is None and not (ends_there and pattern.search(running.text)):
             if time.time() > start + timeout_s:
@@ -122,6 +131,8 @@ def run_to_mark(
             with suppress(subprocess.TimeoutExpired):
                 running.process.wait(_POLL_S)
             status = running.process.poll()
+        if status is None:
+            at_mark(running.process)
         found = pattern.search(running.text)
         if status and not (may_fail_later and found):
             raise running.failed(f"ended with status {status}")
@@ -199,14 +210,30 @@ def run_to_fault(
 def num_alive(process: subprocess.Popen[bytes]) -> int:
     """Count the processes of a started script's session that still live, the script itself included."""
     process.poll()  # reaps it, so that it is no zombie of ours
-    alive = 0
+    return len(_alive(process))
+
+
+def memory_mib(process: subprocess.Popen[bytes]) -> float:
+    """Memory of a started script's session: a page that several processes share counts once."""
+    total = 0
+    for folder in _alive(process):
+        with suppress(OSError):  # it has ended meanwhile
+            found = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+            total += int(found[1]) if found else 0
+    return total / 1024
+
+
+def _alive(process: subprocess.Popen[bytes]) -> list[Path]:
+    """The folders in `/proc` of the processes of its session."""
+    alive = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         except OSError:
             continue  # it ended meanwhile
         state, session = fields[0], fields[3]
-        alive += state != "Z" and int(session) == process.pid
+        if state != "Z" and int(session) == process.pid:
+            alive.append(stat.parent)
     return alive
 
 

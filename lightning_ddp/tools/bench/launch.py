@@ -1,8 +1,9 @@
-"""Time from starting a training script to its first batch: strategy "custom_ddp" beside Lightning's "ddp".
+"""Time from starting a training script to its first batch, and memory there: ours beside Lightning's "ddp".
 
-Beside it stands what `import lightning_ddp` adds to the import of Lightning. Each sample starts a real
-script, which starts its other ranks itself, on the CPU, and is ended at its first batch; an import has a
-fresh process. Contenders take turns, and one run of each that is not counted warms the file cache.
+Ours is "custom_ddp" twice: as `python script.py`, and as `python -m lightning_ddp run script.py`. Beside it
+stands what `import lightning_ddp` adds to the import of Lightning. Each sample starts a real script, which
+starts its other ranks itself, on the CPU, and is ended at its first batch; an import has a fresh process.
+Contenders take turns, and one run of each that is not counted warms the file cache.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.arguments import add_shared
 from lightning_ddp.tools.bench.benchmark import Benchmark, Result, format_comparisons
 from lightning_ddp.tools.report import progress_bar
-from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, run_to_mark
+from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, memory_mib, run_to_mark
 
+CONTENDERS: Final = {STRATEGIES[0]: (), "run": ("-m", "lightning_ddp", "run"), STRATEGIES[1]: ()}
+"""What takes turns, and what stands before the script on its command line."""
+NUM_STEPS: Final = 2000
+"""Of each rank, so that all are there while their memory is read."""
 PARTS: Final = ("first_batch", "import")
 ALONE: Final = "alone"
 """Lightning's import by itself."""
@@ -60,23 +65,30 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _measure(args: argparse.Namespace) -> Result:
     starts: dict[str, dict[str, list[float]]] = {}
+    memory: dict[str, dict[str, float]] = {}
     imports: dict[str, dict[str, list[float]]] = {}
     with compiled_package() as package_root:
         if "first_batch" in args.parts:
-            starts = _time_starts(args, package_root)
+            starts, memory = _time_starts(args, package_root)
         if "import" in args.parts:
             imports = time_imports(args.rounds, package_root, timeout_s=args.timeout_s)
     return Result(
         samples=starts | imports,
         references=dict.fromkeys(starts, STRATEGIES[0]) | dict.fromkeys(imports, WITH_OURS),
         settings={"rounds": args.rounds, "world_size": args.world_size, "parts": args.parts},
-        extra={"import_adds_ms": {subject: added_ms(rounds) for subject, rounds in imports.items()}},
+        extra={
+            "memory_mib": memory,
+            "import_adds_ms": {subject: added_ms(rounds) for subject, rounds in imports.items()},
+        },
     )
 
 
 def _format(result: Result) -> str:
     """A row for each start and contender, and what the import adds under them."""
     lines = [format_comparisons(result.comparisons, ("start", "contender", "ours/contender"), "s")]
+    for subject, mib in result.extra["memory_mib"].items():
+        least = ", ".join(f"{name} {value:.0f} MiB" for name, value in mib.items())
+        lines.append(f"{subject}: memory of all processes: {least} (medians)")
     for subject, milliseconds in result.extra["import_adds_ms"].items():
         lines.append(
             f"{subject}: lightning_ddp adds {milliseconds:.1f} ms (median of the rounds' differences)"
@@ -84,40 +96,69 @@ def _format(result: Result) -> str:
     return "\n".join(lines)
 
 
-def time_first_batch(script: Path, arguments: dict[str, Any], *, timeout_s: float) -> float:
-    """Run a script to its `FIRST_BATCH <seconds since the epoch>`, end it there; returns the seconds it took.
+def time_first_batch(
+    script: Path, arguments: dict[str, Any], *, launcher: Sequence[str] = (), timeout_s: float
+) -> tuple[float, float]:
+    """Run a script to its `FIRST_BATCH <seconds since the epoch>`, and end it there.
+
+    Returns:
+        The seconds it took, and the memory of its processes then in MiB.
 
     Raises:
         ToolError: the script fails, is too slow or never prints the line. No process is left.
     """
-    start, found = run_to_mark(script, arguments, "FIRST_BATCH", timeout_s=timeout_s, ends_there=True)
-    return float(found) - start
+    memory: list[float] = []
+    start, found = run_to_mark(
+        script,
+        arguments,
+        "FIRST_BATCH",
+        timeout_s=timeout_s,
+        ends_there=True,
+        launcher=launcher,
+        at_mark=lambda process: memory.append(memory_mib(process)),
+    )
+    return float(found) - start, max(memory, default=0.0)
 
 
-def _time_starts(args: argparse.Namespace, package_root: str) -> dict[str, dict[str, list[float]]]:
+def _time_starts(
+    args: argparse.Namespace, package_root: str
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Subject -> contender -> seconds of each round; and -> its median of memory."""
     sizes = tuple(dict.fromkeys(args.world_size))
     subjects = {size: f"first batch, {size} devices" for size in sizes}
-    samples = {subject: {name: list[float]() for name in STRATEGIES} for subject in subjects.values()}
-    with progress_bar((1 + args.rounds * len(sizes)) * len(STRATEGIES), "bench launch") as bar:
+    samples = {subject: {name: list[float]() for name in CONTENDERS} for subject in subjects.values()}
+    memory = {subject: {name: list[float]() for name in CONTENDERS} for subject in subjects.values()}
+    with progress_bar((1 + args.rounds * len(sizes)) * len(CONTENDERS), "bench launch") as bar:
 
-        def time_one(name: str, size: int) -> float:
-            arguments = {"strategy": name, "devices": size, "package_root": package_root}
-            seconds = time_first_batch(SCRIPT, arguments, timeout_s=args.timeout_s)
+        def time_one(name: str, size: int) -> tuple[float, float]:
+            strategy = name if name in STRATEGIES else STRATEGIES[0]
+            arguments = {"strategy": strategy, "devices": size, "package_root": package_root}
+            found = time_first_batch(
+                SCRIPT,
+                {**arguments, "num_steps": NUM_STEPS},
+                launcher=CONTENDERS[name],
+                timeout_s=args.timeout_s,
+            )
             bar.update()
-            return seconds
+            return found
 
-        for name in STRATEGIES:
+        for name in CONTENDERS:
             time_one(name, min(sizes))
         for number in range(args.rounds):
             for size in sizes:
                 found = samples[subjects[size]]
-                for name in STRATEGIES if number % 2 else reversed(STRATEGIES):
-                    found[name].append(time_one(name, size))
+                for name in CONTENDERS if number % 2 else reversed(CONTENDERS):
+                    seconds, mib = time_one(name, size)
+                    found[name].append(seconds)
+                    memory[subjects[size]][name].append(mib)
                 if bar.disable:  # says how far a long run is where no bar does
                     last = ", ".join(f"{name} {seconds[-1]:.1f} s" for name, seconds in found.items())
                     text = f"bench launch: round {number + 1} of {args.rounds}, {subjects[size]}: {last}"
                     print(text, file=sys.stderr, flush=True)
-    return samples
+    return samples, {
+        subject: {name: statistics.median(mib) for name, mib in rounds.items()}
+        for subject, rounds in memory.items()
+    }
 
 
 def time_imports(
@@ -169,7 +210,7 @@ def _time_import(name: str, package_root: str, timeout_s: float) -> tuple[float,
 
 LAUNCH: Final = Benchmark(
     name="launch",
-    summary='Time from starting a script to its first batch, beside Lightning\'s "ddp"; time of the import.',
+    summary='Time and memory of a script at its first batch, beside Lightning\'s "ddp"; the import.',
     unit="s",
     options=_options,
     measure=_measure,

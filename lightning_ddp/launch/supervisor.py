@@ -1,0 +1,591 @@
+"""`python -m lightning_ddp run`: imports once, and forks the ranks of this node.
+
+The supervisor is no rank. It imports torch, Lightning and this package, starts no thread of its own, opens no
+store and touches no device, so that a fork of it is as a new interpreter which has imported them. The first
+fork is rank 0, and runs the program. Where a launcher there would start a child it asks the supervisor for
+another fork, and is told how that ends. The supervisor ends last, in the way in which rank 0 has ended.
+
+How a fork differs from a new interpreter is listed, and tested, in `tests/test_run.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import builtins
+import contextlib
+import fcntl
+import functools
+import gc
+import importlib
+import importlib.util
+import json
+import mmap
+import multiprocessing
+import os
+import re
+import resource
+import runpy
+import signal
+import socket
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_ddp._lightning import ROOTS, read_rank_again
+from lightning_ddp.hydra_jobs.jobs import STARTER
+from lightning_ddp.launch.parent_death import end_with, tie_to_supervisor
+
+__all__ = ["ForkedChild", "add_arguments", "fork_child", "run"]
+
+_IMPORTED = (
+    "lightning_ddp.ddp.module",
+    "lightning_ddp.launch.launcher",
+    "lightning_ddp.launch.init_process_group",
+)
+_RARE = (100_000, 10, 10)
+_READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "LD_", "PYTHON")
+"""Variables that the interpreter, torch, OpenMP or the allocator have read when the supervisor began."""
+_SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+_PASSED_ON = {
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGALRM, signal.SIGCONT, signal.SIGXCPU),
+}
+_AWAITED = {*_PASSED_ON, signal.SIGCHLD, signal.SIGIO}
+_BY_KERNEL = 0x80
+"""The `si_code` of a signal that the terminal sends, which is to its whole process group."""
+_RESET_BY_SUBPROCESS = {signal.SIGPIPE, signal.SIGXFSZ}
+_MOST_DESCRIPTORS = 64
+_CANNOT_BEGIN = 127
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options; all that follows the program belongs to that."""
+    parser.add_argument(
+        "--preload",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this as well, once for all ranks; may be given several times",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module")
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="the script, and its arguments"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a program; ends as its rank 0 does, with the exit code or by the signal. Returns in ranks only."""
+    if not args.program or sys.platform != "linux":
+        why = "which program?" if sys.platform == "linux" else "forking torch is safe on Linux alone"
+        print(f"error: python -m lightning_ddp run: {why}", file=sys.stderr)
+        return 2
+    name, *arguments = args.program
+    if not args.is_module and not os.path.exists(name):
+        path = os.path.abspath(name)
+        print(
+            f"{sys.executable}: can't open file {path!r}: [Errno 2] No such file or directory",
+            file=sys.stderr,
+        )
+        return 2
+    program = _Program("module" if args.is_module else "script", name, arguments)
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder of what Python was started with
+    _import_once([*_namespaces(program), *_IMPORTED, *args.preload])
+    return _Supervisor().run(program)
+
+
+def _import_once(modules: Sequence[str]) -> None:
+    """Imports, and keeps what that makes out of the collections of the ranks, which would copy it."""
+    usual = gc.get_threshold()
+    gc.set_threshold(*_RARE)
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.set_threshold(*usual)
+
+
+def _namespaces(program: _Program) -> list[str]:
+    """Those of Lightning that the program names; if it names none, one that is installed."""
+    path = Path(program.name)
+    if program.kind == "module":
+        path = Path(*program.name.split(".")).with_suffix(".py")
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    patterns = (r"\bpytorch_lightning\b", r"\b(import|from) lightning\b|\blightning\.pytorch\b")
+    is_named = {root: re.search(pattern, text) for root, pattern in zip(ROOTS, patterns, strict=True)}
+    there = [root for root in ROOTS if importlib.util.find_spec(root.partition(".")[0]) is not None]
+    return [root for root in there if is_named[root]] or there[:1]
+
+
+# ---------------------------------------------------------------------- the supervisor
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A rank that rank 0 has asked for."""
+
+    told: int
+    """The descriptor by which rank 0 hears of its end."""
+    may_outlive: mmap.mmap
+    """Whose byte the child sets once it hears of rank 0's end from the control channel, and unwinds."""
+
+
+class _Supervisor:
+    """Forks the ranks, passes signals on to rank 0, and ends last."""
+
+    def __init__(self) -> None:
+        self._requests, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.getpid()
+        self._mask: set[Any] = set()
+        self._rank_0 = 0
+        self._code: int | None = None
+        self._is_over = mmap.mmap(-1, 1)
+        self._children: dict[int, _Child] = {}
+        self._num_forked = 0
+
+    def run(self, program: _Program) -> NoReturn:
+        """Forks rank 0 and serves it until all ranks have ended. In a rank it raises `SystemExit`."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+        fcntl.fcntl(self._requests, fcntl.F_SETOWN, self._pid)
+        flags = fcntl.fcntl(self._requests, fcntl.F_GETFL)
+        fcntl.fcntl(self._requests, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+        self._rank_0 = _fork()
+        if self._rank_0 == 0:
+            with _last_resort():
+                self._become_rank_0()
+            _run_as_main(program)
+        self._asking.close()
+        while self._code is None or self._children:
+            self._handle(signal.sigwaitinfo(_AWAITED))
+        self._end_as(self._code)
+
+    def _become_rank_0(self) -> None:
+        global _rank_0
+        end_with(self._pid)
+        self._requests.close()
+        _rank_0 = _Rank0(self._asking, os.getpid(), dict(os.environ))
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _handle(self, info: signal.struct_siginfo) -> None:
+        if info.si_signo == signal.SIGCHLD:
+            self._reap()
+        elif info.si_signo == signal.SIGIO:
+            self._serve()
+        elif self._code is not None:  # nobody else is left who would hear it
+            _kill(self._children)
+        elif info.si_code != _BY_KERNEL:
+            os.kill(self._rank_0, info.si_signo)
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            code = _exit_code(pid)
+            if code is not None:
+                child = self._children.pop(pid)
+                _tell(child.told, code)
+                os.close(child.told)
+        if self._code is None:
+            self._code = _exit_code(self._rank_0)
+            if self._code is not None:
+                self._leave_children()
+
+    def _leave_children(self) -> None:
+        """Rank 0 has ended. Children that have met unwind, as they hear of it; if stopped, they could not."""
+        self._is_over[0] = 1
+        self._requests.close()
+        _kill(pid for pid, child in self._children.items() if not child.may_outlive[0])
+        for pid in self._children:
+            os.kill(pid, signal.SIGCONT)
+
+    def _serve(self) -> None:
+        while self._requests.fileno() != -1:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
+            except BlockingIOError:
+                return
+            if not message:
+                return
+            self._fork_child(*descriptors)
+
+    def _fork_child(self, order: int, told: int, *files: int) -> None:
+        child = _Child(told, mmap.mmap(-1, 1))
+        try:
+            pid = _fork()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if pid == 0:
+            with _last_resort():
+                program = self._become_child(child, order, files)
+            _run_as_main(program)
+        for descriptor in (order, *files):
+            os.close(descriptor)
+        _tell(told, pid)
+        if pid < 0:
+            os.close(told)
+            return
+        self._children[pid] = child
+        self._num_forked += 1
+
+    def _become_child(self, child: _Child, order: int, files: Sequence[int]) -> _Program:
+        """Takes over from rank 0 what a process that it starts would inherit; returns what is to be run."""
+        end_with(self._pid)
+        self._requests.close()
+        start = json.loads(os.pread(order, os.fstat(order).st_size, 0))
+        for name, limits in start["limits"].items():
+            with contextlib.suppress(OSError, ValueError):  # a higher one is not ours to set
+                resource.setrlimit(getattr(resource, name), limits)
+        with contextlib.suppress(OSError):
+            os.setpgid(0, start["group"])
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, start["nice"])
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, start["processors"])
+        os.umask(start["umask"])
+        _keep_files(dict(zip(start["files"], files, strict=True)))
+        os.chdir(start["cwd"])
+        os.environ.clear()
+        os.environ.update(start["env"])
+        for number in start["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        tie_to_supervisor(
+            start["launcher"],
+            has_ended=lambda: bool(self._is_over[0]),
+            on_outliving=lambda: child.may_outlive.__setitem__(0, 1),
+        )
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        read_rank_again(int(os.environ.get("RANK", local_rank)), local_rank)
+        signal.pthread_sigmask(signal.SIG_SETMASK, start["mask"])
+        return _Program(**start["program"])
+
+    def _end_as(self, code: int) -> NoReturn:
+        """Ends as rank 0 did. The exit handlers of what has been imported have run there."""
+        if code >= 0:
+            os._exit(code)
+        name = signal.Signals(-code).name
+        if self._num_forked and -code != signal.SIGINT:
+            print(
+                f"lightning_ddp: rank 0 (pid {self._rank_0}) was killed by {name}",
+                file=sys.stderr,
+                flush=True,
+            )
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # rank 0 has left one
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(self._pid, -code)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os._exit(128 - code)
+
+
+def _fork() -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():  # of threads: BLAS has some, and ends them before each fork
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _exit_code(pid: int) -> int | None:
+    """How a child has ended, as in `subprocess`; None if it has not."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _tell(descriptor: int, number: int) -> None:
+    with contextlib.suppress(OSError):  # rank 0 does not want to know any more
+        os.write(descriptor, str(number).encode())
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- in a rank
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a rank runs."""
+
+    kind: str
+    """`script` or `module`."""
+    name: str
+    arguments: Sequence[str]
+    job: int | None = None
+    """The descriptor of what Hydra has composed for it."""
+
+    @staticmethod
+    def of(command: Sequence[str]) -> _Program | None:
+        """What a launcher's command line runs; None if it is no such one."""
+        if len(command) < 2 or command[0] != sys.executable:
+            return None
+        first, *rest = command[1:]
+        if first == STARTER:
+            job, kind, name, *arguments = rest
+            return _Program(kind, name, arguments, int(job))
+        if first == "-m" and rest:
+            return _Program("module", rest[0], rest[1:])
+        return None if first.startswith("-") else _Program("script", first, rest)
+
+
+@contextlib.contextmanager
+def _last_resort() -> Any:
+    """A process that cannot even begin says why, and does not go on as a second supervisor."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 (whatever it is)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        os._exit(_CANNOT_BEGIN)
+
+
+def _keep_files(files: Mapping[int, int]) -> None:
+    """Closes all files but these (number -> present number)."""
+    above = max(files, default=2) + 1
+    held = {number: fcntl.fcntl(present, fcntl.F_DUPFD, above) for number, present in files.items()}
+    for present in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if present not in held.values():
+            with contextlib.suppress(OSError):  # the one that has listed them
+                os.close(present)
+    for number, present in held.items():
+        os.dup2(present, number)
+        os.close(present)
+
+
+def _run_as_main(program: _Program) -> NoReturn:
+    """Runs a program as the interpreter does, and has the interpreter end as it does after that.
+
+    Raises:
+        SystemExit: always.
+    """
+    code: Any = 0
+    try:
+        _prepare(program)
+        _execute(program)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 (what the interpreter does at the top)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code = 1 if not isinstance(error, KeyboardInterrupt) else None
+    if code is None:
+        _end_interrupted()
+    raise SystemExit(code)
+
+
+def _prepare(program: _Program) -> None:
+    """What belongs to each process by itself, and the supervisor has."""
+    main = types.ModuleType("__main__")
+    vars(main).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    sys.argv = [program.name, *program.arguments]
+    flag = ["-m"] if program.kind == "module" else []
+    sys.orig_argv = [sys.executable, *flag, *sys.argv]
+    importlib.invalidate_caches()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
+
+
+def _execute(program: _Program) -> None:
+    with contextlib.nullcontext() if program.job is None else _hydra_job(program.job):
+        _execute_program(program)
+
+
+def _hydra_job(descriptor: int) -> contextlib.AbstractContextManager[None]:
+    from lightning_ddp.hydra_jobs.child import handed_job
+
+    return handed_job(descriptor)
+
+
+def _execute_program(program: _Program) -> None:
+    path = os.path.abspath(program.name)
+    if program.kind == "module":
+        _put_first(os.getcwd())
+        runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]
+    elif os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        _put_first(path, always=True)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+    else:
+        _put_first(os.path.dirname(os.path.realpath(path)))
+        main = vars(sys.modules["__main__"])
+        main.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, main)
+
+
+def _put_first(folder: str, *, always: bool = False) -> None:
+    if always or not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _end_interrupted() -> NoReturn:
+    """Ends by SIGINT, as the interpreter does after a KeyboardInterrupt that nobody has caught."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()  # files that it has left open are written
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(128 + signal.SIGINT)
+
+
+# ---------------------------------------------------------------------- in rank 0, for its launcher
+
+
+@dataclass(frozen=True)
+class _Rank0:
+    """What rank 0 asks the supervisor with."""
+
+    socket: socket.socket
+    pid: int
+    environment: Mapping[str, str]
+    """When the program began."""
+
+
+_rank_0: _Rank0 | None = None
+
+
+class ForkedChild:
+    """A child of the supervisor: what a launcher needs to know of a `subprocess.Popen`.
+
+    Args:
+        pid: its process id.
+        told: where the supervisor says how it has ended.
+    """
+
+    def __init__(self, pid: int, told: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """As in `subprocess`, once `wait` or `poll` has seen the end."""
+        self._told = told
+
+    def wait(self) -> int:
+        """Waits for its end. Any number of threads."""
+        code = self._read()
+        assert code is not None
+        return code
+
+    def poll(self) -> int | None:
+        """How it has ended; None if it has not."""
+        with contextlib.suppress(BlockingIOError):
+            return self._read(socket.MSG_DONTWAIT)
+        return None
+
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal, if it has not ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def _read(self, flags: int = 0) -> int:
+        if self.returncode is None:
+            answer = self._told.recv(64, socket.MSG_PEEK | flags)  # left there for other threads
+            self.returncode = (
+                int(answer) if answer else -signal.SIGKILL
+            )  # the supervisor is gone, and all end
+        return self.returncode
+
+
+def fork_child(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str | None,
+    stdout: Any = None,
+    pass_fds: Sequence[int] = (),
+) -> ForkedChild | None:
+    """Has the supervisor fork a child in the place of `subprocess.Popen`.
+
+    Args:
+        command: its command line.
+        env: all of its environment.
+        cwd: its working directory; None for this process's.
+        stdout: file for all its output; None for this process's.
+        pass_fds: descriptors that it inherits.
+
+    Returns:
+        None where the caller has to start it: there is no supervisor, or a fork would not do.
+    """
+    program = _Program.of(command)
+    if _rank_0 is None or _rank_0.pid != os.getpid() or program is None:
+        return None
+    names = {
+        name for name in {*env, *_rank_0.environment} - _SET_BY_IMPORTS if name.startswith(_READ_AT_IMPORT)
+    }
+    changed = tuple(sorted(name for name in names if env.get(name) != _rank_0.environment.get(name)))
+    if changed:
+        _explain_start(changed)
+        return None
+    outputs = {1: 1, 2: 2} if stdout is None else dict.fromkeys((1, 2), stdout.fileno())
+    files = {0: 0, **outputs, **{number: number for number in pass_fds}}
+    files = {number: present for number, present in files.items() if _is_open(present)}
+    ignored = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
+    start = {
+        "program": vars(program),
+        "launcher": _rank_0.pid,
+        "env": dict(env),
+        "cwd": cwd or os.getcwd(),
+        "files": list(files),
+        "group": os.getpgid(0),
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "processors": sorted(os.sched_getaffinity(0)),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in _limits()},
+        "umask": _umask(),
+        "ignored": sorted(ignored - _RESET_BY_SUBPROCESS),
+        "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    }
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, open(os.memfd_create("order"), "wb") as order:
+        order.write(json.dumps(start).encode())
+        order.flush()
+        socket.send_fds(_rank_0.socket, [b"1"], [order.fileno(), theirs.fileno(), *files.values()])
+    pid = int(ours.recv(64) or -1)
+    if pid < 0:
+        raise OSError(-pid, f"the supervisor could not fork: {os.strerror(-pid)}")
+    return ForkedChild(pid, ours)
+
+
+@functools.cache
+def _explain_start(changed: Sequence[str]) -> None:
+    print(
+        f"lightning_ddp: {', '.join(changed)} has changed since torch was imported for this run, so that the"
+        " other ranks are not forked from that but started by Python, which takes longer",
+        file=sys.stderr,
+    )
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _limits() -> list[str]:
+    return [name for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+def _umask() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"^Umask:\s*(\d+)$", status, re.MULTILINE)
+    return int(found[1], 8) if found else 0o022

@@ -1,0 +1,492 @@
+"""`python -m lightning_ddp run`: ranks are forks of a process that imports once, as new interpreters."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_failures
+import test_hydra
+import user_script
+from harness import ScriptResult, run_script, start_script
+from harness.scripts import ROOT, environment
+from test_launch import require_trained
+from user_script import order, read_notes, wait_for_notes
+
+SCRIPT = Path(user_script.__file__)
+PROGRAM = test_hydra.TESTS / "hydra_app" / "train.py"
+RUN = ("-m", "lightning_ddp", "run")
+DEADLINE_S = 240.0
+
+
+def train(folder: Path, *args: str, **more: Any) -> ScriptResult:
+    """Runs a user's program on forked ranks."""
+    return run_script(SCRIPT, [*order(folder), *args], launcher=RUN, timeout_s=DEADLINE_S, **more)
+
+
+def test_all_ranks_are_forks_of_a_process_that_is_none_and_ends_last(tmp_path) -> None:
+    arguments = [*order(tmp_path, trainer={"devices": 3}, pause="fit"), "--x", "a b"]
+    with start_script(SCRIPT, arguments, launcher=RUN) as script:
+        notes = wait_for_notes(script, tmp_path, ["ready-0", "ready-1", "ready-2"])
+        ranks = [notes[f"ready-{rank}"]["pid"] for rank in range(3)]
+        processes = {process.pid: process for process in script.processes()}
+        assert {processes[pid].ppid() for pid in ranks} == {script.pid}
+        supervisor = processes[script.pid]
+        assert (supervisor.num_threads(), supervisor.net_connections("tcp")) == (1, [])
+        (tmp_path / "go").touch()
+        script.wait(DEADLINE_S).check()
+    ends = require_trained(tmp_path, 3)
+    assert [end["arguments"] for end in ends] == [["--x", "a b"]] * 3
+
+
+def test_a_module_is_run_as_a_module_and_others_are_imported_before(tmp_path) -> None:
+    package = tmp_path / "some_app"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(SCRIPT.read_text() + "\nfrom . import __path__\n")
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "imported_once.py").write_text("print('imported once', flush=True)")
+    result = run_script(
+        "some_app.train",
+        order(tmp_path),
+        {"PYTHONPATH": str(site)},
+        launcher=(*RUN, "--preload", "imported_once"),
+        is_module=True,
+        cwd=tmp_path,
+        timeout_s=DEADLINE_S,
+    ).check()
+    assert result.stdout.count("imported once") == 1
+    require_trained(tmp_path)
+
+
+# ---------------------------------------------------------------------- as a new interpreter
+
+FACTS = """
+import gc, json, os, random, resource, secrets, signal, sys, threading, warnings
+from pathlib import Path
+
+def names(values):
+    return [f"{type(value).__module__}.{type(value).__qualname__}" for value in values]
+
+def open_files():
+    found = {}
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            found[path.name] = os.path.basename(os.readlink(path).partition(":[")[0])
+        except OSError:
+            pass  # the one that has listed them
+    return found
+
+def facts():
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        frame, depth = frame.f_back, depth + 1
+    signals = [number for number in signal.valid_signals() if number not in (9, 19)]
+    return {
+        "argv": sys.argv,
+        "orig_argv": sys.orig_argv,
+        "path": sys.path,
+        "meta_path": [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path],
+        "flags": str(sys.flags),
+        "main": sorted(vars(sys.modules["__main__"])),
+        "name": __name__, "file": __file__, "package": __package__, "doc": __doc__,
+        "spec": str(__spec__), "loader": type(__loader__).__name__, "builtins": str(__builtins__),
+        "code": facts.__code__.co_filename,
+        "cwd": os.getcwd(),
+        "environment": {name: text for name, text in os.environ.items() if name not in OWN},
+        "umask": os.umask(0),
+        "limits": [resource.getrlimit(n) for name, n in vars(resource).items() if name.startswith("RLIMIT_")],
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "processors": sorted(os.sched_getaffinity(0)),
+        "warnings": [str(entry) for entry in warnings.filters],
+        "collector": [gc.isenabled(), *gc.get_threshold()],
+        "handlers": {number: str(signal.getsignal(number)).split(" at ")[0] for number in signals},
+        "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "timers": str(signal.getitimer(signal.ITIMER_REAL)),
+        "files": open_files(),
+        "group": os.getpgid(0) == os.getpgid(int(os.environ.get("FIRST", os.getpid()))),
+        "session": os.getsid(0) == os.getsid(int(os.environ.get("FIRST", os.getpid()))),
+        "streams": [
+            [s.name, s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty()]
+            for s in (sys.stdin, sys.stdout, sys.stderr)
+        ],
+        "threads": [thread.name for thread in threading.enumerate()],
+        "main_thread": threading.current_thread() is threading.main_thread(),
+        "tracing": [sys.gettrace(), sys.getprofile()],
+        "hooks": [sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__],
+        "recursion": sys.getrecursionlimit(),
+        "depth": depth,
+        "parent": os.getppid() == int(os.environ.get("FIRST", os.getppid())),
+        "imported": "torch" in sys.modules,
+    }
+
+OURS = {f"LIGHTNING_DDP_{name}" for name in ("STORE", "TOKEN", "PARENT_PID")}
+OWN = {"FIRST", "NOTES", "MASTER_PORT", *OURS}
+at_start = facts()
+os.umask(at_start["umask"])
+rank = int(os.environ.get("LOCAL_RANK", 0))
+"""
+AFTER = """
+import multiprocessing, warnings
+warnings.filterwarnings("ignore")
+import numpy, torch, pytorch_lightning as pl
+import lightning_ddp
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torchmetrics.utilities.prints import rank_zero_only as of_metrics
+
+at_start |= {
+    "ranks": [rank_zero_only.rank, of_metrics.rank],
+    "torch_threads": torch.get_num_threads(),
+    "process": multiprocessing.current_process().name,
+    "environment_later": {name: text for name, text in os.environ.items() if name not in OWN},
+    "cuda": torch.cuda.is_initialized(),
+}
+drawn = [random.random(), torch.rand(()).item(), numpy.random.random()]
+drawn += [multiprocessing.current_process().authkey.hex(), hash("a")]
+notes = Path(os.environ["NOTES"])
+(notes / f"{rank}.json").write_text(json.dumps({"facts": at_start, "drawn": drawn}))
+if rank == 0:
+    os.environ["FIRST"] = str(os.getpid())
+    os.environ["MINE"] = "a value \\udcff"
+    os.umask(0o31)
+    os.nice(1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    random.seed(1)
+    numpy.random.seed(1)
+    open("/dev/null")
+    kept = open(notes / "kept", "w")
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, _):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = pl.Trainer(
+    strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(4, 4)))
+"""
+
+DIFFERENCES = {
+    "imported": "torch, Lightning and this package are there from the first line on: what it is for",
+    "meta_path": "this package's finder is there with it",
+    "warnings": "and the filters that torch and Lightning add at their import",
+    "environment": "and the variables that they set",
+    "collector": "a new child imports with a rare collector, until its run begins",
+    "files": "rank 0 has the socket by which it asks for the others",
+    "depth": "the supervisor's calls are below the program's; no traceback shows them",
+    "parent": "all ranks are children of the supervisor, which outlives rank 0",
+}
+"""What is different from a new interpreter at the first line, and why."""
+
+
+def facts_of(folder: Path, launcher: tuple[str, ...]) -> list[dict[str, Any]]:
+    notes = folder / ("run" if launcher else "python")
+    notes.mkdir()
+    script = folder / "script.py"
+    script.write_text(FACTS + AFTER)
+    run_script(
+        script, ["--x"], {"NOTES": str(notes)}, DEADLINE_S, fresh=True, launcher=launcher, cwd=folder
+    ).check()
+    return [json.loads((notes / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_rank_is_as_a_new_interpreter_but_for_a_list_of_differences(tmp_path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        new, forked = pool.map(lambda launcher: facts_of(tmp_path, launcher), [(), RUN])
+    for rank, (one, other) in enumerate(zip(new, forked, strict=True)):
+        ours, theirs = other["facts"], one["facts"]
+        different = {name for name in theirs if theirs[name] != ours[name]}
+        shown = {name: (theirs[name], ours[name]) for name in different - DIFFERENCES.keys()}
+        assert shown == {}, f"rank {rank}: (new interpreter, fork)"
+        added = set(ours["environment"]) - set(theirs["environment"])
+        assert added <= {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+        assert theirs["files"].items() <= ours["files"].items()
+        more = [ours["files"][number] for number in ours["files"].keys() - theirs["files"].keys()]
+        assert more == ["socket"] * (1 - rank)
+        assert set(ours["meta_path"]) - set(theirs["meta_path"]) == {"_Finder"}
+    mine, other = (rank["drawn"] for rank in forked)
+    assert [a == b for a, b in zip(mine, other, strict=True)] == [False] * 4 + [True], (
+        "but for the seed of hashes each rank draws its own numbers"
+    )
+
+
+ENDINGS = {
+    "returns": "print('words')",
+    "exit code": "import sys; sys.exit(3)",
+    "exit words": "import sys; sys.exit('words of its own')",
+    "exception": "def f():\n    raise ValueError('no such column')\nf()",
+    "at once": "import os; os._exit(5)",
+    "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "terminated": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "interrupted": "import sys; out = open(sys.argv[1], 'w'); out.write('text'); raise KeyboardInterrupt",
+    "handlers": "import atexit; atexit.register(print, 'the last'); print('the first')",
+    "thread": "import threading, time\n"
+    "threading.Thread(target=lambda: (time.sleep(0.2), print('of a thread'))).start()",
+    "open file": "import sys; out = open(sys.argv[1], 'w'); out.write('not flushed')",
+    "own hook": "import sys; sys.excepthook = lambda *error: print('seen', error[0]); 1 / 0",
+    "pickles": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))).__module__)",
+    "spawns": "import multiprocessing as mp\ndef f(): print('spawned', __name__, flush=True)\n"
+    "if __name__ == '__main__':\n    p = mp.get_context('spawn').Process(target=f); p.start(); p.join()",
+}
+
+
+LATER_ENDINGS = {"exit words", "at once", "terminated", "handlers", "thread", "own hook", "pickles"}
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [pytest.param(name, marks=pytest.mark.slow if name in LATER_ENDINGS else ()) for name in ENDINGS],
+)
+def test_a_program_that_starts_no_ranks_ends_as_under_python(tmp_path, ending) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDINGS[ending])
+    seen = []
+    for launcher in ((), RUN):
+        out = tmp_path / "out"
+        out.unlink(missing_ok=True)
+        is_fresh = not launcher or ending == "open file"  # which the end of an interpreter closes
+        result = run_script(script, [str(out)], launcher=launcher, timeout_s=DEADLINE_S, fresh=is_fresh)
+        text = out.read_text() if out.exists() else None
+        seen.append((result.returncode, result.stdout, result.stderr, text))
+    assert seen[1] == seen[0]
+
+
+def test_a_program_that_is_not_there_is_told_as_by_python(tmp_path) -> None:
+    options: Any = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment({})}
+    commands = [[sys.executable, *launcher, "nothing.py"] for launcher in ((), RUN)]
+    seen = [subprocess.run(command, check=False, **options) for command in commands]
+    assert [(one.returncode, one.stderr) for one in seen] == [(2, seen[0].stderr)] * 2
+
+
+def test_children_are_started_by_python_where_a_variable_was_read_already(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    change = "os.environ['OMP_NUM_THREADS'] = '2'\n"
+    script.write_text(
+        SCRIPT.read_text().replace("import pytorch_lightning", change + "import pytorch_lightning", 1)
+    )
+    with start_script(script, order(tmp_path, pause="fit"), launcher=RUN) as running:
+        notes = wait_for_notes(running, tmp_path, ["ready-0", "ready-1"])
+        parents = {process.pid: process.ppid() for process in running.processes()}
+        assert parents[notes["ready-1"]["pid"]] == notes["ready-0"]["pid"]
+        (tmp_path / "go").touch()
+        result = running.wait(DEADLINE_S).check()
+    assert result.stderr.count("OMP_NUM_THREADS has changed since torch was imported") == 1
+    require_trained(tmp_path)
+
+
+# ---------------------------------------------------------------------- ends
+
+
+FIRST = {("kill", 0, "backward", 2), ("exit", 2, "forward", 3)}
+
+
+def cells() -> Iterator[Any]:
+    """Those of `test_failures` by default, and each rank of three as a victim."""
+    usual = {(fault, victim, moment, n) for (fault, moment), (victim, n) in test_failures.BY_DEFAULT.items()}
+    faults, moments = ("exception", "exit", "kill", "segv"), ("sanity", "forward", "backward", "checkpoint")
+    of_three = set(itertools.product(faults, range(3), moments, [3]))
+    for cell in sorted(usual | of_three):
+        fault, victim, moment, size = cell
+        marks = () if cell in FIRST else pytest.mark.slow
+        yield pytest.param(*cell, id=f"{fault}-rank{victim}of{size}-{moment}", marks=marks)
+
+
+@pytest.mark.parametrize(("fault", "victim", "moment", "world_size"), list(cells()))
+def test_a_fault_ends_all_ranks_with_its_cause(tmp_path, fault, victim, moment, world_size) -> None:
+    test_failures.check_fault(tmp_path, fault, victim, moment, world_size, launcher=RUN)
+
+
+@pytest.mark.parametrize("when", ["ready", pytest.param("stopped", marks=pytest.mark.slow)])
+def test_all_ranks_vanish_with_a_supervisor_that_is_killed(tmp_path, when) -> None:
+    with start_script(SCRIPT, order(tmp_path, pause="fit"), launcher=RUN) as script:
+        notes = wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
+        if when == "stopped":
+            for rank in range(2):
+                os.kill(notes[f"ready-{rank}"]["pid"], signal.SIGSTOP)
+        os.kill(script.pid, signal.SIGKILL)
+        assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
+
+
+BEFORE_THEY_MEET = """
+import os, sys, time
+from pathlib import Path
+rank = os.environ.get("LOCAL_RANK", "0")
+if rank == "1":
+    Path(sys.argv[1], "begun").write_text(str(os.getppid()))
+    time.sleep(600)
+import pytorch_lightning as pl, lightning_ddp
+from pytorch_lightning.demos.boring_classes import BoringModel
+Path(sys.argv[1], "first").write_text(str(os.getpid()))
+pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False).fit(BoringModel())
+"""
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "rank 0"])
+def test_a_child_that_has_not_met_the_others_dies_with(tmp_path, victim) -> None:
+    with start_script(BEFORE_THEY_MEET, [str(tmp_path)], launcher=RUN) as script:
+        script.wait_until((tmp_path / "begun").exists)
+        pid = script.pid if victim == "supervisor" else int((tmp_path / "first").read_text())
+        os.kill(pid, signal.SIGKILL)
+        assert script.wait(DEADLINE_S, leftover_grace_s=30.0).returncode == -signal.SIGKILL
+
+
+def test_sigterm_to_the_supervisor_stops_all_ranks_at_one_step(tmp_path) -> None:
+    with start_script(SCRIPT, order(tmp_path, pause="fit"), launcher=RUN) as script:
+        wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
+        os.kill(script.pid, signal.SIGTERM)
+        (tmp_path / "go").touch()
+        script.wait(DEADLINE_S).check()
+    notes = read_notes(tmp_path)
+    assert [notes[f"on_exception-{rank}"]["kind"] for rank in range(2)] == ["SIGTERMException"] * 2
+    assert notes["finally-0"]["step"] == notes["finally-1"]["step"] < user_script.STEPS
+    assert "sigterm-1" not in notes, "rank 0 alone got it, and told the other one"
+
+
+AT_TERMINAL = """
+import os, sys, time
+print("foreground", os.tcgetpgrp(0) == os.getpgid(0), flush=True)
+print("read", input(), flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_the_terminal_is_the_programs(tmp_path) -> None:
+    """It reads from it; Ctrl-Z stops it with the supervisor, as one job; Ctrl-C interrupts it, once."""
+    script = tmp_path / "script.py"
+    script.write_text(AT_TERMINAL)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment({"PS1": ""}))
+    text = b""
+
+    def type_and_read(typed: str, wanted: str) -> None:
+        nonlocal text
+        os.write(terminal, typed.encode())
+        deadline = time.monotonic() + DEADLINE_S
+        while not re.search(wanted.encode(), text):
+            assert time.monotonic() < deadline, text
+            if select.select([terminal], [], [], 0.1)[0]:
+                text += os.read(terminal, 4096)
+
+    try:
+        type_and_read(f"{sys.executable} {' '.join(RUN)} {script}\n", "foreground True")
+        type_and_read("words\n", "read words")
+        type_and_read("\x1a", r"\[1\]\+ +Stopped")
+        type_and_read("fg\n", rf"Stopped(.|\s)*{script}\r\n(.|\s)*fg\r\n")
+        type_and_read("\x03", "KeyboardInterrupt")
+        type_and_read("echo code $?\n", "code 130")
+        assert text.count(b"Traceback") == 1
+    finally:
+        os.close(terminal)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+# ---------------------------------------------------------------------- Hydra, devices, other strategies
+
+
+def test_ranks_get_the_job_that_hydra_has_composed(tmp_path) -> None:
+    node = test_hydra.Node(launcher=RUN)
+    run = test_hydra.Run(tmp_path, PROGRAM, nodes=[node]).check()
+    (notes,) = run.jobs().values()
+    test_hydra.require_one_job(notes)
+    assert notes[0]["parent"] == notes[1]["parent"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_module", [False, True])
+def test_each_job_of_a_sweep_is_run_on_forked_ranks(tmp_path, is_module) -> None:
+    program = "hydra_app.train" if is_module else PROGRAM
+    run = test_hydra.Run(
+        tmp_path, program, ["-m", "lr=0.1,0.2"], is_module=is_module, nodes=[test_hydra.Node(launcher=RUN)]
+    ).check()
+    assert len(run.jobs()) == 2
+    for notes in run.jobs().values():
+        test_hydra.require_one_job(notes)
+
+
+def test_the_supervisor_never_touches_the_device(simulated_cuda, tmp_path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "told.py").write_text(
+        "import os, atexit, torch\n"
+        "os.register_at_fork(before=lambda: print(os.getpid(), torch.cuda.is_initialized(), flush=True))\n"
+    )
+    result = run_script(
+        SCRIPT,
+        order(tmp_path, trainer={"accelerator": "gpu"}),
+        {"SIMULATED_CUDA": str(simulated_cuda), "PYTHONPATH": str(site)},
+        DEADLINE_S,
+        launcher=(*RUN, "--preload", "told"),
+    ).check()
+    notes = read_notes(tmp_path)
+    ranks = [str(notes[f"trained-{rank}"]["pid"]) for rank in range(2)]
+    forks = [line.split() for line in result.stdout.splitlines() if line.endswith(("True", "False"))]
+    assert [touched for pid, touched in forks if pid not in ranks] == ["False", "False"]
+
+
+LIGHTNINGS_OWN = """
+import sys
+import {root} as pl
+from {root}.demos.boring_classes import BoringModel
+import lightning_ddp
+
+for strategy in sys.argv[1:]:
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=2, logger=False,
+        limit_val_batches=0, enable_checkpointing=False, enable_progress_bar=False,
+    )
+    trainer.fit(BoringModel())
+    print("fitted", strategy, trainer.global_rank, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("root", ["pytorch_lightning", "lightning.pytorch"])
+@pytest.mark.parametrize("strategies", [["ddp"], ["custom_ddp", "custom_ddp"]], ids=["ddp", "twice"])
+def test_other_strategies_and_several_fits_run_as_under_python(root, strategies) -> None:
+    result = run_script(LIGHTNINGS_OWN.format(root=root), strategies, launcher=RUN, timeout_s=DEADLINE_S)
+    fitted = sorted(line for line in result.check().stdout.splitlines() if line.startswith("fitted"))
+    assert fitted == sorted(f"fitted {name} {rank}" for name in strategies for rank in range(2))
+
+
+@pytest.mark.slow
+def test_eight_ranks_start_thirty_times_beside_a_load(tmp_path) -> None:
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(10)]
+    try:
+        for number in range(30):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            train_eight = order(folder, trainer={"devices": 8, "limit_train_batches": 2})
+            run_script(SCRIPT, train_eight, launcher=RUN, timeout_s=DEADLINE_S).check()
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
