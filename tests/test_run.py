@@ -306,11 +306,12 @@ FIRST = {("kill", 0, "backward", 2), ("exit", 2, "forward", 3)}
 
 
 def cells() -> Iterator[Any]:
-    """Those of `test_failures` by default, and each rank of three as a victim."""
+    """Those of `test_failures` by default, and every other one of each rank of three as a victim."""
     usual = {(fault, victim, moment, n) for (fault, moment), (victim, n) in test_failures.BY_DEFAULT.items()}
     faults, moments = ("exception", "exit", "kill", "segv"), ("sanity", "forward", "backward", "checkpoint")
-    of_three = set(itertools.product(faults, range(3), moments, [3]))
-    for cell in sorted(usual | of_three):
+    matrix = itertools.product(enumerate(faults), range(3), enumerate(moments))
+    of_three = {(fault, rank, at, 3) for (i, fault), rank, (j, at) in matrix if (i + rank + j) % 2 == 0}
+    for cell in sorted(usual | of_three | FIRST):
         fault, victim, moment, size = cell
         marks = () if cell in FIRST else pytest.mark.slow
         yield pytest.param(*cell, id=f"{fault}-rank{victim}of{size}-{moment}", marks=marks)
@@ -368,9 +369,11 @@ def test_sigterm_to_the_supervisor_stops_all_ranks_at_one_step(tmp_path) -> None
 
 
 AT_TERMINAL = """
-import os, sys, time
+import os, signal, time
 print("foreground", os.tcgetpgrp(0) == os.getpgid(0), flush=True)
 print("read", input(), flush=True)
+signal.signal(signal.SIGCONT, lambda *_: print("continued", os.tcgetpgrp(0) == os.getpgid(0), flush=True))
+print("ready", flush=True)
 while True:
     time.sleep(0.05)
 """
@@ -398,9 +401,9 @@ def test_the_terminal_is_the_programs(tmp_path) -> None:
 
     try:
         type_and_read(f"{sys.executable} {' '.join(RUN)} {script}\n", "foreground True")
-        type_and_read("words\n", "read words")
+        type_and_read("words\n", "read words\r\nready")
         type_and_read("\x1a", r"\[1\]\+ +Stopped")
-        type_and_read("fg\n", rf"Stopped(.|\s)*{script}\r\n(.|\s)*fg\r\n")
+        type_and_read("fg\n", "continued True")  # before that a Ctrl-C would be for bash
         type_and_read("\x03", "KeyboardInterrupt")
         type_and_read("echo code $?\n", "code 130")
         assert text.count(b"Traceback") == 1
