@@ -224,6 +224,25 @@ def test_after_a_run_nothing_keeps_its_trainer_alive() -> None:
     assert result.stdout.count("alive: []") == 2
 
 
+BEFORE_THEY_MEET = """
+import os, sys, time
+from pathlib import Path
+import pytorch_lightning as pl, lightning_ddp
+from pytorch_lightning.demos.boring_classes import BoringModel
+if os.environ.get("LOCAL_RANK") == "1":
+    Path(sys.argv[1], "begun").touch()
+    time.sleep(600)
+pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False).fit(BoringModel())
+"""
+
+
+def test_a_child_that_has_not_joined_dies_with_the_launching_process(tmp_path) -> None:
+    with start_script(BEFORE_THEY_MEET, [str(tmp_path)]) as script:
+        script.wait_until((tmp_path / "begun").exists)
+        os.kill(script.pid, signal.SIGKILL)
+        assert script.wait(DEADLINE_S, leftover_grace_s=10.0).returncode == -signal.SIGKILL
+
+
 ALONE = """
 import os, sys, time
 import pytorch_lightning as pl
