@@ -114,6 +114,7 @@ def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_beg
     ledger = train(tmp_path, refusal="ConfigurationError: on_failure='shrink': this script has lost", **order)
     ledger.check([0, 2])
     assert {(entry["world_size"], entry["mean"]) for entry in ledger.of("tests")} == {(2, (SAMPLES - 1) / 2)}
+    assert [entry["is_deaf"] for entry in ledger.of("test begins")] == [False, False]
 
 
 @pytest.mark.slow

@@ -91,9 +91,7 @@ class Recovery:
 
     def _start_epoch(self, start: Callable[[], None]) -> None:
         start()
-        if (
-            self._calls.member.generation
-        ):  # the samplers deal a whole epoch again, to other ranks than at first
+        if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks than before
             limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
 
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:

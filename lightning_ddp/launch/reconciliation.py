@@ -261,6 +261,7 @@ class Reconciliation:
         self._depth += 1
         self.alarm.arm()
         if self._depth == 1:  # Lightning's functions are called _fit_impl, _test_impl ...
+            self.alarm.is_deferred = False  # a fit that goes on without lost ranks ends with it deferred
             name = getattr(function, "__name__", "run")
             self.inspector.enter(name.removeprefix("_").removesuffix("_impl"))
 

@@ -118,6 +118,8 @@ class Model(pl.LightningModule):
         self.log("val", self.net(batch[0]).mean(), sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            note(event="test begins", is_deaf=session_of_process().control.alarm.is_deferred)
         self.log("test", batch[1].float().mean(), sync_dist=True, batch_size=len(batch[1]))
 
     def on_after_backward(self) -> None:
