@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 import test_failures
 import test_hydra
 import user_script
-from harness import ScriptResult, run_script, start_script
+from harness import RUN, ScriptResult, free_port, run_script, start_script
 from harness.scripts import ROOT, environment
 from test_launch import require_trained
 from user_script import order, read_notes, wait_for_notes
@@ -29,7 +30,6 @@ from user_script import order, read_notes, wait_for_notes
 NUM_STARTS = 3
 SCRIPT = Path(user_script.__file__)
 PROGRAM = test_hydra.TESTS / "hydra_app" / "train.py"
-RUN = ("-m", "lightning_ddp", "run")
 DEADLINE_S = 240.0
 
 
@@ -110,7 +110,11 @@ def facts():
         "cwd": os.getcwd(),
         "environment": {name: text for name, text in os.environ.items() if name not in OWN},
         "umask": os.umask(0),
-        "limits": [resource.getrlimit(n) for name, n in vars(resource).items() if name.startswith("RLIMIT_")],
+        "limits": [
+            resource.getrlimit(n) for name, n in vars(resource).items()
+            if name.startswith("RLIMIT_") and not name.endswith("OFILE")
+        ],
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "processors": sorted(os.sched_getaffinity(0)),
         "warnings": [str(entry) for entry in warnings.filters],
@@ -199,6 +203,7 @@ DIFFERENCES = {
     "collector": "a new child imports with a rare collector, until its run begins",
     "files": "rank 0 has the socket by which it asks for the others",
     "depth": "the supervisor's calls are below the program's; no traceback shows them",
+    "open_files": "the limit is not raised for a control server, which is in another process than rank 0",
     "parent": "all ranks are children of the supervisor, which outlives rank 0",
 }
 """What is different from a new interpreter at the first line, and why."""
@@ -229,6 +234,7 @@ def test_a_rank_is_as_a_new_interpreter_but_for_a_list_of_differences(tmp_path) 
         more = [ours["files"][number] for number in ours["files"].keys() - theirs["files"].keys()]
         assert more == ["socket"] * (1 - rank)
         assert set(ours["meta_path"]) - set(theirs["meta_path"]) == {"_Finder"}
+    assert forked[1]["facts"]["open_files"] == 500
     mine, other = (rank["drawn"] for rank in forked)
     assert [a == b for a, b in zip(mine, other, strict=True)] == [False] * 4 + [True], (
         "but for the seed of hashes each rank draws its own numbers"
@@ -306,11 +312,10 @@ FIRST = {("kill", 0, "backward", 2), ("exit", 2, "forward", 3)}
 
 
 def cells() -> Iterator[Any]:
-    """Those of `test_failures` by default, and every other one of each rank of three as a victim."""
+    """Those of `test_failures` by default, and all faults at all moments; each of three ranks has all."""
     usual = {(fault, victim, moment, n) for (fault, moment), (victim, n) in test_failures.BY_DEFAULT.items()}
-    faults, moments = ("exception", "exit", "kill", "segv"), ("sanity", "forward", "backward", "checkpoint")
-    matrix = itertools.product(enumerate(faults), range(3), enumerate(moments))
-    of_three = {(fault, rank, at, 3) for (i, fault), rank, (j, at) in matrix if (i + rank + j) % 2 == 0}
+    matrix = itertools.product(enumerate(test_failures.FAULTS), enumerate(test_failures.MOMENTS))
+    of_three = {(fault, (i + j) % 3, moment, 3) for (i, fault), (j, moment) in matrix}
     for cell in sorted(usual | of_three | FIRST):
         fault, victim, moment, size = cell
         marks = () if cell in FIRST else pytest.mark.slow
@@ -413,6 +418,57 @@ def test_the_terminal_is_the_programs(tmp_path) -> None:
         os.waitpid(pid, 0)
 
 
+STUCK = {
+    "rank 0": ("exception", 1, 0),
+    "a child": ("exception", 0, 1),
+    "a child alone": ("kill", 0, 1),
+}
+"""What is stuck -> fault, victim, the rank that is stuck."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", STUCK)
+def test_a_rank_that_never_ends_is_ended(tmp_path, who) -> None:
+    fault, victim, stuck = STUCK[who]
+    arguments = order(
+        tmp_path,
+        strategy={"failure_grace_s": test_failures.SHORT_S},
+        fault=fault,
+        rank=victim,
+        stuck="expression",
+        stuck_rank=stuck,
+    )
+    result = run_script(SCRIPT, arguments, launcher=RUN, timeout_s=DEADLINE_S)
+    assert result.returncode == (1 if who == "a child" else -signal.SIGKILL)
+    report = result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith(f"rank {victim} (node 0, host "), result.stderr
+
+
+@pytest.mark.slow
+def test_srun_starts_it_once_a_node(tmp_path) -> None:
+    variables = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_STEP_ID": "0",
+        "MASTER_PORT": str(free_port()),
+    }
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for node in map(str, range(2)):
+            env = {**variables, "SLURM_PROCID": node, "SLURM_NODEID": node}
+            arguments = order(tmp_path, trainer={"devices": 2, "num_nodes": 2})
+            run = start_script(SCRIPT, arguments, env, launcher=RUN)
+            runs.append(stack.enter_context(run))
+        for running in runs:
+            running.wait(DEADLINE_S).check()
+    assert {end["port"] for end in require_trained(tmp_path, 4)} == {variables["MASTER_PORT"]}
+
+
 # ---------------------------------------------------------------------- Hydra, devices, other strategies
 
 
@@ -453,7 +509,8 @@ def test_the_supervisor_never_touches_the_device(simulated_cuda, tmp_path) -> No
     notes = read_notes(tmp_path)
     ranks = [str(notes[f"trained-{rank}"]["pid"]) for rank in range(2)]
     forks = [line.split() for line in result.stdout.splitlines() if line.endswith(("True", "False"))]
-    assert [touched for pid, touched in forks if pid not in ranks] == ["False", "False"]
+    touched = [answer for pid, answer in forks if pid not in ranks]
+    assert touched == ["False"] * 3, "before the fork of rank 0, of the control process, and of rank 1"
 
 
 LIGHTNINGS_OWN = """
