@@ -377,6 +377,8 @@ AT_TERMINAL = """
 import os, signal, time
 print("foreground", os.tcgetpgrp(0) == os.getpgid(0), flush=True)
 print("read", input(), flush=True)
+six = 6
+breakpoint()
 signal.signal(signal.SIGCONT, lambda *_: print("continued", os.tcgetpgrp(0) == os.getpgid(0), flush=True))
 print("ready", flush=True)
 while True:
@@ -386,7 +388,7 @@ while True:
 
 @pytest.mark.slow
 def test_the_terminal_is_the_programs(tmp_path) -> None:
-    """It reads from it; Ctrl-Z stops it with the supervisor, as one job; Ctrl-C interrupts it, once."""
+    """It reads, and is debugged. Ctrl-Z stops it and the supervisor, as one job; Ctrl-C interrupts it."""
     script = tmp_path / "script.py"
     script.write_text(AT_TERMINAL)
     pid, terminal = pty.fork()
@@ -406,7 +408,9 @@ def test_the_terminal_is_the_programs(tmp_path) -> None:
 
     try:
         type_and_read(f"{sys.executable} {' '.join(RUN)} {script}\n", "foreground True")
-        type_and_read("words\n", "read words\r\nready")
+        type_and_read("words\n", r"read words\r\n[^\0]*\(Pdb\) ")
+        type_and_read("six * 7\n", "42\r\n")
+        type_and_read("continue\n", "ready")
         type_and_read("\x1a", r"\[1\]\+ +Stopped")
         type_and_read("fg\n", "continued True")  # before that a Ctrl-C would be for bash
         type_and_read("\x03", "KeyboardInterrupt")

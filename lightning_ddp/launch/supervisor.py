@@ -46,6 +46,7 @@ from lightning_ddp._lightning import ROOTS, read_rank_again
 from lightning_ddp.hydra_jobs.jobs import STARTER
 from lightning_ddp.launch.control_process import LONGEST_MESSAGE, ControlProcess, serve
 from lightning_ddp.launch.parent_death import end_with, tie_to_supervisor
+from lightning_ddp.launch.prelude import keep_files
 
 __all__ = ["ForkedChild", "add_arguments", "control_process", "fork_child", "run"]
 
@@ -270,7 +271,7 @@ class _Supervisor:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, start["processors"])
         os.umask(start["umask"])
-        _keep_files(dict(zip(start["files"], files, strict=True)))
+        keep_files(dict(zip(start["files"], files, strict=True)))
         os.chdir(start["cwd"])
         os.environ.clear()
         os.environ.update(start["env"])
@@ -296,7 +297,7 @@ class _Supervisor:
                 with _last_resort():
                     end_with(self._pid)
                     needed = (0, 1, 2, asking, theirs.fileno())
-                    _keep_files({number: number for number in needed if _is_open(number)})
+                    keep_files({number: number for number in needed if _is_open(number)})
                     os._exit(serve(rank_0, theirs))
             self._listen_to(self._control)
             rank_0.send(str(self._control_pid).encode())
@@ -419,19 +420,6 @@ def _last_resort() -> Any:
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
         os._exit(_CANNOT_BEGIN)
-
-
-def _keep_files(files: Mapping[int, int]) -> None:
-    """Closes all files but these (number -> present number)."""
-    above = max(files, default=2) + 1
-    held = {number: fcntl.fcntl(present, fcntl.F_DUPFD, above) for number, present in files.items()}
-    for present in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if present not in held.values():
-            with contextlib.suppress(OSError):  # the one that has listed them
-                os.close(present)
-    for number, present in held.items():
-        os.dup2(present, number)
-        os.close(present)
 
 
 def _run_as_main(program: _Program) -> NoReturn:
