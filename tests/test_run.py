@@ -378,7 +378,7 @@ import os, signal, time
 print("foreground", os.tcgetpgrp(0) == os.getpgid(0), flush=True)
 print("read", input(), flush=True)
 six = 6
-breakpoint()
+import pdb; pdb.Pdb(nosigint=True).set_trace()
 signal.signal(signal.SIGCONT, lambda *_: print("continued", os.tcgetpgrp(0) == os.getpgid(0), flush=True))
 print("ready", flush=True)
 while True:
