@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import test_failures
 import test_hydra
+import test_shrink
 import user_script
 from harness import RUN, ScriptResult, free_port, run_script, start_script
 from harness.scripts import ROOT, environment
@@ -446,6 +447,28 @@ def test_a_rank_that_never_ends_is_ended(tmp_path, who) -> None:
     assert result.returncode == (1 if who == "a child" else -signal.SIGKILL)
     report = result.stderr.rpartition("lightning_ddp: ")[2]
     assert report.startswith(f"rank {victim} (node 0, host "), result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
+    faults = [test_shrink.fault(lost, "forward", 3)]
+    orders = json.dumps({"folder": str(tmp_path), "devices": 3, "faults": faults})
+    run_script(test_shrink.SCRIPT, [orders], launcher=RUN, timeout_s=DEADLINE_S).check()
+    test_shrink.Ledger(tmp_path).check([rank for rank in range(3) if rank != lost])
+
+
+@pytest.mark.slow
+def test_a_control_process_that_is_killed_ends_all_ranks(tmp_path) -> None:
+    with start_script(SCRIPT, order(tmp_path, pause="fit"), launcher=RUN) as script:
+        notes = wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
+        ranks = {notes[f"ready-{rank}"]["pid"] for rank in range(2)}
+        (control,) = {process.pid for process in script.processes()} - ranks - {script.pid}
+        os.kill(control, signal.SIGKILL)
+        result = script.wait(DEADLINE_S)
+    assert result.returncode == 1
+    report = result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith("the launching process (node 0, host "), result.stderr
 
 
 @pytest.mark.slow

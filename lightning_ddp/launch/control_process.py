@@ -30,14 +30,24 @@ from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
-__all__ = ["LONGEST_MESSAGE", "ControlProcess", "ServerElsewhere", "serve"]
+__all__ = [
+    "LONGEST_MESSAGE",
+    "REPORTED",
+    "WENT_ON",
+    "ControlProcess",
+    "ServerElsewhere",
+    "serve",
+]
 
 LONGEST_MESSAGE = 150_000
+REPORTED, WENT_ON = 1, 2
+"""Exit codes: it has reported a failure; the others went on without rank 0, so that its end was none."""
 _LOOK_EVERY_S = 0.05
 _LATER_S = 3.0
 """By how much the supervisor's patience is longer than that of the ranks with themselves."""
 _LAST_WORDS_S = 15.0
 """How long rank 0, while it lives, has for ending the others itself."""
+_ORPHANS_S = 10.0
 
 
 # ---------------------------------------------------------------------- in the control process
@@ -51,7 +61,7 @@ def serve(rank_0: socket.socket, supervisor: socket.socket) -> int:
         supervisor: where the supervisor tells of ranks that have ended, and is asked to signal some.
 
     Returns:
-        Whether a failure was reported, as an exit code.
+        The exit code: `REPORTED`, `WENT_ON`, or 0 where there was nothing to do.
     """
     host = _Host(supervisor)
     heard = [rank_0, supervisor]
@@ -60,7 +70,7 @@ def serve(rank_0: socket.socket, supervisor: socket.socket) -> int:
             data = _receive(ready)
             if ready is supervisor:
                 if not data:
-                    return int(host.report())
+                    return host.report()
                 host.ended(*json.loads(data))
             elif data:
                 with suppress(OSError):  # it has ended
@@ -85,6 +95,7 @@ class _Host:
         self._grace_s = 0.0
         self._is_failing = False
         self._rank_0_has_ended = threading.Event()
+        self._rank_0_pid = 0
 
     def answer(self, data: bytes) -> bytes:
         """Does what rank 0 asks for."""
@@ -133,6 +144,7 @@ class _Host:
     def ended(self, pid: int, code: int, is_rank_0: bool) -> None:
         """A rank has ended, of which rank 0 cannot tell: it is that one, or has ended before."""
         if is_rank_0:
+            self._rank_0_pid = pid
             self._rank_0_has_ended.set()
         if self._server is None or (code == 0 and self._server.has_met):
             return
@@ -144,15 +156,22 @@ class _Host:
             self._is_failing = True
             self._server.tell(Exited(FailureRecord.of_identity(identity, message, exit_code=code)))
 
-    def report(self) -> bool:
-        """All ranks have ended; says which one failed first if rank 0 has not. Returns whether it has."""
+    def report(self) -> int:
+        """All ranks have ended; says which one failed first, if rank 0 has not. Returns the exit code."""
         if self._server is None:
-            return False
-        failure = self._server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S if self._is_failing else 0.0)
+            return 0
+        known = [identity.pid for identity in self._here(self._server)]
+        has_gone_on = self._server.has_met and self._rank_0_pid not in known
+        wait_s = ECHO_WAIT_S + EXIT_WAIT_S if self._is_failing and not has_gone_on else 0.0
+        failure = self._server.wait_for_verdict(wait_s)
+        deadline = time.monotonic() + _ORPHANS_S
+        while failure is not None and any(map(_is_alive, known)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)  # ranks that the supervisor has not forked
         self._server.close()
-        if failure is not None:
-            print(render(failure), file=sys.stderr, end="", flush=True)
-        return failure is not None
+        if failure is None:
+            return WENT_ON if has_gone_on else 0
+        print(render(failure), file=sys.stderr, end="", flush=True)
+        return REPORTED
 
     def _failed(self, failure: FailureRecord) -> None:
         """In the server's thread: all ranks are to end; those that are stopped are continued for that."""

@@ -44,7 +44,7 @@ import torch
 
 from lightning_ddp._lightning import ROOTS, read_rank_again
 from lightning_ddp.hydra_jobs.jobs import STARTER
-from lightning_ddp.launch.control_process import LONGEST_MESSAGE, ControlProcess, serve
+from lightning_ddp.launch.control_process import LONGEST_MESSAGE, REPORTED, WENT_ON, ControlProcess, serve
 from lightning_ddp.launch.parent_death import end_with, tie_to_supervisor
 from lightning_ddp.launch.prelude import keep_files
 
@@ -177,8 +177,9 @@ class _Supervisor:
         self._asking.close()
         while self._code is None or self._children:
             self._handle(signal.sigwaitinfo(_AWAITED))
-        is_reported = self._end_control()
-        self._end_as(self._code or int(is_reported), is_reported)
+        ended = self._end_control()
+        code = 0 if ended == WENT_ON else self._code or int(ended == REPORTED)
+        self._end_as(code, is_reported=ended == REPORTED)
 
     def _listen_to(self, ours: socket.socket) -> None:
         """Has the kernel signal what comes there."""
@@ -320,18 +321,18 @@ class _Supervisor:
                 if pid in self._children or (pid == self._rank_0 and self._code is None):
                     os.kill(pid, number)
 
-    def _end_control(self) -> bool:
-        """Has it report what ended the run, if rank 0 could not; returns whether it has."""
+    def _end_control(self) -> int:
+        """Has it report what ended the run, if rank 0 could not; returns its exit code."""
         if self._control is None or self._control_pid < 0:
-            return False
+            return 0
         self._control.close()
         deadline = time.monotonic() + _LAST_REPORT_S
         while (code := _exit_code(self._control_pid)) is None:
             if signal.sigtimedwait({signal.SIGCHLD}, max(0.0, deadline - time.monotonic())) is None:
                 _kill([self._control_pid])
-        return code == 1
+        return code
 
-    def _end_as(self, code: int, is_reported: bool) -> NoReturn:
+    def _end_as(self, code: int, *, is_reported: bool) -> NoReturn:
         """Ends as rank 0 did. The exit handlers of what has been imported have run there."""
         if code >= 0:
             os._exit(code)
