@@ -111,6 +111,7 @@ class Reconciliation:
         self._has_raised = threading.Event()
         self._variables: dict[str, str | None] = {}
         self._stop_signals: StopSignals | None = None
+        self._hook_before: Callable[..., Any] | None = None
 
     @property
     def has_met(self) -> bool:
@@ -264,6 +265,52 @@ class Reconciliation:
             self.alarm.is_deferred = False  # a fit that goes on without lost ranks ends with it deferred
             name = getattr(function, "__name__", "run")
             self.inspector.enter(name.removeprefix("_").removesuffix("_impl"))
+
+    def follow_script(self, *, is_whole: bool) -> None:
+        """From now on the script counts as running, whose loop is its own: that is how Fabric is used.
+
+        SIGTERM ends this process, as there is no step boundary of ours to stop at.
+
+        Args:
+            is_whole: whether it does up to its end, and not for a function that a launcher runs.
+        """
+        if self._stop_signals is not None:
+            self._stop_signals.restore()
+        if not is_whole or self._hook_before is not None:
+            return
+        self._hook_before = sys.excepthook
+        self._enter(self._script_ends)
+        self.inspector.enter("the script")
+        sys.excepthook = self._script_raised
+        atexit.register(self._script_ends)
+
+    def _script_raised(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """The script ends with an exception: as in `run`."""
+        self.alarm.silence()
+        self._has_raised.set()
+        failure = None if self.is_over else self._end(error)
+        if failure is not None:
+            kind, error = type(failure), failure.with_traceback(trace)
+        assert self._hook_before is not None
+        self._hook_before(kind, error, trace)
+
+    def _script_ends(self) -> None:
+        """At exit: waits until all ranks have come to the end of the script, unless this one has failed."""
+        if self._is_inherited:
+            return
+        try:
+            if not self._is_ending:
+                self._leave_together()
+        except BaseException as error:  # noqa: BLE001 (nobody is left to catch it)
+            self.alarm.silence()
+            failure = self._end(error) or error
+            traceback.print_exception(failure)
+            if self._children.first_rank is None:  # the launching process still ends the others
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
+        finally:
+            self._leave()
 
     def set_while_running(self, variables: dict[str, str]) -> None:
         """Sets environment variables until the run (a fit, a test ...) ends; outside of one until the end."""
