@@ -39,9 +39,10 @@ from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
+from lightning_ddp.launch.terminal import show_report
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
-from lightning_ddp.supervise.failure_report import render, write_error_file
+from lightning_ddp.supervise.failure_report import write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.protocol import Exited, Message, Stopped
@@ -379,7 +380,7 @@ class Reconciliation:
         who = f"rank {launcher.rank} (host {launcher.host}, pid {launcher.pid})"
         print(f"lightning_ddp: {who} did not hear of a failure and was killed", file=sys.stderr)
         if self._own is not None:
-            print(render(self._own), file=sys.stderr, end="", flush=True)
+            show_report(self._own)
 
     def _explain(self, error: BaseException) -> PeerFailure | None:
         """Reports an exception of this process; returns the failure that it is the consequence of, if any."""
@@ -560,7 +561,7 @@ class Reconciliation:
         self._children.end(0.0)
         failure = self.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
         if failure is not None:
-            print(render(failure), file=sys.stderr, end="")
+            show_report(failure)
         sys.stderr.flush()
         os._exit(1)
 
