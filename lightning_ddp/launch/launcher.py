@@ -19,7 +19,6 @@ import torch.multiprocessing as mp
 
 from lightning_ddp._lightning import (
     ClusterEnvironment,
-    DDPStrategy,
     LightningEnvironment,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
@@ -225,7 +224,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
 
     def __init__(
         self,
-        strategy: DDPStrategy,
+        strategy: Any,
         start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
         settings: ReconcileSettings | None = None,
         init_method: str | None = None,

@@ -29,9 +29,9 @@ from lightning_ddp.launch.interface import is_loopback
 from lightning_ddp.launch.parent_death import launcher_pid, outlive_parent
 from lightning_ddp.launch.reconciliation import LAST_WORDS_S, Reconciliation, limit_last_words
 from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, Rendezvous, leave_default_group
+from lightning_ddp.launch.terminal import show_report
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
-from lightning_ddp.supervise.failure_report import render
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
@@ -258,7 +258,7 @@ class Session:
         is_caught = error is None and self.control.is_over
         if failure is None or (is_caught and all(proc.returncode == 0 for proc in self.children.procs)):
             return  # the scripts of all ranks here have caught the failure and ended well
-        print(render(failure), file=sys.stderr, end="")
+        show_report(failure)
         if error is None:  # else Python itself exits with 1
             sys.stdout.flush()
             sys.stderr.flush()
@@ -302,7 +302,7 @@ def end_job(error: BaseException | None) -> BaseException | None:
 
 def _tell_last_failure(failure: FailureRecord) -> None:
     """The failure that ended the last job of this process is the last thing on the screen."""
-    print(render(failure), file=sys.stderr, end="")
+    show_report(failure)
 
 
 def _disown() -> None:

@@ -239,7 +239,8 @@ class RunningScript:
         self.kill()
 
     def _read(self, name: str) -> str:
-        return (self._folder / name).read_text(errors="replace")
+        path = self._folder / name
+        return path.read_text(errors="replace") if path.exists() else ""  # it has not begun
 
 
 def _is_of_script(process: psutil.Process) -> bool:
