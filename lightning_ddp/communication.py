@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_ddp.comm.collectives import all_gather_objects
+from lightning_ddp.comm.collectives import all_gather_objects, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hook_identity import describe_hook, hook_name
 from lightning_ddp.errors import ConfigurationError
@@ -83,6 +83,11 @@ class Communication:
     def hook(self) -> Hook | None:
         """The registered hook, if it was given by name."""
         return self._named
+
+    @property
+    def kind(self) -> str | None:
+        """The name of the hook that was asked for, 'function' for one without; None for no hook."""
+        return self._hook_plan.name if self._hook_plan else "function" if self._function else None
 
     @property
     def momentum(self) -> float:
@@ -196,6 +201,38 @@ class Communication:
         """Makes the parameters the same on all ranks. All ranks call it; may communicate."""
         if self.averager is not None:
             self.averager.agree()
+
+    # ------------------------------------------------------------------ other ranks
+
+    def halt(self) -> None:
+        """Returns once no job of the hook runs, after ranks were lost."""
+        if self._named is not None:
+            self._named.channel.halt()
+
+    def rejoin(self, group: Group, device: torch.device) -> None:
+        """Goes on with other ranks. All of them call it, after `halt`; communicates."""
+        if self._named is not None and self._hook_plan is not None:
+            from lightning_ddp.hooks import build_hook
+
+            built = build_hook(self._hook_plan, group, device)
+            self._named.channel, self._named.wire = built.channel, built.wire
+
+    def mark(self) -> Any:
+        """What a step changes, as it is now, for `restore`. Between steps only."""
+        return self._stateful.mark() if self._stateful is not None else None
+
+    def restore(self, mark: Any) -> None:
+        """Undoes what has happened since `mark`."""
+        if self._stateful is not None:
+            self._stateful.restore(mark)
+
+    def copy_state(self, group: Group, source: int, device: torch.device, *, is_behind: bool) -> None:
+        """Gives ranks that are a step behind what is the same on all. All ranks call it; communicates."""
+        if self._stateful is not None:
+            mine = _pick(self._stateful, shared=True) if group.rank == source else None
+            shared = broadcast_nested(group, mine, source, device, label="state of a hook")
+            if is_behind:
+                self._stateful.finish(shared)
 
     # ------------------------------------------------------------------ state
 

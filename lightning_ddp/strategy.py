@@ -275,7 +275,8 @@ class CustomDDPStrategy(DDPStrategy):
                 self._reconcile_settings.recovery,
                 start_method=start_method,
                 uneven_inputs=uneven_inputs,
-                has_hook=ddp_comm_hook is not None,
+                hook=self._communication.kind,
+                hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
                 has_averager=model_averaging is not None or model_averaging_period is not None,
             )
         redirection = bind_like(self, _ManualOptimizationRedirection)
@@ -416,7 +417,9 @@ class CustomDDPStrategy(DDPStrategy):
             is_external=self._session.rendezvous.where is None,
             device_type=self.root_device.type,
         )
-        self._recovery = Recovery(ours, trainer, meet=self._meet_again, boundary=self._stopping.check)
+        self._recovery = Recovery(
+            ours, trainer, self._communication, meet=self._meet_again, boundary=self._stopping.check
+        )
 
     def _meet_again(self, form: Form) -> Group:
         """Makes the process group of a generation, and what is made of it. All its ranks call it."""
@@ -440,6 +443,7 @@ class CustomDDPStrategy(DDPStrategy):
         wrapper = _as_wrapper(self.model)
         if wrapper is not None:
             wrapper.update_process_group(group)
+        self._communication.rejoin(self._group, self.root_device)
         return self._group
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]

@@ -32,6 +32,18 @@ MOMENTS = (
     "optimizer",
     "batch end",
 )
+HOOKS = {
+    "allreduce": "allreduce",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "int8": "int8",
+    "fp8": "fp8",
+    "powersgd": {"name": "powersgd", "start_step": 1},
+    "batched powersgd": {"name": "powersgd", "start_step": 1, "batched": True},
+    "topk": {"name": "topk", "ratio": 0.1, "momentum": 0.9},
+    "randomk in int8": ["int8", {"name": "randomk", "ratio": 0.1, "momentum": 0.9}],
+    "sign": {"name": "sign", "momentum": 0.9},
+}
 
 
 class Ledger:
@@ -74,6 +86,7 @@ class Ledger:
                 for key in ("parameters", "optimizer", "lr", "generation", "epoch"):
                     assert len({entry[key] for entry in same}) == 1, (step, key, same)
                 assert {entry["place"] for entry in same} >= set(survivors)
+        self.check_undo(survivors)
         for place in survivors:
             mine = [entry for entry in self.commits if entry["place"] == place]
             assert [step for step, _ in itertools.groupby(entry["step"] for entry in mine)] == list(steps)
@@ -83,6 +96,15 @@ class Ledger:
         rates = [entries[-1]["lr"] for entries in steps.values()]
         assert all(after == pytest.approx(0.9 * before) for before, after in itertools.pairwise(rates))
         self.check_samples(steps)
+
+    def check_undo(self, survivors: list[int]) -> None:
+        """A step that is done again begins where it began, and what hooks share is the same on all."""
+        first: dict[tuple[int, ...], Any] = {}
+        for entry in self.of("tries"):
+            place, batch = entry["place"], (entry["epoch"], entry["batch"], entry["step"])
+            assert first.setdefault((place, *batch), entry["before"]) == entry["before"]
+            if place in survivors:
+                assert first.setdefault(batch, entry["hook"]) == entry["hook"]
 
     def check_samples(self, steps: dict[int, list[dict[str, Any]]]) -> None:
         generations = {step: entries[0]["generation"] for step, entries in steps.items()}
@@ -136,9 +158,10 @@ def test_a_process_that_ends_with_code_0_or_is_stopped_is_lost_as_well(how, tmp_
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_a_step_behind_copies_the_state(tmp_path) -> None:
+@pytest.mark.parametrize("hook", [None, "powersgd"])
+def test_a_rank_that_is_a_step_behind_copies_the_state(hook, tmp_path) -> None:
     """Rank 3 dies when its optimizer steps, as do others; rank 1 has its means on the way, and sleeps."""
-    order = {"late": [1, 3], "strategy": {"transport": "gloo"}}
+    order = {"late": [1, 3], "strategy": {"transport": "gloo", "ddp_comm_hook": HOOKS.get(hook)}}
     ledger = train(tmp_path, faults=[fault(3, "optimizer", 3)], **order)
     ledger.check([0, 1, 2])
     (slept,) = ledger.of("sleeps")
@@ -148,12 +171,22 @@ def test_a_rank_that_is_a_step_behind_copies_the_state(tmp_path) -> None:
     assert following == [("changes", 4), ("commits", 3), ("tries", 4)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_remembers_of_a_lost_step_nothing(name, tmp_path) -> None:
+    moments = ("last bucket", "between buckets", "before the first bucket")
+    moment = moments[list(HOOKS).index(name) % 3]
+    order = {"strategy": {"ddp_comm_hook": HOOKS[name]}, "optimizer": "SGD"}
+    train(tmp_path, devices=3, faults=[fault(2, moment, 3)], **order).check([0, 1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ({"start_method": "spawn"}, "ends all processes"),
         ({"uneven_inputs": "join"}, "agreed over the group"),
-        ({"ddp_comm_hook": "fp16"}, "cannot be undone"),
+        ({"ddp_comm_hook": "noop"}, "a model of its own"),
+        ({"ddp_comm_hook": print, "ddp_comm_state": 1}, "cannot be undone"),
         ({"model_averaging": "post_local_sgd"}, "not at one step"),
         ({"on_failure": {"name": "shrink", "batch": "global"}}, "not weighted.* Write batch='rank'"),
         ({"on_failure": {"name": "shrink", "min_worldsize": 2}}, "did you mean 'min_world_size'"),

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_ddp._lightning import Trainer, fetch_anew, finish_batch, limit_epoch, loaders_of, wrap_steps
 from lightning_ddp.comm.group import Group
+from lightning_ddp.communication import Communication
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
 from lightning_ddp.elastic.undo import Mark, RandomStates
@@ -32,6 +33,7 @@ class Recovery:
     Args:
         ours: this process's part in the run.
         trainer: whose loops are wrapped.
+        communication: the hook and the averager.
         meet: makes the process group of a generation, and all that is made of it; returns the new group. All
             ranks call it; communicates.
         boundary: called before each batch; raises where the run stops there.
@@ -41,6 +43,7 @@ class Recovery:
         self,
         ours: Reconciliation,
         trainer: Trainer,
+        communication: Communication,
         *,
         meet: Callable[[Form], Group],
         boundary: Callable[[], None],
@@ -48,6 +51,7 @@ class Recovery:
         assert ours.calls is not None
         self._ours, self._calls = ours, ours.calls
         self._trainer = trainer
+        self._communication = communication
         self._meet = meet
         self._boundary = boundary
         self.dealer = Dealer()
@@ -125,7 +129,9 @@ class Recovery:
         progress = self._loop.batch_progress.current
         if progress.completed % self._trainer.accumulate_grad_batches == 0:
             self._batch = self._output = None
-            self._mark = Mark(self._trainer, self._trainer.lightning_module, self.committed)
+            self._mark = Mark(
+                self._trainer, self._trainer.lightning_module, self._communication, self.committed
+            )
         self._calls.defer(False)
         self._boundary()
 
@@ -206,6 +212,7 @@ class Recovery:
             entered.append(form)
 
         while not entered:
+            self._communication.halt()
             calls.stop()
             leave(self._ours, self._wrapper)
             self._is_through(attempt)
@@ -213,15 +220,17 @@ class Recovery:
 
     def _copy_state(self, form: Form, group: Group) -> None:
         is_behind = self._calls.member.place in form.behind
+        source, device = form.members.index(form.source), self._trainer.strategy.root_device
         self._is_clean = not is_behind
         copy_state(
             group,
             self._trainer.lightning_module,
             self._trainer.strategy.optimizers,
-            source=form.members.index(form.source),
+            source=source,
             is_behind=is_behind,
-            device=self._trainer.strategy.root_device,
+            device=device,
         )
+        self._communication.copy_state(group, source, device, is_behind=is_behind)
         self._is_clean = True
 
     def _deal(self, fetcher: Any, num_batches: int) -> None:

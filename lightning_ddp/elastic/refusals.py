@@ -22,7 +22,8 @@ def check_arguments(
     *,
     start_method: str,
     uneven_inputs: str | None,
-    has_hook: bool,
+    hook: str | None,
+    hook_has_state: bool,
     has_averager: bool,
 ) -> None:
     """Looks at the arguments of the strategy.
@@ -42,9 +43,13 @@ def check_arguments(
             "the steps of the ranks are agreed over the group that has lost one",
             "uneven_inputs=None",
         )
-    if has_hook:
+    if hook == "noop":
+        _refuse("the hook 'noop'", "each rank trains a model of its own", "another one of available_hooks()")
+    if hook_has_state:
         _refuse(
-            "ddp_comm_hook", "what the hook remembers of a step cannot be undone yet", "ddp_comm_hook=None"
+            "ddp_comm_state",
+            "what a hook keeps there of a step cannot be undone",
+            "the hook by its name, of available_hooks()",
         )
     if has_averager:
         _refuse("model_averaging", "in local training the ranks are not at one step", "model_averaging=None")

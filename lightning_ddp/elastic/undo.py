@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_ddp._lightning import Trainer, loop_counters, training_results
+from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.snapshot import ModuleSnapshot, copy_states, put_states
 
 __all__ = ["Mark", "RandomStates"]
@@ -40,16 +41,20 @@ class Mark:
     Args:
         trainer: whose.
         module: what it trains.
+        communication: the hook, with what it remembers.
         step: optimizer steps that are committed.
     """
 
-    def __init__(self, trainer: Trainer, module: torch.nn.Module, step: int) -> None:
+    def __init__(
+        self, trainer: Trainer, module: torch.nn.Module, communication: Communication, step: int
+    ) -> None:
         self.step = step
         self.num_batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         """Of this epoch, that are used."""
         self._trainer = trainer
         self._random = RandomStates()
         self._module = ModuleSnapshot(module)
+        self._communication, self._hook = communication, communication.mark()
         self._counters = [(owner, dict(vars(owner))) for owner in loop_counters(trainer)]
         steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         self.steps_completed = int(steps.total.completed)
@@ -61,6 +66,7 @@ class Mark:
     def restore(self) -> None:
         """Undoes what has happened since, but for random numbers."""
         self._module.restore()
+        self._communication.restore(self._hook)
         self.restore_counters()
         results: Any = training_results(self._trainer)
         for key in [key for key in results if key not in self._results]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -57,6 +58,38 @@ def hash_of(tensors: Any) -> str:
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def state_before(trainer: Any, module: Any) -> dict[str, Any]:
+    """What a step changes and has to find again when it is done again."""
+    loop, hook = trainer.fit_loop.epoch_loop, trainer.strategy._communication.hook
+    remembered = hook.state_dict() if hook is not None else {}
+    tensors = remembered.get("tensors", {})
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return {
+        "random": hash_of([torch.get_rng_state()]),
+        "python": random.random(),
+        "buffers": hash_of(module.buffers()),
+        "logged": {
+            key: [float(x) for x in metric.metric_state.values()] for key, metric in loop._results.items()
+        },
+        "counters": json.loads(
+            json.dumps({**loop.batch_progress.state_dict(), **loop.scheduler_progress.state_dict()})
+        ),
+        "hook": [
+            remembered.get("step"),
+            hash_of(tensors[n][k] for n in sorted(tensors) for k in sorted(tensors[n])),
+        ],
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def shared_of_hook(trainer: Any) -> str:
+    """What the hook remembers that is the same on all ranks."""
+    hook = trainer.strategy._communication.hook
+    tensors = hook.state_dict().get("tensors", {}) if hook is not None else {}
+    shared = getattr(hook, "shared_keys", frozenset())
+    return hash_of(tensors[n][k] for n in sorted(tensors) for k in sorted(tensors[n]) if k in shared)
 
 
 class Samples(Dataset[Any]):
@@ -129,7 +162,8 @@ class Model(pl.LightningModule):
         die_if("optimizer", self.global_step)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        kind = getattr(torch.optim, ORDER.get("optimizer", "AdamW"))
+        optimizer = kind(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -150,6 +184,8 @@ class Ledger(pl.Callback):
             batch=batch_idx,
             epoch=trainer.current_epoch,
             ids=batch[1].tolist(),
+            before=state_before(trainer, module),
+            hook=shared_of_hook(trainer),
         )
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
