@@ -468,10 +468,17 @@ def loaders_of(loop: Any) -> list[Any]:
 
 
 def limit_epoch(trainer: Trainer, num_batches: int) -> None:
-    """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates."""
+    """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates.
+
+    Args:
+        trainer: whose epoch.
+        num_batches: that the loaders have; fewer are used with `limit_train_batches`.
+    """
     loop: Any = trainer.fit_loop
+    limit = trainer.limit_train_batches
+    num_batches = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
     loop.max_batches = num_batches
-    loop._combined_loader.limits = [float("inf")] * len(loop._combined_loader.flattened)
+    loop._combined_loader.limits = [num_batches] * len(loop._combined_loader.flattened)
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, float("inf")):
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 

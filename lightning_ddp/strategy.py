@@ -410,15 +410,23 @@ class CustomDDPStrategy(DDPStrategy):
         from lightning_ddp.elastic.recovery import Recovery
         from lightning_ddp.elastic.refusals import check_training
 
+        settings = self._reconcile_settings.recovery
         assert self._stopping is not None
+        assert settings is not None
         check_training(
             trainer,
+            settings,
             num_nodes=self.num_nodes,
             is_external=self._session.rendezvous.where is None,
             device_type=self.root_device.type,
         )
         self._recovery = Recovery(
-            ours, trainer, self._communication, meet=self._meet_again, boundary=self._stopping.check
+            ours,
+            trainer,
+            self._communication,
+            keeps_global=settings.batch == "global",
+            meet=self._meet_again,
+            boundary=self._stopping.check,
         )
 
     def _meet_again(self, form: Form) -> Group:
@@ -564,6 +572,8 @@ class CustomDDPStrategy(DDPStrategy):
         """
         if self._lockstep is not None:
             closure_loss = self._lockstep.scale(closure_loss)
+        if self._recovery is not None:
+            closure_loss = self._recovery.weigh(closure_loss)
         try:
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except MissingGradientError as error:

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from lightning_ddp._lightning import Trainer, fetch_anew, finish_batch, limit_epoch, loaders_of, wrap_steps
+from lightning_ddp.comm.collectives import broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
-from lightning_ddp.elastic.undo import Mark, RandomStates
+from lightning_ddp.elastic.undo import Mark, RandomStates, put_scale
 from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.reconciliation import Reconciliation
@@ -34,6 +37,7 @@ class Recovery:
         ours: this process's part in the run.
         trainer: whose loops are wrapped.
         communication: the hook and the averager.
+        keeps_global: whether the global batch keeps its size; else that of each rank does.
         meet: makes the process group of a generation, and all that is made of it; returns the new group. All
             ranks call it; communicates.
         boundary: called before each batch; raises where the run stops there.
@@ -45,6 +49,7 @@ class Recovery:
         trainer: Trainer,
         communication: Communication,
         *,
+        keeps_global: bool,
         meet: Callable[[Form], Group],
         boundary: Callable[[], None],
     ) -> None:
@@ -54,7 +59,8 @@ class Recovery:
         self._communication = communication
         self._meet = meet
         self._boundary = boundary
-        self.dealer = Dealer()
+        self.dealer = Dealer(keeps_global=keeps_global)
+        self._keeps_global = keeps_global
         self.committed = 0
         """Optimizer steps of this fit that are finished."""
         self._is_clean = True
@@ -66,6 +72,12 @@ class Recovery:
         )
 
     # ------------------------------------------------------------------ told by the strategy
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of this rank's batch, times what it counts for in the mean over the ranks."""
+        if not self._keeps_global or not self._calls.member.generation:
+            return loss
+        return loss * self.dealer.weight(self._loop.batch_idx)
 
     def defer(self) -> None:
         """A backward is over: from here to the next boundary only waits for other ranks are interrupted."""
@@ -230,6 +242,11 @@ class Recovery:
             is_behind=is_behind,
             device=device,
         )
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            state = broadcast_nested(group, scaler.state_dict(), source, device, label="loss scale")
+            if is_behind:
+                put_scale(scaler, state)
         self._communication.copy_state(group, source, device, is_behind=is_behind)
         self._is_clean = True
 

@@ -53,17 +53,13 @@ def check_arguments(
         )
     if has_averager:
         _refuse("model_averaging", "in local training the ranks are not at one step", "model_averaging=None")
-    if settings.batch != "rank":
-        _refuse(
-            f"batch={settings.batch!r}",
-            "the gradients of batches of different sizes are not weighted yet",
-            "batch='rank'",
-        )
     if settings.exceptions:
         _refuse("exceptions=True", "only ranks whose processes end are left behind yet", "exceptions=False")
 
 
-def check_training(trainer: Any, *, num_nodes: int, is_external: bool, device_type: str) -> None:
+def check_training(
+    trainer: Any, settings: RecoverySettings, *, num_nodes: int, is_external: bool, device_type: str
+) -> None:
     """Looks at the Trainer and where it runs.
 
     Raises:
@@ -87,24 +83,20 @@ def check_training(trainer: Any, *, num_nodes: int, is_external: bool, device_ty
             "communicators of NCCL are not made anew yet",
             "Trainer(accelerator='cpu')",
         )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        _refuse(
-            "a GradScaler",
-            "the scale that a step has changed cannot be put back yet",
-            "precision='bf16-mixed'",
-        )
     if not trainer.lightning_module.automatic_optimization:
         _refuse(
             "manual optimisation",
             "a batch with several optimizer steps may be committed by half",
             "automatic_optimization=True",
         )
-    if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
-        _refuse(
-            "limit_train_batches or overfit_batches",
-            "they count batches of the ranks there were at first",
-            "max_steps, or a torch.utils.data.Subset",
-        )
+    for config in trainer.lr_scheduler_configs:
+        most = getattr(config.scheduler, "total_steps", None)
+        if most is not None and settings.batch == "rank" and not 0 < trainer.max_steps <= most:
+            _refuse(
+                f"{type(config.scheduler).__name__} and batch='rank'",
+                f"it ends after {most} steps, and an epoch has more of them once there are fewer ranks",
+                f"batch='global', or Trainer(max_steps={most})",
+            )
     if trainer.reload_dataloaders_every_n_epochs:
         _refuse(
             "reload_dataloaders_every_n_epochs",

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -112,11 +114,12 @@ class Model(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
+        is_plain = ORDER.get("plain", False)
         self.net = nn.Sequential(
             nn.Linear(8, 16),
-            nn.BatchNorm1d(16),
+            nn.Identity() if is_plain else nn.BatchNorm1d(16),
             nn.ReLU(),
-            nn.Dropout(0.2),
+            nn.Dropout(0.0 if is_plain else 0.2),
             nn.Linear(16, 16),
             nn.Linear(16, 1),
         )
@@ -142,6 +145,8 @@ class Model(pl.LightningModule):
             self.be_late()
         time.sleep(ORDER.get("step_s", 0.0))
         loss = self.net(batch[0]).square().mean() + self.net[0].weight.square().mean()
+        if self.global_step == ORDER.get("overflows"):
+            loss = loss * torch.inf
         self.log("loss", loss, on_step=True, on_epoch=True)
         die_if("before the first bucket", self.global_step)
         return loss
@@ -164,8 +169,12 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         kind = getattr(torch.optim, ORDER.get("optimizer", "AdamW"))
         optimizer = kind(self.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        kind, options = ORDER.get("scheduler", ["ExponentialLR", {"gamma": 0.9}])
+        scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **options)
+        config = {"scheduler": scheduler, "interval": "step"}
+        if kind == "ReduceLROnPlateau":
+            config.update(interval="epoch", monitor="val", strict=False)
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 class Ledger(pl.Callback):
@@ -204,6 +213,7 @@ class Ledger(pl.Callback):
             loss=float(outputs["loss"]),
             parameters=hash_of(module.parameters()),
             optimizer=hash_of(moments),
+            average=hash_of(p for c in trainer.callbacks for p in average_of(c)),
             time=time.time(),
         )
         die_if("batch end", trainer.global_step)
@@ -230,6 +240,23 @@ class Ledger(pl.Callback):
         note(event="excepts", text=str(exception))
 
 
+def average_of(callback: Any) -> list[Tensor]:
+    """The parameters that a callback for moving averages has."""
+    model = getattr(callback, "_average_model", None)
+    return [] if model is None else list(model.parameters())
+
+
+def more_callbacks() -> list[Any]:
+    """Those of Lightning, if the order says so."""
+    if not ORDER.get("callbacks"):
+        return []
+    return [
+        EMAWeightAveraging(decay=0.5),
+        ModelCheckpoint(FOLDER, "{step}", every_n_train_steps=2, save_top_k=-1),
+        EarlyStopping("val", patience=100),
+    ]
+
+
 def new_trainer() -> pl.Trainer:
     """As the order says."""
     stall_timeout = timedelta(seconds=ORDER["stall_s"]) if "stall_s" in ORDER else None
@@ -241,9 +268,10 @@ def new_trainer() -> pl.Trainer:
             stall_timeout=stall_timeout,
             **{"on_failure": "shrink", **ORDER.get("strategy", {})},
         ),
-        callbacks=[Ledger()] if "ends" not in NOTED else [],
+        callbacks=[Ledger(), *more_callbacks()] if "ends" not in NOTED else [],
         logger=False,
-        enable_checkpointing=False,
+        plugins=MixedPrecision("16-mixed", "cpu") if "overflows" in ORDER else None,
+        enable_checkpointing=bool(more_callbacks()),
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_epochs": 2, "num_sanity_val_steps": 0, **ORDER.get("trainer", {})},
