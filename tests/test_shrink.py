@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from harness import start_script
+from harness import run_ranks, start_script
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.utilities.types import LRSchedulerConfig
+from torch import nn
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-from lightning_ddp import CustomDDPStrategy
+from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.elastic.redeal import DealtSampler
 from lightning_ddp.elastic.refusals import check_training
 from lightning_ddp.elastic.undo import put_scale
@@ -226,6 +229,40 @@ def test_what_lightning_has_beside_a_step_goes_on_as_well(cell, tmp_path) -> Non
         )
     if not checks.get("is_whole", True):
         assert num_steps == (6 if "max_steps" in cell else 2 * 5)
+
+
+def repeat_without_losses(rank: int, world_size: int, folder: Path, batches: list[list[Any]]) -> str:
+    """The steps of a run by those that were left of it, from its state before the step that was lost."""
+    net = nn.Sequential(
+        nn.Linear(8, 16), nn.Identity(), nn.ReLU(), nn.Identity(), nn.Linear(16, 16), nn.Linear(16, 1)
+    )
+    model = BucketedDDP(net, bucket_cap_mb_list=[0.0001])
+    optimizer = torch.optim.AdamW(net.parameters())
+    for loaded, state in zip((net, optimizer), torch.load(folder / "state.pt"), strict=True):
+        loaded.load_state_dict(state)
+    for ids in batches[rank]:
+        samples = [torch.randn(8, generator=torch.Generator().manual_seed(index)) for index in ids]
+        optimizer.zero_grad()
+        (model(torch.stack(samples)).square().mean() + net[0].weight.square().mean()).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
+    return hash_of(net.parameters())
+
+
+def hash_of(tensors: Iterable[torch.Tensor]) -> str:
+    """As the ledger's."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def test_those_that_are_left_train_as_if_they_had_been_alone_since_the_step_before(tmp_path) -> None:
+    ledger = train(tmp_path, devices=3, faults=[fault(1, "between buckets", 3)], plain=True, saves=3)
+    ledger.check([0, 2])
+    batches = [[e["ids"] for e in ledger.commits if e["generation"] and e["rank"] == rank] for rank in (0, 1)]
+    (found,) = set(run_ranks(repeat_without_losses, 2, tmp_path, batches))
+    assert found == ledger.commits[-1]["parameters"]
 
 
 @pytest.mark.slow

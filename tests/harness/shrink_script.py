@@ -183,6 +183,8 @@ class Ledger(pl.Callback):
     generation = step = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if PLACE == 0 and trainer.global_step == ORDER.get("saves"):
+            torch.save([module.net.state_dict(), trainer.optimizers[0].state_dict()], FOLDER / "state.pt")
         calls = session_of_process().control.calls
         self.generation = calls.member.generation if calls is not None else 0
         self.step = trainer.global_step
