@@ -163,9 +163,20 @@ class Communication:
             model.register_comm_hook(self._hook_state, hook)
 
     def start(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
+        *,
+        keeps_rounds: bool = False,
     ) -> None:
         """Builds the averager, once there are optimizers. All ranks call it; communicates.
+
+        Args:
+            module: what is trained.
+            optimizers: whose steps count.
+            group: the ranks.
+            keeps_rounds: whether a round that fails may be repeated by other ranks.
 
         Raises:
             ConfigurationError: an optimizer cannot be used with the averager or the hook.
@@ -181,6 +192,7 @@ class Communication:
             from lightning_ddp.averaging import build_averager
 
             self.averager = build_averager(self.averager_plan, module, optimizers, group)
+            self.averager.keeps_rounds = keeps_rounds
             self._follow()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
@@ -205,9 +217,10 @@ class Communication:
     # ------------------------------------------------------------------ other ranks
 
     def halt(self) -> None:
-        """Returns once no job of the hook runs, after ranks were lost."""
-        if self._named is not None:
-            self._named.channel.halt()
+        """Returns once no job of the hook or the averager runs, after ranks were lost."""
+        for owner in (self._named, self.averager):
+            if owner is not None:
+                owner.channel.halt()
 
     def rejoin(self, group: Group, device: torch.device) -> None:
         """Goes on with other ranks. All of them call it, after `halt`; communicates."""
@@ -216,6 +229,28 @@ class Communication:
 
             built = build_hook(self._hook_plan, group, device)
             self._named.channel, self._named.wire = built.channel, built.wire
+        if self.averager is not None:
+            self.averager.rejoin(group)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank takes steps of its own."""
+        return self.averager is not None and not self.averager.averages_gradients
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks have taken the last step together, or have averaged after it."""
+        return self.averager is None or self.averager.has_met
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether parameters are being averaged, after a step of the optimizer that is over."""
+        return self.averager is not None and self.averager.unfinished is not None
+
+    def complete_round(self) -> None:
+        """Repeats a round that was interrupted. All ranks come to it; communicates."""
+        assert self.averager is not None
+        self.averager.complete()
 
     def mark(self) -> Any:
         """What a step changes, as it is now, for `restore`. Between steps only."""
@@ -233,6 +268,12 @@ class Communication:
             shared = broadcast_nested(group, mine, source, device, label="state of a hook")
             if is_behind:
                 self._stateful.finish(shared)
+        if self.averager is not None:
+            mine = self.averager.state_dict() if group.rank == source else None
+            shared = broadcast_nested(group, mine, source, device, label="state of an averager")
+            if is_behind:
+                self.averager.catch_up(shared)
+                self._follow()
 
     # ------------------------------------------------------------------ state
 

@@ -277,7 +277,7 @@ class CustomDDPStrategy(DDPStrategy):
                 uneven_inputs=uneven_inputs,
                 hook=self._communication.kind,
                 hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
-                has_averager=model_averaging is not None or model_averaging_period is not None,
+                averager=self._communication.averager_plan,
             )
         redirection = bind_like(self, _ManualOptimizationRedirection)
         set_redirection(self, redirection(self._communication))
@@ -378,7 +378,12 @@ class CustomDDPStrategy(DDPStrategy):
         if fits:
             optimizers_to_device(self.optimizers, self.root_device)
             assert self.lightning_module is not None
-            self._communication.start(self.lightning_module, self.optimizers, self._joined_group())
+            self._communication.start(
+                self.lightning_module,
+                self.optimizers,
+                self._joined_group(),
+                keeps_rounds=self._recovery is not None,
+            )
 
     def _take_over_signals(self, trainer: Trainer) -> None:
         from lightning_ddp.launch.step_stop import StepStop

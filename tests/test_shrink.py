@@ -266,6 +266,34 @@ def test_those_that_are_left_train_as_if_they_had_been_alone_since_the_step_befo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["post_local_sgd", "slowmo", "diloco"])
+@pytest.mark.parametrize(("moment", "step"), [("forward", 7), ("optimizer", 8), ("between buckets", 2)])
+def test_local_training_goes_on_to_the_next_round_and_deals_the_data_then(
+    name, moment, step, tmp_path
+) -> None:
+    """Rounds follow steps 5, 8 and so on; the loss at step 2 comes before local training."""
+    options = {"name": name, "period": 3, "start_step": 3}
+    order = {"devices": 3, "strategy": {"model_averaging": options}}
+    ledger = train(tmp_path, faults=[fault(2, moment, step)], **order)
+    assert ledger.ended == [0, 1]
+    assert ledger.of("excepts") == []
+    used: dict[int, Counter[int]] = defaultdict(Counter)
+    for place in (0, 1):
+        mine = [entry for entry in ledger.of("commits") if entry["place"] == place]
+        assert [entry["step"] for entry in mine] == list(range(len(mine)))
+    for number, entries in ledger.by_step().items():
+        left = [entry for entry in entries if entry["place"] != 2]
+        assert len({entry["outer"] for entry in left}) == 1
+        if number < 3 or number % 3 == 2:
+            assert len({entry["parameters"] for entry in left}) == 1
+    for entry in ledger.of("commits"):
+        used[entry["epoch"]].update(entry["ids"])
+    for epoch in range(EPOCHS):
+        assert used[epoch].total() - len(used[epoch]) < 4
+        assert len(used[epoch]) >= SAMPLES - 3 * 4
+
+
+@pytest.mark.slow
 def test_a_global_batch_that_is_split_gives_the_losses_of_a_run_without_losses(tmp_path) -> None:
     curves = []
     for faults in ([], [fault(3, "forward", 2), fault(1, "loader", 4)]):
@@ -298,7 +326,9 @@ def test_a_global_batch_that_is_split_gives_the_losses_of_a_run_without_losses(t
         ({"uneven_inputs": "join"}, "agreed over the group"),
         ({"ddp_comm_hook": "noop"}, "a model of its own"),
         ({"ddp_comm_hook": print, "ddp_comm_state": 1}, "cannot be undone"),
-        ({"model_averaging": "post_local_sgd"}, "not at one step"),
+        ({"model_averaging": {"name": "hierarchical_sgd", "periods": {2: 0}}}, "cannot be made of fewer"),
+        ({"model_averaging": "streaming_diloco"}, "is not repeated yet"),
+        ({"model_averaging": {"name": "post_local_sgd", "gradients": "node"}}, "fewer than those of another"),
         ({"on_failure": {"name": "shrink", "min_worldsize": 2}}, "did you mean 'min_world_size'"),
         ({"on_failure": {"name": "shrink", "max_recoveries": 0}}, "at least 1"),
         ({"on_failure": "shrnk"}, "there are 'stop', 'shrink'"),

@@ -61,8 +61,9 @@ class Recovery:
         self._boundary = boundary
         self.dealer = Dealer(keeps_global=keeps_global)
         self._keeps_global = keeps_global
-        self.committed = 0
-        """Optimizer steps of this fit that are finished."""
+        self.committed = self.taken = 0
+        """Optimizer steps of this fit that are finished: by all ranks, and by this one in local training."""
+        self._deal_after: int | None = None
         self._is_clean = True
         self._mark: Mark | None = None
         self._batch: Any = None
@@ -84,8 +85,9 @@ class Recovery:
         self._calls.defer(True)
 
     def commit(self) -> None:
-        """An optimizer step is finished."""
-        self.committed += 1
+        """An optimizer step is finished. In local training it is one of all ranks if they have averaged."""
+        self.taken += 1
+        self.committed += self._communication.has_met
 
     def note_batch(self, batch: Any) -> None:
         """The batch that is about to be used."""
@@ -106,13 +108,16 @@ class Recovery:
         return self._trainer.strategy.model
 
     def _start_epoch(self, start: Callable[[], None]) -> None:
+        if self._deal_after is not None:
+            self._deal_after = None
+            self.dealer.set_ranks(self._calls.member.rank, self._trainer.world_size)
         start()
         if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks than before
             limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
 
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
         def attempt() -> None:
-            self._begin()
+            self._begin(fetcher)
             advance(fetcher)
 
         while not self._is_through(attempt):
@@ -135,15 +140,15 @@ class Recovery:
                 raise
         return False
 
-    def _begin(self) -> None:
+    def _begin(self, fetcher: Any) -> None:
         """A boundary. What has come before is committed; the alarm may ring again."""
         self._calls.defer(True)
         progress = self._loop.batch_progress.current
         if progress.completed % self._trainer.accumulate_grad_batches == 0:
             self._batch = self._output = None
-            self._mark = Mark(
-                self._trainer, self._trainer.lightning_module, self._communication, self.committed
-            )
+            if self._deal_after is not None and self.committed > self._deal_after:
+                self._deal(fetcher, progress.completed, anew=True)
+            self._mark = Mark(self._trainer, self._trainer.lightning_module, self._communication, self.taken)
         self._calls.defer(False)
         self._boundary()
 
@@ -173,21 +178,26 @@ class Recovery:
         old_rank = self._calls.member.rank
         step, mark = self.committed, self._mark
         error = self._calls.error
-        is_trying = mark is not None and mark.step == step
-        form = self._regroup(is_trying=is_trying)
+        is_over = mark is None or mark.step < self.taken
+        in_round = self._communication.is_in_round
+        form = self._regroup(is_trying=not is_over and (in_round or not self._communication.is_local))
         is_lifted = form.step > step
         self.committed = form.step
-        is_undone = is_trying and not is_lifted
+        self.taken += is_lifted
+        is_undone = not is_over and not is_lifted and not in_round
         num_batches = self._loop.batch_progress.current.ready
         if is_undone and mark is not None:
             mark.restore()
             num_batches = mark.num_batches
-        elif is_lifted and mark is not None:
+        elif (is_lifted or in_round) and mark is not None:
             self._count_lifted(mark)
-        states = RandomStates()
-        self._deal(fetcher, num_batches)
-        states.restore()
+        self._deal(fetcher, num_batches, anew=not self._communication.is_local)
         self._tell(form, old_rank, error)
+        if in_round and not is_lifted:
+            self._calls.defer(True)
+            if not self._is_through(self._communication.complete_round):
+                return self._go_on(fetcher)
+            self.commit()
         if is_undone and mark is not None:
             mark.restore_random()
             return False
@@ -240,6 +250,7 @@ class Recovery:
             self._trainer.strategy.optimizers,
             source=source,
             is_behind=is_behind,
+            is_local=self._communication.is_local,
             device=device,
         )
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
@@ -250,11 +261,18 @@ class Recovery:
         self._communication.copy_state(group, source, device, is_behind=is_behind)
         self._is_clean = True
 
-    def _deal(self, fetcher: Any, num_batches: int) -> None:
+    def _deal(self, fetcher: Any, num_batches: int, *, anew: bool) -> None:
+        """Deals the rest of the epoch; if not anew, each rank goes on with its part until ranks have met."""
         member = self._calls.member
         world_size = self._trainer.world_size
-        self.dealer.deal(num_batches, member.rank, world_size)
+        states = RandomStates()
+        self._deal_after = None if anew else self.committed
+        if anew:
+            self.dealer.deal(num_batches, member.rank, world_size)
+        else:
+            self.dealer.deal_as_before(num_batches)
         fetch_anew(self._trainer, fetcher, num_batches)
+        states.restore()
         for loader in loaders_of(self._loop.val_loop):
             sampler = getattr(loader, "sampler", None)
             if hasattr(sampler, "num_replicas"):
@@ -269,7 +287,7 @@ class Recovery:
             old_rank=old_rank,
             new_rank=self._calls.member.rank,
             lost_ranks=lost,
-            step=form.step,
+            step=self._trainer.global_step,
             seconds=seconds,
             cause=error,
             retried=form.is_retried,
@@ -278,7 +296,7 @@ class Recovery:
             _log.warning(
                 "rank %s lost at step %d; %d ranks go on after %.2f s",
                 ", ".join(map(str, lost)),
-                form.step,
+                change.step,
                 change.new_world_size,
                 seconds,
             )

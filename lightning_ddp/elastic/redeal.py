@@ -60,6 +60,11 @@ class DealtSampler(Sampler[Any]):
     def __len__(self) -> int:
         return len(self._inner if self._rest is None else self._rest)
 
+    @property
+    def inner(self) -> Any:
+        """The sampler inside."""
+        return self._inner
+
     def __getattr__(self, name: str) -> Any:
         """An attribute of the sampler inside."""
         if name == "_inner":
@@ -204,3 +209,15 @@ class Dealer:
         """Deals the rest of the epoch over other ranks."""
         for dealt in self._dealt:
             dealt.deal(num_batches, rank, world_size)
+
+    def deal_as_before(self, num_batches: int) -> None:
+        """Goes on after some batches with what this rank had of the epoch."""
+        for dealt in self._dealt:
+            if isinstance(dealt, DealtSampler):
+                dealt.deal(num_batches, dealt.rank, dealt.num_replicas)
+
+    def set_ranks(self, rank: int, world_size: int) -> None:
+        """Deals the next epoch over other ranks."""
+        for dealt in self._dealt:
+            if isinstance(dealt, DealtSampler):
+                set_ranks(dealt.inner, rank, world_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_ddp._lightning import is_fitting
+from lightning_ddp.averaging import AveragerPlan
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.supervise.settings import RecoverySettings
 
@@ -24,7 +25,7 @@ def check_arguments(
     uneven_inputs: str | None,
     hook: str | None,
     hook_has_state: bool,
-    has_averager: bool,
+    averager: AveragerPlan | None,
 ) -> None:
     """Looks at the arguments of the strategy.
 
@@ -51,10 +52,22 @@ def check_arguments(
             "what a hook keeps there of a step cannot be undone",
             "the hook by its name, of available_hooks()",
         )
-    if has_averager:
-        _refuse("model_averaging", "in local training the ranks are not at one step", "model_averaging=None")
+    if averager is not None:
+        _check_averager(settings, averager)
     if settings.exceptions:
         _refuse("exceptions=True", "only ranks whose processes end are left behind yet", "exceptions=False")
+
+
+def _check_averager(settings: RecoverySettings, averager: AveragerPlan) -> None:
+    instead = "model_averaging='diloco'"
+    if averager.name == "hierarchical_sgd":
+        _refuse(averager.name, "its groups of equally many ranks cannot be made of fewer", instead)
+    if averager.name == "streaming_diloco":
+        _refuse(averager.name, "an exchange that is under way while ranks train is not repeated yet", instead)
+    if getattr(averager.options, "gradients", "none") != "none":
+        _refuse("gradients='node'", "the ranks of a node may become fewer than those of another", instead)
+    if settings.batch == "global":
+        _refuse("batch='global'", "in local training there is no batch of all ranks", "batch='rank'")
 
 
 def check_training(

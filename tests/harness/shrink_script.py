@@ -215,6 +215,7 @@ class Ledger(pl.Callback):
             loss=float(outputs["loss"]),
             parameters=hash_of(module.parameters()),
             optimizer=hash_of(moments),
+            outer=outer_state(trainer),
             average=hash_of(p for c in trainer.callbacks for p in average_of(c)),
             time=time.time(),
         )
@@ -240,6 +241,13 @@ class Ledger(pl.Callback):
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         note(event="excepts", text=str(exception))
+
+
+def outer_state(trainer: Any) -> str:
+    """What an averager keeps that is the same on all ranks."""
+    averager = trainer.strategy._communication.averager
+    outer = averager.state_dict()["outer"] if averager is not None else {}
+    return hash_of(value for name in sorted(outer) for value in outer[name].values())
 
 
 def average_of(callback: Any) -> list[Tensor]:
