@@ -483,6 +483,13 @@ def limit_epoch(trainer: Trainer, num_batches: int) -> None:
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
 
+def may_validate(trainer: Trainer, fetcher: Any) -> bool:
+    """Whether validation may follow a batch of training: `_should_check_val_fx`, or it is time."""
+    is_timed = getattr(trainer, "_val_check_time_interval", None) is not None
+    is_due: bool = _get(trainer.fit_loop.epoch_loop, "_should_check_val_fx")(fetcher)
+    return is_timed or is_due
+
+
 def fetch_anew(trainer: Trainer, fetcher: Any, num_fetched: int) -> None:
     """Lets go of prefetched batches, and goes on with what the samplers give now.
 

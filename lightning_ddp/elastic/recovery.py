@@ -13,10 +13,19 @@ from typing import Any
 
 import torch
 
-from lightning_ddp._lightning import Trainer, fetch_anew, finish_batch, limit_epoch, loaders_of, wrap_steps
+from lightning_ddp._lightning import (
+    Trainer,
+    fetch_anew,
+    finish_batch,
+    limit_epoch,
+    loaders_of,
+    may_validate,
+    wrap_steps,
+)
 from lightning_ddp.comm.collectives import broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
+from lightning_ddp.ddp.snapshot import ModuleSnapshot
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
 from lightning_ddp.elastic.undo import Mark, RandomStates, put_scale
@@ -66,6 +75,7 @@ class Recovery:
         self._deal_after: int | None = None
         self._is_clean = True
         self._mark: Mark | None = None
+        self._snapshot: ModuleSnapshot | None = None
         self._batch: Any = None
         self._output: Any = None
         wrap_steps(
@@ -108,6 +118,7 @@ class Recovery:
         return self._trainer.strategy.model
 
     def _start_epoch(self, start: Callable[[], None]) -> None:
+        self._snapshot = None  # the module may have other parts than in the epoch before
         if self._deal_after is not None:
             self._deal_after = None
             self.dealer.set_ranks(self._calls.member.rank, self._trainer.world_size)
@@ -148,12 +159,16 @@ class Recovery:
             self._batch = self._output = None
             if self._deal_after is not None and self.committed > self._deal_after:
                 self._deal(fetcher, progress.completed, anew=True)
-            self._mark = Mark(self._trainer, self._trainer.lightning_module, self._communication, self.taken)
+            self._snapshot = self._snapshot or ModuleSnapshot(self._trainer.lightning_module)
+            self._mark = Mark(self._trainer, self._snapshot, self._communication, self.taken)
         self._calls.defer(False)
         self._boundary()
 
     def _end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
         """Validation, if it is time. It is repeated from its beginning."""
+        if not may_validate(self._trainer, fetcher):
+            end(fetcher)
+            return
         modes = [(module, module.training) for module in self._trainer.lightning_module.modules()]
         states = RandomStates()
 

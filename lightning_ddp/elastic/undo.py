@@ -48,20 +48,21 @@ class Mark:
 
     Args:
         trainer: whose.
-        module: what it trains.
+        snapshot: of the module that it trains, which is taken again.
         communication: the hook, with what it remembers.
         step: optimizer steps that are committed.
     """
 
     def __init__(
-        self, trainer: Trainer, module: torch.nn.Module, communication: Communication, step: int
+        self, trainer: Trainer, snapshot: ModuleSnapshot, communication: Communication, step: int
     ) -> None:
         self.step = step
         self.num_batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         """Of this epoch, that are used."""
         self._trainer = trainer
         self._random = RandomStates()
-        self._module = ModuleSnapshot(module)
+        self._module = snapshot
+        snapshot.retake()
         self._communication, self._hook = communication, communication.mark()
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._scale = self._scaler.state_dict() if self._scaler is not None else {}
