@@ -191,6 +191,8 @@ class Reconciliation:
         """
         if self.calls is None or self.watch is None or self.watch.failure is not None:
             return False
+        while isinstance(error, LightningDDPError) and isinstance(error.__cause__, PeerFailure):
+            error = error.__cause__
         if isinstance(error, PeerFailure):
             return self.calls.error is not None
         text = str(error)
