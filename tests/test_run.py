@@ -313,13 +313,18 @@ FIRST = {("kill", 0, "backward", 2), ("exit", 2, "forward", 3)}
 
 
 def cells() -> Iterator[Any]:
-    """Those of `test_failures` by default, and all faults at all moments; each of three ranks has all."""
-    usual = {(fault, victim, moment, n) for (fault, moment), (victim, n) in test_failures.BY_DEFAULT.items()}
+    """Those of `test_failures` by default, and each rank of three as the victim of each fault at each moment.
+
+    `--slow` runs each fault at each moment with one victim, and each victim of both; `--exhaustive` the rest.
+    """
+    slow = {(fault, victim, moment, n) for (fault, moment), (victim, n) in test_failures.BY_DEFAULT.items()}
     matrix = itertools.product(enumerate(test_failures.FAULTS), enumerate(test_failures.MOMENTS))
-    of_three = {(fault, (i + j) % 3, moment, 3) for (i, fault), (j, moment) in matrix}
-    for cell in sorted(usual | of_three | FIRST):
+    slow |= {(fault, (i + j) % 3, moment, 3) for (i, fault), (j, moment) in matrix}
+    rest = {(fault, victim, moment, 3) for fault, _, moment, _ in slow for victim in range(3)}
+    for cell in sorted(slow | rest | FIRST):
         fault, victim, moment, size = cell
-        marks = () if cell in FIRST else pytest.mark.slow
+        tier = pytest.mark.slow if cell in slow else pytest.mark.exhaustive
+        marks = () if cell in FIRST else tier
         yield pytest.param(*cell, id=f"{fault}-rank{victim}of{size}-{moment}", marks=marks)
 
 

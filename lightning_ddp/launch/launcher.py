@@ -120,7 +120,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         address, first_rank = environment.main_address, node_rank * self.num_processes
         world_size = self.num_processes * self.num_nodes
         rendezvous = session.rendezvous
-        control = control_process() if node_rank == 0 else None
+        control = control_process() if node_rank == 0 and world_size > 1 else None
         variables = {
             **_host_store(rendezvous, environment, self._init_method, self.num_nodes, node_rank, control),
             "NODE_RANK": str(node_rank),
