@@ -50,9 +50,9 @@ def two_ranks(clock_ms: int = 0) -> list[Recording]:
 def test_clocks_are_shifted_until_the_ends_of_collectives_agree(clock_ms) -> None:
     lanes = lanes_of(two_ranks(clock_ms))
     assert [(lane.rank, lane.host) for lane in lanes] == [(0, "host0"), (1, "host1")]
-    ends = [[s.end_ns for s in lane.spans if s.bucket == 1] for lane in lanes]
+    ends = [[s.end_ns for s in lane.spans if s.name == "bucket 1"] for lane in lanes]
     assert ends[0] == ends[1] == [30 * MS, 130 * MS], "steps 1 and 2, which both ranks have"
-    readies = [[s.ready_ns for s in lane.spans if s.bucket == 1] for lane in lanes]
+    readies = [[s.ready_ns for s in lane.spans if s.name == "bucket 1"] for lane in lanes]
     assert [late - early for early, late in zip(*readies, strict=True)] == [3 * MS, 3 * MS]
 
 
@@ -69,6 +69,8 @@ def test_buckets_that_are_on_their_way_together_have_rows_of_their_own() -> None
     rows = {span.bucket: span.row for span in lane.spans if span.bucket is not None}
     assert rows == {0: 1, 1: 2, 2: 3, 3: 1}
     assert lane.num_rows == 4
+    waits = {s.bucket: (s.start_ns // MS, s.end_ns // MS) for s in lane.spans if s.kind == "queued"}
+    assert waits == {1: (12, 20)}, "until the one before it is reduced; bucket 2 overtakes, 3 comes later"
 
 
 def test_no_two_events_of_a_row_overlap_and_all_that_happened_is_in_the_trace() -> None:
@@ -77,12 +79,15 @@ def test_no_two_events_of_a_row_overlap_and_all_that_happened_is_in_the_trace() 
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
     names = [event["name"] for event in events if event["pid"] == 1]
     assert names == ["forward", "backward", "exposed", "bucket 0", "bucket 1"] * 2
+    names = [event["name"] for event in events if event["pid"] == 0]
+    queued = ["bucket 0 waits", "bucket 0", "bucket 1 waits", "bucket 1"]  # until rank 1 has started them
+    assert names == ["forward", "backward", "exposed", *queued] * 2
     for pid, tid in {(event["pid"], event["tid"]) for event in events}:
         row = sorted((e["ts"], e["dur"]) for e in events if (e["pid"], e["tid"]) == (pid, tid))
         assert all(start + length <= after for (start, length), (after, _) in pairwise(row))
     first = next(event for event in events if event["name"] == "bucket 1")
-    assert first["args"] == {"step": 1, "bytes": 2000, "us from ready to launched": 1000.0}
-    assert (first["ts"], first["dur"]) == (16_000.0, 14_000.0)
+    assert first["args"] == {"step": 1, "bytes": 2000, "us since ready": 4000.0}
+    assert (first["ts"], first["dur"]) == (19_000.0, 11_000.0)
     processes = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
     assert processes == ["rank 0 (host0)", "rank 1 (host1)"]
 

@@ -10,12 +10,19 @@ from lightning_ddp.telemetry.timeline import Lane, Span
 __all__ = ["draw"]
 
 _NS_PER_MS = 1_000_000
-_COLOURS = {"forward": "#7fb3d5", "backward": "#2874a6", "exposed": "#e74c3c", "bucket": "#f0b27a"}
+_COLOURS = {
+    "forward": "#7fb3d5",
+    "backward": "#2874a6",
+    "exposed": "#e74c3c",
+    "queued": "#fdebd0",
+    "bucket": "#f0b27a",
+}
 _LABELS = {
     "forward": "forward",
     "backward": "backward",
-    "exposed": "waits for buckets",
-    "bucket": "bucket on its way",
+    "exposed": "rank waits for buckets",
+    "queued": "bucket waits for its turn, or for another rank",
+    "bucket": "bucket is reduced",
 }
 _ROW_HEIGHT = 0.8
 _NARROWEST_TEXT = 0.045  # part of the width that a name needs
@@ -49,9 +56,11 @@ def draw(lanes: Sequence[Lane], path: Path) -> None:
     axes.set_xlim(0, whole_ms)
     axes.set_ylim(top - 0.5, -0.7)
     axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
-    axes.set_xlabel("ms")
+    axes.set_xlabel("milliseconds since the first forward that is shown")
+    steps = sorted({span.step for lane in lanes for span in lane.spans})
+    figure.suptitle(f"Steps {steps[0]} to {steps[-1]}: what each rank computes, and the way of its buckets")
     axes.legend(
-        handles=[_sample(kind) for kind in _LABELS], loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4
+        handles=[_sample(kind) for kind in _LABELS], loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5
     )
     figure.savefig(path, dpi=150)
 
