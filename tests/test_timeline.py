@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from harness import run_threads
+from PIL import Image, ImageColor
 from torch import nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.cli import main
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.telemetry.picture import COLOURS
 from lightning_ddp.telemetry.recording import Recording, load_folder, save
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import chrome_trace, lanes_of
@@ -123,6 +128,38 @@ def test_recordings_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     save(tmp_path, Recording(rank=1, world_size=4, host="b", steps=[]))
     with pytest.raises(ConfigurationError, match="runs with 2 and 4 ranks"):
         load_folder(tmp_path)
+
+
+def test_the_report_of_a_run_is_one_page_that_a_browser_shows(tmp_path: Path, capsys) -> None:
+    for recording in two_ranks(clock_ms=7):
+        save(tmp_path / "a <run>", recording)
+    target = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "a <run>"), "--page", str(target)]) == 0
+    text = target.read_text()
+    assert "Run a &lt;run&gt;: 2 ranks, steps 0 to 2" in text
+    assert "<td>1</td><td>host1</td><td>100.00</td><td>10.00</td><td>3.00</td><td>0.00</td>" in text
+    assert text.count("<svg") == text.count("<h2>") == 5
+    assert re.search(r"https?:|<script|<link|src=", text) is None, "it has to hold all it needs"
+    assert main(["report", str(tmp_path)]) == 1
+    assert "holds no recording" in capsys.readouterr().err
+
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium to look at the page with: apt-get install chromium")
+    picture = tmp_path / "page.png"
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command += ["--window-size=1000,2200", f"--screenshot={picture}", target.as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    with Image.open(picture) as shown:
+        inks = {colour for _, colour in shown.convert("RGB").getcolors(1_000_000)}
+    wanted = {ImageColor.getrgb(colour) for colour in COLOURS.values()}
+    assert wanted <= inks, "a kind of span of the timeline cannot be seen"
 
 
 def test_the_command_writes_trace_and_picture_of_a_folder(tmp_path: Path, capsys) -> None:
