@@ -106,6 +106,7 @@ __all__ = [
     "stop_exceptions",
     "teardown_trainer",
     "training_results",
+    "unshare",
     "wrap_steps",
 ]
 
@@ -138,7 +139,9 @@ _KINDS = {
     "SLURMEnvironment": ("plugins.environments", "SLURMEnvironment"),
 }
 _OTHERS = {
-    "FabricLauncher": ("fabric:strategies.launchers", "_MultiProcessingLauncher"),
+    "FabricFunctionLauncher": ("fabric:strategies.launchers", "_MultiProcessingLauncher"),
+    "FabricScriptLauncher": ("fabric:strategies.launchers", "_SubprocessScriptLauncher"),
+    "unshare": ("fabric:strategies.launchers.multiprocessing", "_disable_module_memory_sharing"),
     "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
     "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
     "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
@@ -603,8 +606,14 @@ def set_launcher(strategy: Any, launcher: Any) -> None:
 
 
 def pass_for_fabrics(launcher: Any) -> None:
-    """Has Fabric take a launcher for its own `_MultiProcessingLauncher`, which asks for a function."""
-    lightnings("FabricLauncher", _root_of(launcher)).register(type(launcher))
+    """Has Fabric take one for its own: `_MultiProcessingLauncher`, or `_SubprocessScriptLauncher`."""
+    kind = "Function" if isinstance(launcher, MultiProcessingLauncher) else "Script"
+    lightnings(f"Fabric{kind}Launcher", _root_of(launcher)).register(type(launcher))
+
+
+def unshare(arguments: Any) -> Any:
+    """Gives models that were sent to a new process memory of their own: `_disable_module_memory_sharing`."""
+    return lightnings("unshare")(arguments)
 
 
 def set_redirection(strategy: DDPStrategy, redirection: ForwardRedirection) -> None:

@@ -142,8 +142,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._chosen_start_method != "popen":
-            pass_for_fabrics(self.launcher)
+        pass_for_fabrics(self.launcher)
 
     def _setup_distributed(self) -> None:
         from lightning_ddp.launch.session import session_of_process

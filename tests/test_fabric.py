@@ -86,7 +86,7 @@ class TestTrained:
 def test_every_launcher_and_namespace_gives_these_weights(trained, tmp_path, namespace, strategy, launcher):
     run(namespace, tmp_path, strategy, launcher=launcher).check()
     ours = results_of(tmp_path, strategy)[0]
-    assert ours["wrapper"] == "BucketedDDP"
+    assert (ours["wrapper"], ours["is_shared"]) == ("BucketedDDP", False)
     assert differing(ours["saved"], results_of(trained, "ddp")[0]["saved"]) == []
 
 

@@ -27,6 +27,7 @@ from lightning_ddp._lightning import (
     interrupt_trainer,
     set_num_threads_if_needed,
     teardown_trainer,
+    unshare,
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
@@ -347,13 +348,15 @@ class MultiprocessLauncher(MultiProcessingLauncher):
                     os.kill(process.pid, signal.SIGCONT)
 
     def _wrapping_function(
-        self, process_idx: int, trainer: Trainer | None, function: Any, *rest: Any
+        self, process_idx: int, trainer: Trainer | None, function: Any, args: Any, kwargs: Any, *rest: Any
     ) -> None:
         die_with_parent(os.getppid())
         if self._all_forked is not None:
             self._all_forked.wait()
         wrapped = _Unwinding(function, trainer)
-        super()._wrapping_function(process_idx, trainer, wrapped, *rest)
+        if trainer is None and self._made_by == "spawn":  # Fabric: the Trainer's launcher does it by itself
+            args, kwargs = unshare((args, kwargs))
+        super()._wrapping_function(process_idx, trainer, wrapped, args, kwargs, *rest)
         session_of_process().control.close()
 
 

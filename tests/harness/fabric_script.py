@@ -31,9 +31,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def train(fabric: Any, out: Path, fails: str = "") -> None:
+def train(fabric: Any, out: Path, fails: str, module: nn.Module) -> None:
     """Two epochs in which gradients accumulate over two batches; then a checkpoint, saved and loaded."""
-    module = network()
+    is_shared = module[0].weight.is_shared()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = fabric.setup(module, optimizer)
     generator = torch.Generator().manual_seed(0)
@@ -67,6 +67,7 @@ def train(fabric: Any, out: Path, fails: str = "") -> None:
             "remainder": remainder,
             "files": sorted(path.name for path in place.parent.glob("*.ckpt*")),
             "apart": apart,
+            "is_shared": is_shared,
             "wrapper": type(model._forward_module).__name__,
             "sum": fabric.all_reduce(torch.tensor(fabric.global_rank + 1.0), reduce_op="sum"),
             "told": fabric.broadcast(f"by {fabric.global_rank}", src=1),
@@ -90,7 +91,7 @@ def main(namespace: str, out: Path, cases: list[str]) -> None:
         name, _, fails = case.partition(":")
         strategy = lightning_ddp.CustomFabricStrategy(**objects[name]) if name in objects else name
         fabric = fabric_class(accelerator="cpu", devices=2, strategy=strategy)
-        arguments = (out / name, fails)
+        arguments = (out / name, fails, network())
         if name.endswith(("_spawn", "_fork")):
             fabric.launch(train, *arguments)
         else:
