@@ -269,7 +269,8 @@ class Communication:
             if is_behind:
                 self._stateful.finish(shared)
         if self.averager is not None:
-            mine = self.averager.state_dict() if group.rank == source else None
+            is_source = group.rank == source
+            mine = {**self.averager.state_dict(), "met": self.averager.met()} if is_source else None
             shared = broadcast_nested(group, mine, source, device, label="state of an averager")
             if is_behind:
                 self.averager.catch_up(shared)

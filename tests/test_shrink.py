@@ -183,6 +183,22 @@ def test_a_rank_that_is_a_step_behind_copies_the_state(hook, tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_thirty_kills_in_the_last_bucket_show_both_ways_to_go_on(tmp_path) -> None:
+    """The kernel ends a rank a moment after its last bucket is full: some steps are over by then."""
+    changes = []
+    for number in range(10):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        delay_s = 0.0002 + 0.0004 * number
+        faults = [fault(4 - k, "last bucket", 3 * k, delay_s=delay_s) for k in (1, 2, 3)]
+        ledger = train(folder, faults=faults, strategy={"transport": "gloo"})
+        ledger.check([0])
+        changes += [entry["retried"] for entry in ledger.changes if entry["place"] == 0]
+    assert len(changes) == 30
+    assert set(changes) == {False, True}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_remembers_of_a_lost_step_nothing(name, tmp_path) -> None:
     moments = ("last bucket", "between buckets", "before the first bucket")
@@ -267,14 +283,19 @@ def test_those_that_are_left_train_as_if_they_had_been_alone_since_the_step_befo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["post_local_sgd", "slowmo", "diloco"])
-@pytest.mark.parametrize(("moment", "step"), [("forward", 7), ("optimizer", 8), ("between buckets", 2)])
+@pytest.mark.parametrize(
+    ("moment", "step"), [("forward", 7), ("optimizer", 8), ("between buckets", 2), ("batch end", 6)]
+)
 def test_local_training_goes_on_to_the_next_round_and_deals_the_data_then(
     name, moment, step, tmp_path
 ) -> None:
     """Rounds follow steps 5, 8 and so on; the loss at step 2 comes before local training."""
     options = {"name": name, "period": 3, "start_step": 3}
-    order = {"devices": 3, "strategy": {"model_averaging": options}}
+    order = {"devices": 3, "strategy": {"model_averaging": options}, "slow": [1, step - 1]}
+    if moment == "batch end":
+        order["late_in_round"] = 1
     ledger = train(tmp_path, faults=[fault(2, moment, step)], **order)
+    assert len(ledger.of("waits")) == ("late_in_round" in order)
     assert ledger.ended == [0, 1]
     assert ledger.of("excepts") == []
     used: dict[int, Counter[int]] = defaultdict(Counter)

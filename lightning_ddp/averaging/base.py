@@ -11,7 +11,7 @@ import torch
 from lightning_ddp.averaging.buffer_means import average_buffers, average_optimizer_state
 from lightning_ddp.comm.checks import require
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.chunks import average_
+from lightning_ddp.encoding.chunks import average_, memory_view
 from lightning_ddp.encoding.mean import PlainWire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
@@ -110,6 +110,7 @@ class Averager:
         self.has_met = True
         """Whether all ranks have taken the last step together, or have averaged after it."""
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._met: dict[str, torch.Tensor] = {}
         self.prepare()
         self._settle_phase()
 
@@ -168,6 +169,7 @@ class Averager:
         counts = [track.num_steps for track in self.tracks if track.num_steps] or [0]
         if min(counts) >= self.options.start_step:
             self._is_local = True
+            self._keep_met()
             self.begin_local_phase()
 
     def begin_local_phase(self) -> None:
@@ -196,6 +198,15 @@ class Averager:
         self.round(self.unfinished)
         self._has_diverged = len(self.tracks) > 1
         self.unfinished, self.has_met, self._before = None, True, []
+        self._keep_met()
+
+    def _keep_met(self) -> None:
+        if self.keeps_rounds:
+            self._met = {name: memory_view(p).clone() for name, p in self.parameters.items()}
+
+    def met(self) -> dict[str, torch.Tensor]:
+        """The parameters that all ranks had when they last met, each 1-D; those before local training not."""
+        return self._met
 
     def round(self, track: Track) -> None:
         """Brings the parameters of one optimizer together. Communicates."""
@@ -247,8 +258,11 @@ class Averager:
         """Ends a step, or a round, that was interrupted here after another rank had ended it.
 
         Args:
-            state: from `state_dict` of that rank, whose parameters this one has already.
+            state: from `state_dict` of that rank, with its `met`; this one has its parameters already.
         """
+        with torch.no_grad():
+            for name, value in state["met"].items():
+                memory_view(self.parameters[name]).copy_(value)
         (track,) = self.tracks
         if not self._is_local and state["steps"][0][0] > track.num_steps:
             self.step(track.optimizer)

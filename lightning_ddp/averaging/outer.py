@@ -115,6 +115,13 @@ class OuterAverager(Averager):
             self._momenta[name].copy_(saved["momentum"])
         return missing
 
+    def met(self) -> dict[str, torch.Tensor]:
+        """The outer parameters, as soon as there are any."""
+        return self._anchors if self._is_local else {}
+
+    def _keep_met(self) -> None:
+        """Nothing more."""
+
     def changed_by_round(self, track: Track) -> list[torch.Tensor]:
         """The outer state, besides."""
         outer = [state[name] for state in (self._anchors, self._momenta) for name in track.names]

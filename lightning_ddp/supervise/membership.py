@@ -24,7 +24,7 @@ from lightning_ddp.supervise.settings import RecoverySettings
 
 __all__ = ["SETTLE_S", "Member", "Membership", "Outgoing", "Phase"]
 
-SETTLE_S = 0.2
+SETTLE_S = 0.1
 """How long after a failure others may join it, so that they are one change of the world and not two."""
 REPEAT_S = 1.0
 """How often what has not been answered is said again."""

@@ -140,6 +140,8 @@ class Model(pl.LightningModule):
             parameter.register_post_accumulate_grad_hook(sleep)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if ORDER.get("slow") == [PLACE, self.global_step]:
+            time.sleep(1)
         die_if("forward", self.global_step)
         if ORDER.get("late") == [PLACE, self.global_step]:
             self.be_late()
@@ -235,12 +237,28 @@ class Ledger(pl.Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         note(event="starts")
+        if ORDER.get("late_in_round") == PLACE:
+            be_late_in_round(trainer)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         note(event="ends epoch", epoch=trainer.current_epoch, batches=trainer.num_training_batches)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         note(event="excepts", text=str(exception))
+
+
+def be_late_in_round(trainer: Any) -> None:
+    """Has this place wait at the end of the round after its sixth step, which is over for the others."""
+    averager = trainer.strategy._communication.averager
+    do_round = averager.round
+
+    def wait(track: Any) -> None:
+        do_round(track)
+        if track.num_steps == 6:
+            note(event="waits")
+            trainer.strategy.barrier("late")
+
+    averager.round = wait
 
 
 def outer_state(trainer: Any) -> str:
