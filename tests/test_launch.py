@@ -224,6 +224,33 @@ def test_after_a_run_nothing_keeps_its_trainer_alive() -> None:
     assert result.stdout.count("alive: []") == 2
 
 
+LEAVES_NOTHING = """
+import os, sys, threading
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(
+        strategy=sys.argv[1], accelerator="cpu", devices=int(sys.argv[2]), max_steps=1, limit_val_batches=0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    before = set(os.environ)
+    trainer.fit(BoringModel())
+    names = [name for name in set(os.environ) - before if "LIGHTNING_DDP" in name or "GLOO" in name]
+    print("left:", [thread.name for thread in threading.enumerate()], names)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("custom_ddp", 1), ("custom_ddp_spawn", 2), ("custom_ddp_fork", 2)]
+)
+def test_a_run_leaves_no_thread_where_its_other_processes_have_ended(strategy: str, devices: int) -> None:
+    result = run_script(LEAVES_NOTHING, [strategy, str(devices)], timeout_s=DEADLINE_S)
+    result.check()
+    assert "left: ['MainThread'] []" in result.stdout
+
+
 BEFORE_THEY_MEET = """
 import os, sys, time
 from pathlib import Path

@@ -118,12 +118,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
         environment = self.cluster_environment
         node_rank = _node_rank_of(environment, self.num_nodes)
         address, first_rank = environment.main_address, node_rank * self.num_processes
+        world_size = self.num_processes * self.num_nodes
         rendezvous = session.rendezvous
         variables = {
             **_host_store(rendezvous, environment, self._init_method, self.num_nodes, node_rank),
             "NODE_RANK": str(node_rank),
             "LOCAL_RANK": str(environment.local_rank()),
-            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+            "WORLD_SIZE": str(world_size),
         }
         try:
             command = self._command_of(rendezvous, first_rank)
@@ -131,12 +132,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
             rendezvous.close()
             raise
         session.begin_launch(first_rank, node_rank, variables)
-        if node_rank == 0 and is_enabled():
+        if node_rank == 0 and world_size > 1 and is_enabled():  # a lone rank has nobody to hear of
             session.open_server(
                 address,
                 rendezvous.hosted,
                 identity=Identity(rank=0, node_rank=0),
-                world_size=self.num_processes * self.num_nodes,
+                world_size=world_size,
                 num_nodes=self.num_nodes,
                 settings=self._settings,
             )
