@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_threads
+from harness import run_ranks, run_threads
 from PIL import Image, ImageColor
 from torch import nn
 
@@ -76,6 +76,34 @@ def test_buckets_that_are_on_their_way_together_have_rows_of_their_own() -> None
     assert lane.num_rows == 4
     waits = {s.bucket: (s.start_ns // MS, s.end_ns // MS) for s in lane.spans if s.kind == "queued"}
     assert waits == {1: (12, 20)}, "until the one before it is reduced; bucket 2 overtakes, 3 comes later"
+
+
+def test_a_bucket_whose_reduction_has_told_its_begin_waits_until_all_ranks_have_begun() -> None:
+    first, second = two_ranks()
+    for recording, begun in ((first, 21), (second, 24)):
+        for step in recording.steps:
+            step.buckets[1].begun = (100 * step.step + begun) * MS
+    for lane in lanes_of([first, second], num_steps=1):
+        (waits,) = (span for span in lane.spans if span.name == "bucket 1 waits")
+        assert waits.end_ns == 24 * MS
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_reductions_in_shared_memory_tell_when_their_turn_has_come(transport) -> None:
+    begun = run_ranks(begins_of_buckets, 2, transport)
+    for launched, begins in begun:
+        assert all((begin is None) == (transport == "gloo") for begin in begins)
+        assert all(moment <= begin for moment, begin in zip(launched, begins, strict=True) if begin)
+
+
+def begins_of_buckets(rank: int, world_size: int, transport: str) -> tuple[list[int], list[int | None]]:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = BucketedDDP(layers, bucket_cap_mb=0.001, transport=transport)
+    recorder = model.record_steps()
+    for _ in range(3):
+        model(torch.ones(4, 64)).sum().backward()
+    buckets = recorder.records[-1].buckets
+    return [bucket.launched for bucket in buckets], [bucket.begun for bucket in buckets]
 
 
 def test_no_two_events_of_a_row_overlap_and_all_that_happened_is_in_the_trace() -> None:

@@ -78,8 +78,9 @@ def lanes_of(recordings: Sequence[Recording], *, num_steps: int | None = None) -
     for rank, steps in chosen.items():
         for step in steps:
             for bucket in step.buckets:
-                if bucket.launched is not None:
-                    moment = bucket.launched + shifts[rank] - origin
+                started = bucket.launched if bucket.begun is None else bucket.begun
+                if started is not None:
+                    moment = started + shifts[rank] - origin
                     key = step.step, bucket.index
                     all_started[key] = max(moment, all_started.get(key, moment))
     return [
@@ -120,6 +121,8 @@ def _spans(steps: Sequence[StepRecord], shift: int, all_started: Mapping[tuple[i
             start, end = bucket.launched + shift, bucket.done + shift
             row = next((i for i, moment in enumerate(free_at) if moment <= start), len(free_at))
             free_at[row : row + 1] = [end]
+            if bucket.begun is not None:
+                before = bucket.begun + shift
             turn = max(start, all_started[step.step, bucket.index], before if before < end else start)
             turn = min(turn, end)
             before = end
