@@ -602,15 +602,21 @@ def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None
 
 
 STATES = """
-import json, os, sys
+import json, os, sys, time
 from hydra_app.training import fit, state_of_process
 
-def state():
-    threads = len(os.listdir("/proc/self/task"))  # those of a store as well
-    return {**state_of_process(), "variables": dict(os.environ), "system_threads": threads}
+def num_threads():
+    return len(os.listdir("/proc/self/task"))  # those of a store as well
+
+def state(most_threads):
+    deadline = time.monotonic() + 60.0
+    while num_threads() > most_threads and time.monotonic() < deadline:
+        time.sleep(0.01)  # the system's may end a moment after Python's
+    return {**state_of_process(), "variables": dict(os.environ), "system_threads": num_threads()}
 
 if __name__ == "__main__":
-    states = [state()]
+    before = num_threads()
+    states = [state(before)]
     for lr in (0.1, -0.1):  # the second is refused, in the new processes
         try:
             fit(lr, strategy=sys.argv[1])
@@ -618,7 +624,7 @@ if __name__ == "__main__":
             assert "Invalid learning rate" in str(error)
         else:
             assert lr > 0
-        states.append(state())
+        states.append(state(before))
     print("STATES", json.dumps(states))
 """
 
