@@ -34,7 +34,9 @@ import torch
 import torch.distributed as dist
 from conformance.torch_names import OfReducer, OfWrapper
 from harness import run_threads
+from lightning_fabric.accelerators import CPUAccelerator
 from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning_fabric.strategies import DDPStrategy as FabricStrategy
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.strategies import DDPStrategy
@@ -761,6 +763,28 @@ def test_a_script_without_a_main_guard_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(RuntimeError, match="guards the main"):
         _lightning.check_missing_main_guard()
+
+
+@canary(
+    "lightning_fabric.strategies.DDPStrategy._setup_distributed",
+    "lightning_fabric.strategies.DDPStrategy._set_world_ranks",
+    "lightning_fabric.strategies.DDPStrategy()._backward_sync_control",
+    "lightning_fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing",
+)
+def test_fabric_joins_in_one_method_and_asks_an_object_for_accumulation(monkeypatch) -> None:
+    """`_setup_distributed` is called in each process; spawned models are copied out of shared memory."""
+    joined = []
+    strategy = FabricStrategy(CPUAccelerator(), [CPU], LightningEnvironment())
+    monkeypatch.setattr(strategy, "_setup_distributed", lambda: joined.append(True))
+    strategy.setup_environment()
+    assert joined == [True]
+    strategy._set_world_ranks()
+    assert (strategy.global_rank, strategy.world_size) == (0, 1)
+    ours = lightning_ddp.CustomFabricStrategy()._backward_sync_control
+    assert same_parameters(ours.no_backward_sync, strategy._backward_sync_control.no_backward_sync)
+    module = torch.nn.Linear(1, 1).share_memory()
+    _lightning.unshare(((module,), {}))
+    assert not module.weight.is_shared()
 
 
 @canary(
