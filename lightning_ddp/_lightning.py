@@ -480,12 +480,26 @@ def loaders_of(loop: Any) -> list[Any]:
 
 
 def limit_epoch(trainer: Trainer, num_batches: int) -> None:
-    """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates."""
+    """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates.
+
+    Args:
+        trainer: whose epoch.
+        num_batches: that the loaders have; fewer are used with `limit_train_batches`.
+    """
     loop: Any = trainer.fit_loop
+    limit = trainer.limit_train_batches
+    num_batches = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
     loop.max_batches = num_batches
-    loop._combined_loader.limits = [float("inf")] * len(loop._combined_loader.flattened)
+    loop._combined_loader.limits = [num_batches] * len(loop._combined_loader.flattened)
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, float("inf")):
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
+
+
+def may_validate(trainer: Trainer, fetcher: Any) -> bool:
+    """Whether validation may follow a batch of training: `_should_check_val_fx`, or it is time."""
+    is_timed = getattr(trainer, "_val_check_time_interval", None) is not None
+    is_due: bool = _get(trainer.fit_loop.epoch_loop, "_should_check_val_fx")(fetcher)
+    return is_timed or is_due
 
 
 def fetch_anew(trainer: Trainer, fetcher: Any, num_fetched: int) -> None:

@@ -252,8 +252,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 self._reconcile_settings.recovery,
                 start_method=start_method,
                 uneven_inputs=uneven_inputs,
-                has_hook=ddp_comm_hook is not None,
-                has_averager=model_averaging is not None or model_averaging_period is not None,
+                hook=self._communication.kind,
+                hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
+                averager=self._communication.averager_plan,
             )
         redirection = bind_like(self, _ManualOptimizationRedirection)
         set_redirection(self, redirection(self._communication))
@@ -317,7 +318,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if fits:
             optimizers_to_device(self.optimizers, self.root_device)
             assert self.lightning_module is not None
-            self._communication.start(self.lightning_module, self.optimizers, self._joined_group())
+            self._communication.start(
+                self.lightning_module,
+                self.optimizers,
+                self._joined_group(),
+                keeps_rounds=self._recovery is not None,
+            )
 
     def _take_over_signals(self, trainer: Trainer) -> None:
         from lightning_ddp.launch.step_stop import StepStop
@@ -349,14 +355,24 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         from lightning_ddp.elastic.recovery import Recovery
         from lightning_ddp.elastic.refusals import check_training
 
+        settings = self._reconcile_settings.recovery
         assert self._stopping is not None
+        assert settings is not None
         check_training(
             trainer,
+            settings,
             num_nodes=self.num_nodes,
             is_external=self._session.rendezvous.where is None,
             device_type=self.root_device.type,
         )
-        self._recovery = Recovery(ours, trainer, meet=self._meet_again, boundary=self._stopping.check)
+        self._recovery = Recovery(
+            ours,
+            trainer,
+            self._communication,
+            keeps_global=settings.batch == "global",
+            meet=self._meet_again,
+            boundary=self._stopping.check,
+        )
 
     def _meet_again(self, form: Form) -> Group:
         """Makes the process group of a generation, and what is made of it. All its ranks call it."""
@@ -380,6 +396,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         wrapper = _as_wrapper(self.model)
         if wrapper is not None:
             wrapper.update_process_group(group)
+        self._communication.rejoin(self._group, self.root_device)
         return self._group
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
@@ -468,6 +485,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """
         if self._lockstep is not None:
             closure_loss = self._lockstep.scale(closure_loss)
+        if self._recovery is not None:
+            closure_loss = self._recovery.weigh(closure_loss)
         try:
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except MissingGradientError as error:

@@ -572,6 +572,8 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
     "pytorch_lightning.LightningModule()._current_fx_name",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._batches_that_stepped",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._results",
+    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._should_check_val_fx",
+    "?pytorch_lightning.Trainer()._val_check_time_interval",
     "pytorch_lightning.trainer.connectors.logger_connector.result._ResultCollection",
 )
 def test_a_fit_tells_where_it_is_and_logs_into_the_results_it_was_given() -> None:
@@ -708,6 +710,30 @@ def test_the_backend_is_the_users_or_the_devices() -> None:
     assert _lightning.choose_backend(DDPStrategy(process_group_backend="mpi")) == "mpi"
 
 
+@canary("lightning_fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing")
+def test_parameters_in_shared_memory_become_a_process_s_own() -> None:
+    """In place, wherever the modules are in what a new process was sent."""
+    layer = torch.nn.Linear(2, 2).share_memory()
+    _lightning.unshare({"modules": [layer]})
+    assert not layer.weight.is_shared()
+
+
+@canary(
+    "lightning_fabric.strategies.DDPStrategy._setup_distributed",
+    "lightning_fabric.strategies.DDPStrategy._set_world_ranks",
+    "lightning_fabric.strategies.DDPStrategy()._backward_sync_control",
+)
+def test_fabric_joins_the_group_by_a_method_and_skips_a_reduction_by_an_object(monkeypatch) -> None:
+    """Fabric's `setup_environment` calls the method; what skips a reduction has one of its own."""
+    called = []
+    monkeypatch.setattr(FabricStrategy, "_setup_distributed", lambda strategy: called.append(strategy))
+    strategy = FabricStrategy(accelerator=CPUAccelerator(), parallel_devices=[CPU])
+    strategy.setup_environment()
+    assert called == [strategy]
+    takes(strategy._set_world_ranks)
+    assert hasattr(strategy._backward_sync_control, "no_backward_sync")
+
+
 @canary(
     "pytorch_lightning.strategies.DDPStrategy._setup_model",
     "pytorch_lightning.strategies.DDPStrategy._register_ddp_hooks",
@@ -763,28 +789,6 @@ def test_a_script_without_a_main_guard_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(RuntimeError, match="guards the main"):
         _lightning.check_missing_main_guard()
-
-
-@canary(
-    "lightning_fabric.strategies.DDPStrategy._setup_distributed",
-    "lightning_fabric.strategies.DDPStrategy._set_world_ranks",
-    "lightning_fabric.strategies.DDPStrategy()._backward_sync_control",
-    "lightning_fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing",
-)
-def test_fabric_joins_in_one_method_and_asks_an_object_for_accumulation(monkeypatch) -> None:
-    """`_setup_distributed` is called in each process; spawned models are copied out of shared memory."""
-    joined = []
-    strategy = FabricStrategy(CPUAccelerator(), [CPU], LightningEnvironment())
-    monkeypatch.setattr(strategy, "_setup_distributed", lambda: joined.append(True))
-    strategy.setup_environment()
-    assert joined == [True]
-    strategy._set_world_ranks()
-    assert (strategy.global_rank, strategy.world_size) == (0, 1)
-    ours = lightning_ddp.CustomFabricStrategy()._backward_sync_control
-    assert same_parameters(ours.no_backward_sync, strategy._backward_sync_control.no_backward_sync)
-    module = torch.nn.Linear(1, 1).share_memory()
-    _lightning.unshare(((module,), {}))
-    assert not module.weight.is_shared()
 
 
 @canary(

@@ -11,11 +11,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_ddp._lightning import Trainer, fetch_anew, finish_batch, limit_epoch, loaders_of, wrap_steps
+import torch
+
+from lightning_ddp._lightning import (
+    Trainer,
+    fetch_anew,
+    finish_batch,
+    limit_epoch,
+    loaders_of,
+    may_validate,
+    wrap_steps,
+)
+from lightning_ddp.comm.collectives import broadcast_nested
 from lightning_ddp.comm.group import Group
+from lightning_ddp.communication import Communication
+from lightning_ddp.ddp.snapshot import ModuleSnapshot
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
-from lightning_ddp.elastic.undo import Mark, RandomStates
+from lightning_ddp.elastic.undo import Mark, RandomStates, put_scale
 from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.reconciliation import Reconciliation
@@ -32,6 +45,8 @@ class Recovery:
     Args:
         ours: this process's part in the run.
         trainer: whose loops are wrapped.
+        communication: the hook and the averager.
+        keeps_global: whether the global batch keeps its size; else that of each rank does.
         meet: makes the process group of a generation, and all that is made of it; returns the new group. All
             ranks call it; communicates.
         boundary: called before each batch; raises where the run stops there.
@@ -41,20 +56,26 @@ class Recovery:
         self,
         ours: Reconciliation,
         trainer: Trainer,
+        communication: Communication,
         *,
+        keeps_global: bool,
         meet: Callable[[Form], Group],
         boundary: Callable[[], None],
     ) -> None:
         assert ours.calls is not None
         self._ours, self._calls = ours, ours.calls
         self._trainer = trainer
+        self._communication = communication
         self._meet = meet
         self._boundary = boundary
-        self.dealer = Dealer()
-        self.committed = 0
-        """Optimizer steps of this fit that are finished."""
+        self.dealer = Dealer(keeps_global=keeps_global)
+        self._keeps_global = keeps_global
+        self.committed = self.taken = 0
+        """Optimizer steps of this fit that are finished: by all ranks, and by this one in local training."""
+        self._deal_after: int | None = None
         self._is_clean = True
         self._mark: Mark | None = None
+        self._snapshot: ModuleSnapshot | None = None
         self._batch: Any = None
         self._output: Any = None
         wrap_steps(
@@ -63,13 +84,20 @@ class Recovery:
 
     # ------------------------------------------------------------------ told by the strategy
 
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of this rank's batch, times what it counts for in the mean over the ranks."""
+        if not self._keeps_global or not self._calls.member.generation:
+            return loss
+        return loss * self.dealer.weight(self._loop.batch_idx)
+
     def defer(self) -> None:
         """A backward is over: from here to the next boundary only waits for other ranks are interrupted."""
         self._calls.defer(True)
 
     def commit(self) -> None:
-        """An optimizer step is finished."""
-        self.committed += 1
+        """An optimizer step is finished. In local training it is one of all ranks if they have averaged."""
+        self.taken += 1
+        self.committed += self._communication.has_met
 
     def note_batch(self, batch: Any) -> None:
         """The batch that is about to be used."""
@@ -90,13 +118,17 @@ class Recovery:
         return self._trainer.strategy.model
 
     def _start_epoch(self, start: Callable[[], None]) -> None:
+        self._snapshot = None  # the module may have other parts than in the epoch before
+        if self._deal_after is not None:
+            self._deal_after = None
+            self.dealer.set_ranks(self._calls.member.rank, self._trainer.world_size)
         start()
         if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks than before
             limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
 
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
         def attempt() -> None:
-            self._begin()
+            self._begin(fetcher)
             advance(fetcher)
 
         while not self._is_through(attempt):
@@ -119,18 +151,24 @@ class Recovery:
                 raise
         return False
 
-    def _begin(self) -> None:
+    def _begin(self, fetcher: Any) -> None:
         """A boundary. What has come before is committed; the alarm may ring again."""
         self._calls.defer(True)
         progress = self._loop.batch_progress.current
         if progress.completed % self._trainer.accumulate_grad_batches == 0:
             self._batch = self._output = None
-            self._mark = Mark(self._trainer, self._trainer.lightning_module, self.committed)
+            if self._deal_after is not None and self.committed > self._deal_after:
+                self._deal(fetcher, progress.completed, anew=True)
+            self._snapshot = self._snapshot or ModuleSnapshot(self._trainer.lightning_module)
+            self._mark = Mark(self._trainer, self._snapshot, self._communication, self.taken)
         self._calls.defer(False)
         self._boundary()
 
     def _end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
         """Validation, if it is time. It is repeated from its beginning."""
+        if not may_validate(self._trainer, fetcher):
+            end(fetcher)
+            return
         modes = [(module, module.training) for module in self._trainer.lightning_module.modules()]
         states = RandomStates()
 
@@ -155,21 +193,26 @@ class Recovery:
         old_rank = self._calls.member.rank
         step, mark = self.committed, self._mark
         error = self._calls.error
-        is_trying = mark is not None and mark.step == step
-        form = self._regroup(is_trying=is_trying)
+        is_over = mark is None or mark.step < self.taken
+        in_round = self._communication.is_in_round
+        form = self._regroup(is_trying=not is_over and (in_round or not self._communication.is_local))
         is_lifted = form.step > step
         self.committed = form.step
-        is_undone = is_trying and not is_lifted
+        self.taken += is_lifted
+        is_undone = not is_over and not is_lifted and not in_round
         num_batches = self._loop.batch_progress.current.ready
         if is_undone and mark is not None:
             mark.restore()
             num_batches = mark.num_batches
-        elif is_lifted and mark is not None:
+        elif (is_lifted or in_round) and mark is not None:
             self._count_lifted(mark)
-        states = RandomStates()
-        self._deal(fetcher, num_batches)
-        states.restore()
+        self._deal(fetcher, num_batches, anew=not self._communication.is_local)
         self._tell(form, old_rank, error)
+        if in_round and not is_lifted:
+            self._calls.defer(True)
+            if not self._is_through(self._communication.complete_round):
+                return self._go_on(fetcher)
+            self.commit()
         if is_undone and mark is not None:
             mark.restore_random()
             return False
@@ -206,6 +249,7 @@ class Recovery:
             entered.append(form)
 
         while not entered:
+            self._communication.halt()
             calls.stop()
             leave(self._ours, self._wrapper)
             self._is_through(attempt)
@@ -213,22 +257,37 @@ class Recovery:
 
     def _copy_state(self, form: Form, group: Group) -> None:
         is_behind = self._calls.member.place in form.behind
+        source, device = form.members.index(form.source), self._trainer.strategy.root_device
         self._is_clean = not is_behind
         copy_state(
             group,
             self._trainer.lightning_module,
             self._trainer.strategy.optimizers,
-            source=form.members.index(form.source),
+            source=source,
             is_behind=is_behind,
-            device=self._trainer.strategy.root_device,
+            is_local=self._communication.is_local,
+            device=device,
         )
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            state = broadcast_nested(group, scaler.state_dict(), source, device, label="loss scale")
+            if is_behind:
+                put_scale(scaler, state)
+        self._communication.copy_state(group, source, device, is_behind=is_behind)
         self._is_clean = True
 
-    def _deal(self, fetcher: Any, num_batches: int) -> None:
+    def _deal(self, fetcher: Any, num_batches: int, *, anew: bool) -> None:
+        """Deals the rest of the epoch; if not anew, each rank goes on with its part until ranks have met."""
         member = self._calls.member
         world_size = self._trainer.world_size
-        self.dealer.deal(num_batches, member.rank, world_size)
+        states = RandomStates()
+        self._deal_after = None if anew else self.committed
+        if anew:
+            self.dealer.deal(num_batches, member.rank, world_size)
+        else:
+            self.dealer.deal_as_before(num_batches)
         fetch_anew(self._trainer, fetcher, num_batches)
+        states.restore()
         for loader in loaders_of(self._loop.val_loop):
             sampler = getattr(loader, "sampler", None)
             if hasattr(sampler, "num_replicas"):
@@ -243,7 +302,7 @@ class Recovery:
             old_rank=old_rank,
             new_rank=self._calls.member.rank,
             lost_ranks=lost,
-            step=form.step,
+            step=self._trainer.global_step,
             seconds=seconds,
             cause=error,
             retried=form.is_retried,
@@ -252,7 +311,7 @@ class Recovery:
             _log.warning(
                 "rank %s lost at step %d; %d ranks go on after %.2f s",
                 ", ".join(map(str, lost)),
-                form.step,
+                change.step,
                 change.new_world_size,
                 seconds,
             )

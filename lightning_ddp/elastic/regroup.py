@@ -71,6 +71,7 @@ def copy_state(
     *,
     source: int,
     is_behind: bool,
+    is_local: bool,
     device: torch.device,
 ) -> None:
     """Gives ranks that are one step behind the parameters and optimizer states of one that is not.
@@ -84,11 +85,14 @@ def copy_state(
         optimizers: whose states.
         source: rank that has the state.
         is_behind: whether this rank takes it.
+        is_local: whether states of optimizers are each rank's own.
         device: of this process.
     """
-    broadcast_coalesced(group, list(module.parameters()), source)
+    parameters = list(module.parameters())
+    is_part = is_behind or group.rank == source  # in local training others have parameters of their own
+    broadcast_coalesced(group, parameters if is_part else [p.detach().clone() for p in parameters], source)
     for optimizer in optimizers:
         mine = optimizer.state_dict()
         state = broadcast_nested(group, mine["state"], source, device, label="state of an optimizer")
-        if is_behind:
+        if is_behind and not is_local:
             optimizer.load_state_dict({**mine, "state": state})

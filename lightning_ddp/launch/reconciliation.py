@@ -36,6 +36,7 @@ from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.calls import Calls
 from lightning_ddp.launch.children import Children
+from lightning_ddp.launch.control_process import ServerElsewhere
 from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
@@ -92,7 +93,7 @@ class Reconciliation:
         self.interrupt = Interrupt()
         self.alarm = Alarm()
         self.boundary = StepBoundary()
-        self.server: ControlServer | None = None
+        self.server: ControlServer | ServerElsewhere | None = None
         self.watch: Watch | None = None
         self.calls: Calls | None = None
         """Where the run goes on without ranks that it loses."""
@@ -146,6 +147,8 @@ class Reconciliation:
             parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
             if (parent.pid, parent.host) == (server.identity.pid, server.identity.host):
                 parent = server.identity
+            elif parent.node_rank == server.identity.node_rank:
+                parent = None  # it has a supervisor, which tells the server of its end
         if settings.recovery is not None:
             self.calls = Calls(identity.rank, self.interrupt, self.alarm)
         self.watch = Watch(
@@ -188,6 +191,8 @@ class Reconciliation:
         """
         if self.calls is None or self.watch is None or self.watch.failure is not None:
             return False
+        while isinstance(error, LightningDDPError) and isinstance(error.__cause__, PeerFailure):
+            error = error.__cause__
         if isinstance(error, PeerFailure):
             return self.calls.error is not None
         text = str(error)

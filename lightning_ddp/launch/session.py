@@ -24,6 +24,7 @@ import lightning_ddp.shm.background  # noqa: F401 (its exit handler has to run a
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.children import ChildExit, Children
+from lightning_ddp.launch.control_process import ServerElsewhere
 from lightning_ddp.launch.interface import is_loopback
 from lightning_ddp.launch.parent_death import launcher_pid, outlive_parent
 from lightning_ddp.launch.reconciliation import LAST_WORDS_S, Reconciliation, limit_last_words
@@ -101,8 +102,10 @@ class Session:
         num_nodes: int,
         settings: ReconcileSettings,
         on_failure: Callable[[FailureRecord], None] | None = None,
-    ) -> ControlServer:
-        """Opens the control server of the run in this process, and says in the run's store where it is.
+    ) -> ControlServer | ServerElsewhere:
+        """Opens the control server of the run, and says in the run's store where it is.
+
+        It is in this process, but for a rank 0 that has a control process.
 
         Args:
             address: where the first node, which is this one, is reached.
@@ -118,16 +121,25 @@ class Session:
         """
         shared = self.rendezvous.token
         self.children.tells_all = settings.recovery is not None
-        server = self.control.server = ControlServer(
-            address,
-            token=shared or secrets.token_hex(16),
-            world_size=world_size,
-            settings=settings,
-            on_failure=on_failure,
+        options: dict[str, Any] = {
+            "token": shared or secrets.token_hex(16),
+            "world_size": world_size,
+            "settings": settings,
             # /etc/hosts often maps a node's own name to the loopback, where the others could not reach it
-            any_interface=num_nodes > 1 and is_loopback(address),
-            on_condemned=lambda identity: self.children.kill_one(identity.pid),
-        )
+            "any_interface": num_nodes > 1 and is_loopback(address),
+        }
+        server: ControlServer | ServerElsewhere
+        if self.rendezvous.control is not None:
+            server = self.rendezvous.control.open_server(address, **options)
+            identity = self.rendezvous.control.identity
+        else:
+            server = ControlServer(
+                address,
+                on_failure=on_failure,
+                on_condemned=lambda identity: self.children.kill_one(identity.pid),
+                **options,
+            )
+        self.control.server = server
         published = "" if shared else server.token
         who = (identity.rank, identity.node_rank, identity.host, identity.pid)
         store.set(_STORE_KEY, "\n".join(map(str, (address, server.port, published, *who))))

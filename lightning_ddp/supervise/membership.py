@@ -24,7 +24,7 @@ from lightning_ddp.supervise.settings import RecoverySettings
 
 __all__ = ["SETTLE_S", "Member", "Membership", "Outgoing", "Phase"]
 
-SETTLE_S = 0.2
+SETTLE_S = 0.1
 """How long after a failure others may join it, so that they are one change of the world and not two."""
 REPEAT_S = 1.0
 """How often what has not been answered is said again."""
@@ -216,7 +216,8 @@ class Membership:
         if self._form is not None:  # one more was lost while the generation was formed: the same recovery
             return None
         before, self._recovered_at = self._recovered_at, step
-        if before == step:
+        is_retried = any(answer.is_trying and answer.step == step for answer in answers.values())
+        if before == step and is_retried:
             return f"step {step} failed twice: the data or the code is at fault, and not the machine"
         if before is not None and step - before >= STEPS_TO_FORGET:
             self.num_recoveries = 0

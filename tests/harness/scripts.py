@@ -24,6 +24,8 @@ from harness.leftovers import ProcessLeftBehind, describe_process, kill_processe
 from harness.script_server import LONGEST_MESSAGE, TEMPLATE_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = ("-m", "lightning_ddp", "run")
+"""The launcher of a script whose ranks are forks of a supervisor."""
 HIDDEN_PACKAGES = ("scipy", "matplotlib")
 _NOT_INHERITED = ("PYTEST_", "PL_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "MASTER_", "LOCAL_")
 _NOT_INHERITED_NAMES = {"RANK", "NODE_RANK", "WORLD_SIZE", "PYTHONUNBUFFERED"}
