@@ -83,6 +83,7 @@ def test_a_bucket_whose_reduction_has_told_its_begin_waits_until_all_ranks_have_
     for recording, begun in ((first, 21), (second, 24)):
         for step in recording.steps:
             step.buckets[1].begun = (100 * step.step + begun) * MS
+            step.buckets[0].done = (100 * step.step + 28) * MS  # noticed late
     for lane in lanes_of([first, second], num_steps=1):
         (waits,) = (span for span in lane.spans if span.name == "bucket 1 waits")
         assert waits.end_ns == 24 * MS
