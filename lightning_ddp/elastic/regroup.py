@@ -15,6 +15,7 @@ from lightning_ddp.ddp.module_sync import broadcast_coalesced
 from lightning_ddp.launch.reconciliation import Reconciliation
 from lightning_ddp.launch.rendezvous import join_default_group, leave_default_group
 from lightning_ddp.launch.session import Session
+from lightning_ddp.launch.terminal import tell_long_wait
 
 __all__ = ["copy_state", "leave", "meet_again"]
 
@@ -57,9 +58,10 @@ def meet_again(
     with remember_connections():  # the other one was shut down with those of the old group
         session.store = session.store.clone()
     store = dist.PrefixStore(f"generation{session.control.calls.member.generation}", session.store)
-    return join_default_group(
-        backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
-    )
+    with tell_long_wait(rank, lambda: f"the {world_size} ranks that go on to meet again"):
+        return join_default_group(
+            backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
+        )
 
 
 def copy_state(
