@@ -497,9 +497,8 @@ def limit_epoch(trainer: Trainer, num_batches: int) -> None:
 
 def may_validate(trainer: Trainer, fetcher: Any) -> bool:
     """Whether validation may follow a batch of training: `_should_check_val_fx`, or it is time."""
-    is_timed = getattr(trainer, "_val_check_time_interval", None) is not None
     is_due: bool = _get(trainer.fit_loop.epoch_loop, "_should_check_val_fx")(fetcher)
-    return is_timed or is_due
+    return is_due or trainer.val_check_batch is None
 
 
 def fetch_anew(trainer: Trainer, fetcher: Any, num_fetched: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_ddp._lightning import is_fitting
-from lightning_ddp.averaging import AveragerPlan
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.supervise.settings import RecoverySettings
+
+if TYPE_CHECKING:  # a run without an averager does not import them
+    from lightning_ddp.averaging import AveragerPlan
 
 __all__ = ["check_arguments", "check_next_run", "check_training"]
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_ddp
+from lightning_ddp._lightning import loop_counters
 from lightning_ddp.launch.session import session_of_process
 
 warnings.filterwarnings("ignore")
@@ -75,9 +76,7 @@ def state_before(trainer: Any, module: Any) -> dict[str, Any]:
         "logged": {
             key: [float(x) for x in metric.metric_state.values()] for key, metric in loop._results.items()
         },
-        "counters": json.loads(
-            json.dumps({**loop.batch_progress.state_dict(), **loop.scheduler_progress.state_dict()})
-        ),
+        "counters": [dict(vars(counter)) for counter in loop_counters(trainer)],
         "hook": [
             remembered.get("step"),
             hash_of(tensors[n][k] for n in sorted(tensors) for k in sorted(tensors[n])),
