@@ -69,22 +69,27 @@ __all__ = [
     "Trainer",
     "accept_strategies",
     "adopt",
+    "after_schedulers",
     "at_step_boundaries",
     "batches_that_stepped",
     "bind",
     "bind_like",
     "check_can_start_children",
     "check_missing_main_guard",
+    "checkpoint_folder",
     "choose_backend",
+    "dump_checkpoint",
     "explain_refusals",
     "fetch_anew",
     "finish_batch",
+    "finish_step",
     "interrupt_trainer",
     "is_fitting",
     "layer_sync",
     "lightnings",
     "limit_epoch",
     "loaded_roots",
+    "loader_states",
     "loaders_of",
     "loop_counters",
     "note_sigterm",
@@ -98,6 +103,7 @@ __all__ = [
     "set_num_threads_if_needed",
     "set_redirection",
     "set_training_results",
+    "settle_counters",
     "sigterm_exception",
     "stop_exceptions",
     "teardown_trainer",
@@ -501,13 +507,7 @@ def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
     """
     loop: Any = trainer.fit_loop.epoch_loop
     progress, connector = loop.batch_progress, _get(trainer, "_logger_connector")
-    if progress.total.processed < progress.total.ready:
-        if progress.total.started < progress.total.ready:
-            progress.increment_started()
-        progress.increment_processed()
-        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    finish_step(trainer)
     kind = loop.automatic_optimization.output_result_cls
     outputs = kind.from_training_step_output(output, trainer.accumulate_grad_batches).asdict()
     calls = importlib.import_module(f"{_root_of(trainer) or _root_in_use()}.trainer.call")
@@ -517,6 +517,113 @@ def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
     connector.on_batch_end()
     progress.increment_completed()
     connector.update_train_step_metrics()
+
+
+def finish_step(trainer: Trainer) -> None:
+    """Counts an optimizer step that is taken, and has the schedulers follow, as far as that is not done."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    steps = loop.automatic_optimization.optim_progress.optimizer.step
+    for tracker in (steps.total, steps.current):
+        tracker.completed = tracker.ready
+    if progress.total.processed < progress.total.ready:
+        if progress.total.started < progress.total.ready:
+            progress.increment_started()
+        progress.increment_processed()
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if loop._num_ready_batches_reached():
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
+def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -> None:
+    """Sets the counters so that a run which resumes from them goes on after the last optimizer step.
+
+    They are those of `on_train_batch_end`, of an interrupted validation, which begins anew, or of the begin
+    or the end of an epoch, as Lightning itself saves them there.
+
+    Args:
+        trainer: that is interrupted.
+        is_committed: whether the present batch is the last one of that step; else it is undone.
+        num_stepped: `_batches_that_stepped` when the step was committed.
+    """
+    outer: Any = trainer.fit_loop
+    loop = outer.epoch_loop
+    progress, epoch = loop.batch_progress, outer.epoch_progress.current
+    if is_committed:
+        finish_step(trainer)
+    else:
+        _rewind_batches(trainer)
+    if epoch.processed == epoch.started:
+        return
+    stepped = num_stepped
+    if trainer.validating and is_committed:
+        evaluated = loop.val_loop.batch_progress
+        evaluated.reset()
+        evaluated.increment_ready()
+        evaluated.increment_started()
+    elif progress.current.ready:
+        for tracker in (progress.total, progress.current):
+            tracker.completed = tracker.ready - 1
+    else:  # Lightning counts one more where it thinks that it comes from a validation
+        stepped = loop._batches_that_stepped - int(loop._should_check_val_fx(outer._data_fetcher))
+    loop._batches_that_stepped = stepped
+
+
+def _rewind_batches(trainer: Trainer) -> None:
+    """Batches since the last optimizer step count as not begun."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    over = progress.current.completed % trainer.accumulate_grad_batches
+    for tracker in (progress.total, progress.current):
+        tracker.completed -= over
+        tracker.ready = tracker.started = tracker.processed = tracker.completed
+    progress.is_last_batch = False
+    steps = loop.automatic_optimization.optim_progress.optimizer
+    for tracker in (steps.step.total, steps.step.current, steps.zero_grad.total, steps.zero_grad.current):
+        tracker.ready = tracker.completed
+
+
+def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Has a function called after each batch, when the schedulers that step with it have: what is left of it
+    are the hooks of its end. It wraps `_TrainingEpochLoop.update_lr_schedulers`.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    update = _get(loop, "update_lr_schedulers")
+
+    def update_and_call(interval: str, update_plateau_schedulers: bool) -> None:
+        update(interval, update_plateau_schedulers=update_plateau_schedulers)
+        is_last = interval == "epoch" or not loop._num_ready_batches_reached()
+        if is_last and not update_plateau_schedulers:
+            function()
+
+    loop.update_lr_schedulers = update_and_call
+
+
+def loader_states(trainer: Trainer) -> list[Any]:
+    """The states of training dataloaders that have one, for a checkpoint: of `_combined_loader`."""
+    states: list[Any] = _get(trainer.fit_loop, "_combined_loader")._state_dicts()
+    return states
+
+
+def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[str, Any]:
+    """The state of training, as `Trainer.save_checkpoint` writes it: `_checkpoint_connector`.
+
+    Args:
+        trainer: whose.
+        states: of the dataloaders, from `loader_states`, if not the present ones.
+    """
+    checkpoint: dict[str, Any] = _get(trainer, "_checkpoint_connector").dump_checkpoint(weights_only=False)
+    if states:
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
+    return checkpoint
+
+
+def checkpoint_folder(trainer: Trainer) -> str | None:
+    """Where a Trainer saves checkpoints; None if it does not."""
+    callback = trainer.checkpoint_callback
+    if callback is None or getattr(trainer, "fast_dev_run", False):
+        return None
+    return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
 
 
 def batches_that_stepped(trainer: Trainer) -> int:

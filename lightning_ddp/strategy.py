@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     # the other processes have been started, and do not wait for that. Together they take 25 ms.
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
+    from lightning_ddp.elastic.emergency import EmergencyCheckpoint
     from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.launch.session import Session
     from lightning_ddp.launch.step_stop import StepStop
@@ -147,6 +149,10 @@ class CustomDDPStrategy(DDPStrategy):
             left. It does from the step that was interrupted, with the rest of the epoch dealt over them. A
             mapping with `name` and options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
 
+        emergency_checkpoint: whether the lowest rank that is left saves the last committed step before a
+            failure ends a fit, as `emergency-step=N.ckpt`, of which the report tells. True for the folder of
+            the Trainer's checkpoints, if it makes any; or a folder. On CPU.
+
     Raises:
         ConfigurationError: an argument cannot be used.
         TypeError: an argument is unknown.
@@ -156,6 +162,7 @@ class CustomDDPStrategy(DDPStrategy):
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
     _recovery: Recovery | None = None
+    _emergency: EmergencyCheckpoint | None = None
     _world: tuple[int, int] | None = None  # rank and size, once ranks were lost
     _resumed_from: Any = None
     _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest saving
@@ -196,6 +203,7 @@ class CustomDDPStrategy(DDPStrategy):
         store: dist.Store | None = None,
         debug: Literal["detail"] | None = None,
         on_failure: str | Mapping[str, Any] = "stop",
+        emergency_checkpoint: bool | str | Path = True,
     ) -> None:
         from lightning_ddp.ddp.reducer_options import bucket_caps_bytes, check_broadcast_buffers
 
@@ -226,6 +234,11 @@ class CustomDDPStrategy(DDPStrategy):
             )
         if not divide_by_initial_world_size and uneven_inputs != "join":
             raise ConfigurationError('divide_by_initial_world_size=False needs uneven_inputs="join"')
+        if not isinstance(emergency_checkpoint, bool | str | Path):
+            raise ConfigurationError(
+                f"emergency_checkpoint={emergency_checkpoint!r}; expected True, False or a folder"
+            )
+        self._emergency_checkpoint = emergency_checkpoint
         self._uneven_inputs = uneven_inputs
         self._divide_by_initial_world_size = divide_by_initial_world_size
         self._communication = Communication(
@@ -367,6 +380,7 @@ class CustomDDPStrategy(DDPStrategy):
             self.configure_ddp()
             self.setup_optimizers(trainer)
             self._setup_recovery(trainer)
+            self._setup_emergency_checkpoint(trainer)
             self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper; yet all ranks must evaluate one model
             from lightning_ddp.ddp.module_sync import broadcast_coalesced
@@ -417,6 +431,30 @@ class CustomDDPStrategy(DDPStrategy):
             device_type=self.root_device.type,
         )
         self._recovery = Recovery(ours, trainer, meet=self._meet_again, boundary=self._stopping.check)
+
+    def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
+        assert self._session is not None
+        folder = self._emergency_checkpoint
+        # after an abort of NCCL parameters may hold gradients that were averaged in part
+        if folder is False or self._session.control.watch is None or self.root_device.type != "cpu":
+            return
+        from lightning_ddp.elastic.emergency import EmergencyCheckpoint
+
+        if self._emergency is None or self._emergency.trainer is not trainer:
+            self._emergency = EmergencyCheckpoint(
+                trainer,
+                None if folder is True else str(folder),
+                complete=self._add_shared_state,
+                undo=self._recovery.undo if self._recovery is not None else lambda: True,
+                defers=self._recovery is None,
+            )
+        self._emergency.begin(self._session.control)
+
+    def _add_shared_state(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Adds what hooks and averagers share to a checkpoint of one rank alone."""
+        if self._communication.has_state:
+            state = self._communication.shared_state(self.world_size)
+            checkpoint[rank_files.KEY] = {**state, **rank_files.header_of_one(path)}
 
     def _meet_again(self, form: Form) -> Group:
         """Makes the process group of a generation, and what is made of it. All its ranks call it."""
@@ -569,6 +607,8 @@ class CustomDDPStrategy(DDPStrategy):
             self._lockstep.restore()
         if self._recovery is not None:
             self._recovery.defer()
+        if self._emergency is not None:
+            self._emergency.note_backward()
         return closure_loss
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -588,7 +628,11 @@ class CustomDDPStrategy(DDPStrategy):
         # in local training a step counts also if the loss scaler skips it
         is_asked = averager is not None and averager.averages_gradients
         before = self._loss_scale() if is_asked else 1.0
+        if self._emergency is not None:
+            self._emergency.note_update()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._emergency is not None:
+            self._emergency.commit()
         if averager is not None:  # a loss scaler that skips a step lowers its scale
             self._communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
         if self._recovery is not None:

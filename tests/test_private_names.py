@@ -184,6 +184,17 @@ def test_tensors_change_unseen_by_autograd() -> None:
     assert [(buffer._version, buffer[0].item()) for buffer in buffers] == [(0, 3.0), (0, 3.0)]
 
 
+@canary("torch.Tensor._version")
+def test_each_step_of_an_optimizer_is_seen_in_the_parameters() -> None:
+    """An optimizer changes parameters in place, which is counted."""
+    for fused in (False, True):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        before = parameter._version
+        torch.optim.AdamW([parameter], fused=fused).step()
+        assert parameter._version > before
+
+
 @canary("torch.Tensor._post_accumulate_grad_hooks")
 def test_the_hooks_on_a_gradient_can_be_counted() -> None:
     """None, or a dict of the hooks that run once a parameter's gradient is accumulated."""
@@ -563,6 +574,37 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
     assert seen == list(range(num_batches))
     counters = _lightning.loop_counters(trainer)
     assert [vars(counter)["completed"] for counter in counters[:2]] == [num_batches] * 2
+
+
+@canary(
+    "pytorch_lightning.loops.fit_loop._FitLoop()._data_fetcher",
+    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx",
+    "pytorch_lightning.trainer.Trainer()._checkpoint_connector",
+    "pytorch_lightning.utilities.combined_loader.CombinedLoader._state_dicts",
+)
+def test_an_interrupted_fit_is_saved_as_one_that_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+    """`training_step` of batch 1 raises; what `dump_checkpoint` returns is loaded by another Trainer."""
+    seen: list[int] = []
+    calls: list[int] = []
+
+    def look(model: Model) -> None:
+        index = trainer.fit_loop.epoch_loop.batch_idx
+        seen.append(index)
+        if len(seen) == 2:
+            raise ArithmeticError
+
+    trainer = new_trainer(max_epochs=1)
+    _lightning.after_schedulers(trainer, lambda: calls.append(trainer.fit_loop.epoch_loop.batch_idx))
+    with pytest.raises(ArithmeticError):
+        trainer.fit(Model(look))
+    assert calls == [0]
+    states = _lightning.loader_states(trainer)
+    _lightning.settle_counters(trainer, is_committed=False, num_stepped=0)
+    torch.save(_lightning.dump_checkpoint(trainer, states), tmp_path / "saved.ckpt")
+    trainer = new_trainer(max_epochs=1)
+    trainer.fit(Model(look), ckpt_path=tmp_path / "saved.ckpt")
+    assert seen == [0, 1, *range(1, trainer.num_training_batches)]
+    assert _lightning.batches_that_stepped(trainer) == trainer.num_training_batches
 
 
 @canary(

@@ -79,6 +79,12 @@ class Recovery:
         """What `training_step` has returned for it."""
         self._output = output
 
+    def undo(self) -> bool:
+        """Where the run ends: puts back what the interrupted step has changed; returns if all is whole."""
+        if self._is_clean and self._mark is not None and self._mark.step == self.committed:
+            self._mark.restore()
+        return self._is_clean
+
     # ------------------------------------------------------------------ Lightning's steps
 
     @property

@@ -44,7 +44,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.failure_report import render, write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
-from lightning_ddp.supervise.protocol import Exited, Message, Stopped
+from lightning_ddp.supervise.protocol import Exited, Message, Saved, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
@@ -61,6 +61,8 @@ _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _RING_EVERY_S = 0.5
 _ABORT_AFTER_S = 0.3
 _MOST_INTERRUPTIONS = 3
+_LONGEST_STEP_S = 1.0
+"""How long an optimizer step may take that is not to be interrupted."""
 _LONGEST_END_S = 1800.0
 _LATER_S = 1.0
 """By how much the launching process outlives the others, which print their stacks and end by themselves."""
@@ -96,6 +98,8 @@ class Reconciliation:
         self.calls: Calls | None = None
         """Where the run goes on without ranks that it loses."""
         self.inspector = Inspector(self.interrupt, self._position)
+        self.save_last: Callable[[], str | None] | None = None
+        """Saves a checkpoint where a failure ends a fit, and returns its place."""
         self.is_over = False
         """Whether this process has failed or unwinds from a failure: then nobody answers collectives."""
         self._children = children
@@ -251,6 +255,7 @@ class Reconciliation:
             self.alarm.silence()
             self._has_raised.set()
             failure = self._end(error)
+            self._save_last(error)
             if failure is not None:  # the echo itself explains nothing, but where it was raised does
                 raise failure.with_traceback(error.__traceback__) from None
             raise
@@ -289,6 +294,7 @@ class Reconciliation:
             restore(self._variables)
             self._variables = {}
             self.alarm.silence()
+            self.save_last = None
             if not self.is_over:
                 self.inspector.leave()
 
@@ -317,6 +323,19 @@ class Reconciliation:
                 waiting.start()
                 atexit.register(waiting.join)
         return failure
+
+    def _save_last(self, error: BaseException) -> None:
+        """Saves a checkpoint, if this is the lowest rank that has not failed."""
+        if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
+            return
+        with suppress(BaseException):  # whatever comes now, the failure itself is what is raised
+            first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0)
+            if first is None or first.exception_type == "KeyboardInterrupt":
+                return
+            path = self.save_last() if self.watch.identity.rank == int(first.rank == 0) else None
+            if path is not None:
+                self.watch.post(Saved(path))
+                self.watch.flush()
 
     def _require_answer(self, watch: Watch, launcher: Identity) -> None:
         """In a thread: ends the launching process if it does not hear of this rank's failure in time.
@@ -409,9 +428,8 @@ class Reconciliation:
 
     def first_failure(self) -> FailureRecord | None:
         """The first failure of the run, as far as this process knows."""
-        if self.watch is not None and self.watch.failure is not None:
-            return self.watch.failure
-        return self.server.first_failure if self.server is not None else None
+        known = self.server.first_failure if self.server is not None else None
+        return known or (self.watch.failure if self.watch is not None else None)
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
         """As `first_failure`, waiting up to `timeout_s` seconds for it."""
@@ -531,6 +549,8 @@ class Reconciliation:
             self.interrupt.set(error)
         start, has_aborted = time.monotonic(), False
         while not self.alarm.is_silent:
+            if time.monotonic() - start >= _LONGEST_STEP_S:
+                self.alarm.is_deferred = False
             self.alarm.ring(error)
             time.sleep(_ABORT_AFTER_S if not has_aborted else _RING_EVERY_S)
             if not has_aborted and time.monotonic() - start >= _ABORT_AFTER_S and not self.alarm.is_silent:

@@ -115,6 +115,13 @@ class Exited(Message):
 
 
 @dataclass(frozen=True)
+class Saved(Message):
+    """A rank has saved the last checkpoint of a run that a failure ends."""
+
+    path: Annotated[str, 4000]
+
+
+@dataclass(frozen=True)
 class Stop(Message):
     """A signal asks for the end of the run at a step boundary."""
 

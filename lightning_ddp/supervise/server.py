@@ -44,6 +44,7 @@ from lightning_ddp.supervise.protocol import (
     Present,
     Progress,
     ProtocolError,
+    Saved,
     Stop,
     Stopped,
     Vanished,
@@ -115,6 +116,7 @@ class ControlServer:
         self._num_left = 0
         """Runs that all ranks have ended, and so may leave."""
         self._is_told = False
+        self._checkpoint: str | None = None
         self._peers: dict[int, Peer] = {}
         self._ranks: dict[int, Peer] = {}
         self._strangers: dict[Peer, None] = {}  # the oldest first
@@ -143,13 +145,14 @@ class ControlServer:
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """The first failure of the run, once it is certain."""
-        return self._verdict.first
+        """The first failure of the run, once it is certain, with the checkpoint that was saved then."""
+        first = self._verdict.first
+        return first if first is None else replace(first, checkpoint=self._checkpoint)
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
         """The first failure, waiting up to `timeout_s` seconds for it to be certain."""
         self._decided.wait(timeout_s)
-        return self._verdict.first
+        return self.first_failure
 
     def tell(self, message: Message) -> None:
         """Handles a message of this very process, as if a peer had sent it."""
@@ -256,6 +259,8 @@ class ControlServer:
                 self._inspection.entered(rank, message)
             case Stopped():
                 self._send_all(self._stop.left(rank))
+            case Saved(path):
+                self._checkpoint = path
             case Progress(where):
                 if self._stall is not None and peer.is_active:
                     self._stall.report(peer.identity, where, now)
