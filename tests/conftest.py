@@ -38,6 +38,7 @@ _ENDING_GRACE_S = 2.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--slow`: the second tier as well; `-m slow` with it selects that tier alone."""
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--exhaustive", action="store_true", help="--slow and every cell of matrices")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,10 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what only `--slow` runs."""
-    if config.getoption("--slow"):
+    """Leaves out what only `--slow` or `--exhaustive` run."""
+    if config.getoption("--exhaustive"):
         return
-    left_out = [item for item in items if item.get_closest_marker("slow")]
+    kinds = ("exhaustive",) if config.getoption("--slow") else ("exhaustive", "slow")
+    left_out = [item for item in items if any(item.get_closest_marker(kind) for kind in kinds)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

@@ -260,8 +260,10 @@ def test_no_history_commits_a_step_in_two_generations(size, draws) -> None:
     play(size, draws)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(i, marks=pytest.mark.exhaustive if i else pytest.mark.slow) for i in range(10)],
+)
 def test_a_hundred_thousand_histories(seed) -> None:
     generator = random.Random(seed)
     reached = set()
