@@ -88,6 +88,7 @@ __all__ = [
     "layer_sync",
     "lightnings",
     "limit_epoch",
+    "limit_validation",
     "loaded_roots",
     "loader_states",
     "loaders_of",
@@ -99,6 +100,8 @@ __all__ = [
     "replace_signal_handlers",
     "reset_seed",
     "running_hook",
+    "saved_last",
+    "set_batches_that_stepped",
     "set_launcher",
     "set_num_threads_if_needed",
     "set_redirection",
@@ -108,6 +111,7 @@ __all__ = [
     "stop_exceptions",
     "teardown_trainer",
     "training_results",
+    "validates_now",
     "wrap_steps",
 ]
 
@@ -437,7 +441,9 @@ def set_training_results(trainer: Trainer, results: ResultCollection) -> None:
     _set(trainer.fit_loop.epoch_loop, "_results", results)
 
 
-def wrap_steps(trainer: Trainer, *, advance: Any, on_advance_end: Any, on_epoch_start: Any) -> None:
+def wrap_steps(
+    trainer: Trainer, *, advance: Any, on_advance_end: Any, on_epoch_start: Any, on_run_end: Any, others: Any
+) -> None:
     """Has the loops of training call functions with their own method, and its arguments, for each step.
 
     Args:
@@ -445,12 +451,23 @@ def wrap_steps(trainer: Trainer, *, advance: Any, on_advance_end: Any, on_epoch_
         advance: for `_TrainingEpochLoop.advance`.
         on_advance_end: for `_TrainingEpochLoop.on_advance_end`.
         on_epoch_start: for `_FitLoop.on_advance_start`.
+        on_run_end: for `_FitLoop.on_run_end`.
+        others: for `_FitLoop.on_advance_end`, and for `Trainer._run_sanity_check`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     loop.advance = functools.partial(advance, _get(loop, "advance"))
     loop.on_advance_end = functools.partial(on_advance_end, _get(loop, "on_advance_end"))
     outer: Any = trainer.fit_loop
     outer.on_advance_start = functools.partial(on_epoch_start, _get(outer, "on_advance_start"))
+    outer.on_run_end = functools.partial(on_run_end, _get(outer, "on_run_end"))
+    outer.on_advance_end = functools.partial(others, _get(outer, "on_advance_end"))
+    _set(trainer, "_run_sanity_check", functools.partial(others, _get(trainer, "_run_sanity_check")))
+
+
+def validates_now(trainer: Trainer) -> bool:
+    """Whether a validation follows the present batch: `_should_check_val_fx` of the loop."""
+    outer: Any = trainer.fit_loop
+    return bool(_get(outer.epoch_loop, "_should_check_val_fx")(_get(outer, "_data_fetcher")))
 
 
 def training_results(trainer: Trainer) -> dict[str, Any]:
@@ -482,14 +499,30 @@ def limit_epoch(trainer: Trainer, num_batches: int) -> None:
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
 
-def fetch_anew(trainer: Trainer, fetcher: Any, num_fetched: int) -> None:
+def limit_validation(trainer: Trainer) -> None:
+    """Counts the batches of validation anew, whose samplers deal to others: `_max_batches` of its loop."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    limit: Any = trainer.limit_val_batches
+    for index, loader in enumerate(loaders_of(loop)):
+        if hasattr(getattr(loader, "sampler", None), "num_replicas"):
+            length = len(loader)
+            limited = min(length, limit) if isinstance(limit, int) else int(length * limit)
+            _get(loop, "_max_batches")[index] = limited
+
+
+def saved_last(callback: Any) -> int | None:
+    """The step at which a `ModelCheckpoint` has saved last, `_last_global_step_saved`; None for others."""
+    return getattr(callback, "_last_global_step_saved", None)
+
+
+def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
     """Lets go of prefetched batches, and goes on with what the samplers give now.
 
     Args:
         trainer: whose loaders.
-        fetcher: of its training loop.
         num_fetched: batches of this epoch that are used already.
     """
+    fetcher = _get(trainer.fit_loop, "_data_fetcher")
     limit_epoch(trainer, num_fetched + max(len(loader) for loader in loaders_of(trainer.fit_loop)))
     iter(fetcher)
     fetcher.fetched = num_fetched
@@ -565,7 +598,7 @@ def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -
         for tracker in (progress.total, progress.current):
             tracker.completed = tracker.ready - 1
     else:  # Lightning counts one more where it thinks that it comes from a validation
-        stepped = loop._batches_that_stepped - int(loop._should_check_val_fx(outer._data_fetcher))
+        stepped = loop._batches_that_stepped - int(validates_now(trainer))
     loop._batches_that_stepped = stepped
 
 
@@ -630,6 +663,11 @@ def batches_that_stepped(trainer: Trainer) -> int:
     """The step under which Lightning logs, counting several optimizers as one: `_batches_that_stepped`."""
     number: int = _get(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
     return number
+
+
+def set_batches_that_stepped(trainer: Trainer, number: int) -> None:
+    """Sets the same."""
+    _set(trainer.fit_loop.epoch_loop, "_batches_that_stepped", number)
 
 
 def at_step_boundaries(trainer: Trainer, check: Callable[[], None]) -> None:

@@ -818,13 +818,28 @@ class CustomDDPStrategy(DDPStrategy):
         return Group(group, joined.interrupt, transport=joined.transport)
 
     def _is_alone(self) -> bool:
-        """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""
-        return self._group is None or (self._session is not None and self._session.control.is_over)
+        """Whether nobody would answer.
+
+        Before the launch, once this rank unwinds from a failure, and where it finishes without the others.
+        """
+        if self._group is None or (self._recovery is not None and self._recovery.is_alone):
+            return True
+        return self._session is not None and self._session.control.is_over
+
+    def _together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
+        """What a collective returns; this rank's own if the others have lost one after a committed step."""
+        try:
+            return call()
+        except Exception as error:
+            if self._recovery is None or not self._recovery.finishes_alone(error):
+                raise
+            return alone()
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
         if self._group is not None and not self._is_alone():
-            collectives.barrier(self._group, self.root_device, name)
+            group = self._group
+            self._together(lambda: collectives.barrier(group, self.root_device, name), lambda: None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`.
@@ -833,7 +848,11 @@ class CustomDDPStrategy(DDPStrategy):
         """
         if self._group is None or self._is_alone():
             return obj
-        received: T = collectives.broadcast_nested(self._group, obj, src, self.root_device, label="broadcast")
+        group = self._group
+        received: T = self._together(
+            lambda: collectives.broadcast_nested(group, obj, src, self.root_device, label="broadcast"),
+            lambda: obj,
+        )
         return received
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -858,7 +877,11 @@ class CustomDDPStrategy(DDPStrategy):
         if self._lockstep is not None and self._lockstep.is_partial:
             self._lockstep.reduce(self._group_of(group), leaves, reduce_op)
         else:
-            collectives.all_reduce_coalesced(self._group_of(group), leaves, reduce_op)
+            own = [leaf.clone() for leaf in leaves] if self._recovery is not None else []
+            self._together(
+                lambda: collectives.all_reduce_coalesced(self._group_of(group), leaves, reduce_op),
+                lambda: _put(leaves, own),
+            )
         return tensor
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -887,7 +910,10 @@ class CustomDDPStrategy(DDPStrategy):
             return tensor
         if self._is_alone():
             return tensor.unsqueeze(0)
-        return collectives.all_gather(self._group_of(group), tensor, sync_grads=sync_grads)
+        return self._together(
+            lambda: collectives.all_gather(self._group_of(group), tensor, sync_grads=sync_grads),
+            lambda: tensor.unsqueeze(0),
+        )
 
     # ------------------------------------------------------------------ end
 
@@ -912,6 +938,12 @@ class CustomDDPStrategy(DDPStrategy):
             self._lockstep.forget()
             self._lockstep = None
         super().teardown()
+
+
+def _put(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Writes values into tensors."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def _as_wrapper(model: object) -> BucketedDDP | None:

@@ -136,7 +136,9 @@ class EmergencyCheckpoint:
 
     def _settle(self) -> str | None:
         """Makes the state that of the last committed step; returns why it cannot be."""
-        if self._versions not in (None, self._version_of_parameters()):
+        assert self._ours is not None  # a fit has begun
+        is_forced = self._ours.alarm.is_forced  # perhaps within an update, which not all count
+        if self._versions is not None and (is_forced or self._versions != self._version_of_parameters()):
             return "an optimizer step or an average of parameters was interrupted"
         is_committed = self._committed_batch == self._batch
         if is_committed:

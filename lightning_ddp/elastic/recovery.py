@@ -11,11 +11,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_ddp._lightning import Trainer, fetch_anew, finish_batch, limit_epoch, loaders_of, wrap_steps
+from lightning_ddp._lightning import (
+    Trainer,
+    batches_that_stepped,
+    fetch_anew,
+    finish_batch,
+    limit_epoch,
+    limit_validation,
+    loaders_of,
+    validates_now,
+    wrap_steps,
+)
 from lightning_ddp.comm.group import Group
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
-from lightning_ddp.elastic.undo import Mark, RandomStates
+from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates
 from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.reconciliation import Reconciliation
@@ -53,12 +63,21 @@ class Recovery:
         self.dealer = Dealer()
         self.committed = 0
         """Optimizer steps of this fit that are finished."""
+        self.is_alone = False
+        """Whether this rank finishes what the others have finished already, without them."""
+        self._is_finishing = False
+        self._phase = self._last_phase = 0
         self._is_clean = True
         self._mark: Mark | None = None
         self._batch: Any = None
         self._output: Any = None
         wrap_steps(
-            trainer, advance=self._advance, on_advance_end=self._end_advance, on_epoch_start=self._start_epoch
+            trainer,
+            advance=self._advance,
+            on_advance_end=self._end_advance,
+            on_epoch_start=self._start_epoch,
+            on_run_end=self._end_run,
+            others=self._repeat,
         )
 
     # ------------------------------------------------------------------ told by the strategy
@@ -70,6 +89,7 @@ class Recovery:
     def commit(self) -> None:
         """An optimizer step is finished."""
         self.committed += 1
+        self._is_finishing = True
 
     def note_batch(self, batch: Any) -> None:
         """The batch that is about to be used."""
@@ -85,6 +105,16 @@ class Recovery:
             self._mark.restore()
         return self._is_clean
 
+    def finishes_alone(self, error: Exception) -> bool:
+        """Whether the hooks after a committed step go on without others, one of which is lost.
+
+        All meet again at the end of the batch; a hook is not called twice.
+        """
+        if not self._is_finishing or not self._ours.is_call(error):
+            return False
+        self.is_alone = True
+        return True
+
     # ------------------------------------------------------------------ Lightning's steps
 
     @property
@@ -96,9 +126,12 @@ class Recovery:
         return self._trainer.strategy.model
 
     def _start_epoch(self, start: Callable[[], None]) -> None:
-        start()
-        if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks than before
-            limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
+        def start_whole() -> None:
+            start()
+            if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks
+                limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
+
+        self._repeat(start_whole, is_new_epoch=True)
 
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
         def attempt() -> None:
@@ -106,8 +139,15 @@ class Recovery:
             advance(fetcher)
 
         while not self._is_through(attempt):
-            if self._go_on(fetcher):
-                return
+            if self._go_on():
+                break
+        self._end_phase()
+
+    def _end_phase(self) -> None:
+        """A part of the loops is finished; where the others were here already, all go on together."""
+        self._is_finishing = False
+        self._phase += 1
+        self.is_alone = self._phase < self._last_phase
 
     def _is_through(self, attempt: Callable[[], None]) -> bool:
         """Calls a function; returns False if it was interrupted, and the ranks that are left are to meet."""
@@ -136,28 +176,46 @@ class Recovery:
         self._boundary()
 
     def _end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
-        """Validation, if it is time. It is repeated from its beginning."""
-        modes = [(module, module.training) for module in self._trainer.lightning_module.modules()]
-        states = RandomStates()
+        """Validation, if it is time."""
+        if validates_now(self._trainer):
+            self._repeat(lambda: end(fetcher))
+        else:
+            end(fetcher)
+            self._end_phase()
+
+    def _end_run(self, end: Callable[[], None]) -> None:
+        self._repeat(end)
+        self._calls.defer(False)  # nothing that follows is repeated
+
+    def _repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> None:
+        """A part of the loops that takes no steps. It is repeated from its beginning.
+
+        Args:
+            phase: what is done.
+            is_new_epoch: whether the batches that are counted are those of the epoch before.
+        """
+        mark = PhaseMark(self._trainer, self._trainer.lightning_module)
 
         def attempt() -> None:
             self._calls.defer(False)
             self._ours.interrupt.check()
-            end(fetcher)
+            phase()
             self._calls.defer(True)
 
         while not self._is_through(attempt):
             self._mark = None  # the step is over
-            self._go_on(fetcher)
-            for module, is_training in modes:
-                module.training = is_training
-            self._trainer.training = True
-            states.restore()
+            self._go_on(num_batches=0 if is_new_epoch else None)
+            mark.restore()
+        self._end_phase()
 
     # ------------------------------------------------------------------ recovery
 
-    def _go_on(self, fetcher: Any) -> bool:
-        """Meets the others again; returns whether the batch is finished, so that it is not done again."""
+    def _go_on(self, num_batches: int | None = None) -> bool:
+        """Meets the others again; returns whether the batch is finished, so that it is not done again.
+
+        Args:
+            num_batches: that are used of the epoch; None for what the loop has counted.
+        """
         old_rank = self._calls.member.rank
         step, mark = self.committed, self._mark
         error = self._calls.error
@@ -165,15 +223,18 @@ class Recovery:
         form = self._regroup(is_trying=is_trying)
         is_lifted = form.step > step
         self.committed = form.step
+        self._last_phase = form.phase
+        self.is_alone = self._phase < form.phase
         is_undone = is_trying and not is_lifted
-        num_batches = self._loop.batch_progress.current.ready
+        if num_batches is None:
+            num_batches = self._loop.batch_progress.current.ready
         if is_undone and mark is not None:
             mark.restore()
             num_batches = mark.num_batches
         elif is_lifted and mark is not None:
             self._count_lifted(mark)
         states = RandomStates()
-        self._deal(fetcher, num_batches)
+        self._deal(num_batches)
         states.restore()
         self._tell(form, old_rank, error)
         if is_undone and mark is not None:
@@ -184,6 +245,7 @@ class Recovery:
             and self._loop.batch_progress.total.completed < self._loop.batch_progress.total.ready
         ):
             self._calls.defer(True)
+            self.is_alone = True  # the others have done so, and would not answer
             finish_batch(self._trainer, self._batch, self._output)
         return True
 
@@ -201,7 +263,11 @@ class Recovery:
 
         def attempt() -> None:
             form = calls.wait_for_form(
-                self.committed, is_clean=self._is_clean, is_trying=is_trying, check=self._ours.check_end
+                self.committed,
+                is_clean=self._is_clean,
+                is_trying=is_trying,
+                phase=self._phase,
+                check=self._ours.check_end,
             )
             calls.enter(form)
             group = self._meet(form)
@@ -230,15 +296,17 @@ class Recovery:
         )
         self._is_clean = True
 
-    def _deal(self, fetcher: Any, num_batches: int) -> None:
+    def _deal(self, num_batches: int) -> None:
         member = self._calls.member
         world_size = self._trainer.world_size
         self.dealer.deal(num_batches, member.rank, world_size)
-        fetch_anew(self._trainer, fetcher, num_batches)
+        if loaders_of(self._trainer.fit_loop):  # not so in the sanity check
+            fetch_anew(self._trainer, num_batches)
         for loader in loaders_of(self._loop.val_loop):
             sampler = getattr(loader, "sampler", None)
             if hasattr(sampler, "num_replicas"):
                 set_ranks(sampler, member.rank, world_size)
+        limit_validation(self._trainer)
 
     def _tell(self, form: Form, old_rank: int, error: Any) -> None:
         seconds = time.monotonic() - self._calls.heard_at
@@ -263,3 +331,9 @@ class Recovery:
                 seconds,
             )
         tell_of_change(self._trainer, self._trainer.lightning_module, change)
+        metrics = {"count": form.generation, "seconds": seconds, "world_size": change.new_world_size}
+        for logger in self._trainer.loggers:
+            logger.log_metrics(
+                {f"recovery/{name}": float(value) for name, value in metrics.items()},
+                step=batches_that_stepped(self._trainer),
+            )

@@ -54,8 +54,6 @@ def check_arguments(
             "the gradients of batches of different sizes are not weighted yet",
             "batch='rank'",
         )
-    if settings.exceptions:
-        _refuse("exceptions=True", "only ranks whose processes end are left behind yet", "exceptions=False")
 
 
 def check_training(trainer: Any, *, num_nodes: int, is_external: bool, device_type: str) -> None:

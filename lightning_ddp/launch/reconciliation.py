@@ -255,7 +255,7 @@ class Reconciliation:
             self.alarm.silence()
             self._has_raised.set()
             failure = self._end(error)
-            self._save_last(error)
+            self._save_last(error, is_own=failure is None)
             if failure is not None:  # the echo itself explains nothing, but where it was raised does
                 raise failure.with_traceback(error.__traceback__) from None
             raise
@@ -301,7 +301,7 @@ class Reconciliation:
     def _end(self, error: BaseException) -> PeerFailure | None:
         """Reports what ended the run on this rank, and makes its collectives fail instead of waiting."""
         failure = None
-        if self.calls is not None:
+        if self.calls is not None and not self._is_left_behind(error):
             self.calls.decline(f"rank {self.identity.rank if self.identity else -1} cannot go on: {error}")
         for _ in range(_MOST_INTERRUPTIONS):
             try:
@@ -324,13 +324,25 @@ class Reconciliation:
                 atexit.register(waiting.join)
         return failure
 
-    def _save_last(self, error: BaseException) -> None:
-        """Saves a checkpoint, if this is the lowest rank that has not failed."""
+    def _is_left_behind(self, error: BaseException) -> bool:
+        """Whether the others go on without this rank, whose code has raised."""
+        recovery = self._settings.recovery
+        return recovery is not None and recovery.exceptions and not isinstance(error, LightningDDPError)
+
+    def _save_last(self, error: BaseException, *, is_own: bool) -> None:
+        """Saves a checkpoint, if this is the lowest rank that has not failed first.
+
+        Args:
+            error: what has ended the run here.
+            is_own: whether that is this rank's own; a process that died meanwhile is no better reason.
+        """
         if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
             return
         with suppress(BaseException):  # whatever comes now, the failure itself is what is raised
             first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0)
             if first is None or first.exception_type == "KeyboardInterrupt":
+                return
+            if is_own and first.exception_type is None:
                 return
             path = self.save_last() if self.watch.identity.rank == int(first.rank == 0) else None
             if path is not None:
@@ -550,7 +562,7 @@ class Reconciliation:
         start, has_aborted = time.monotonic(), False
         while not self.alarm.is_silent:
             if time.monotonic() - start >= _LONGEST_STEP_S:
-                self.alarm.is_deferred = False
+                self.alarm.force()
             self.alarm.ring(error)
             time.sleep(_ABORT_AFTER_S if not has_aborted else _RING_EVERY_S)
             if not has_aborted and time.monotonic() - start >= _ABORT_AFTER_S and not self.alarm.is_silent:

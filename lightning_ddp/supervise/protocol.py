@@ -153,6 +153,8 @@ class Present(Message):
     """Whether its state is that after this step."""
     is_trying: bool
     """Whether the next step had begun."""
+    phase: int = 0
+    """Parts of the loops (batches, validations, ends of epochs ...) that it has finished."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,8 @@ class Form(Message):
     """Who copies it."""
     is_retried: bool
     """Whether the next step had begun, and is done again."""
+    phase: int = 0
+    """The most that a member has finished: the others finish theirs alone, and then all go on together."""
 
 
 @dataclass(frozen=True)

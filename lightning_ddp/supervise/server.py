@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hmac
 import logging
+import os
 import selectors
 import socket
 import threading
@@ -378,6 +379,14 @@ class ControlServer:
 
     # ------------------------------------------------------------------ going on without a rank
 
+    def _is_of_one_rank(self, record: FailureRecord) -> bool:
+        """Whether the others may go on: a process has ended, or its code has raised where that is allowed."""
+        recovery = self._settings.recovery
+        if record.exception_class is None or recovery is None or not recovery.exceptions:
+            return _is_of_a_process(record)
+        is_of_user = not record.exception_class.startswith("lightning_ddp.")
+        return is_of_user and record.exception_type != "KeyboardInterrupt" and record.pid != os.getpid()
+
     def _place_of(self, rank: int) -> int:
         return next((place for place, known in self._identities.items() if known.rank == rank), rank)
 
@@ -431,7 +440,7 @@ class ControlServer:
         membership = self._membership
         if membership is None or self._is_told:
             return
-        while (first := self._verdict.decide(now)) is not None and _is_of_a_process(first):
+        while (first := self._verdict.decide(now)) is not None and self._is_of_one_rank(first):
             if not self._lose(first, now, has_ended=first.exit_code is not None):
                 break
             self._verdict.set_aside(first.rank)

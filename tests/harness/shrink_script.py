@@ -34,6 +34,8 @@ def die_if(moment: str, step: int) -> None:
     for fault in ORDER.get("faults", []):
         if (fault["place"], fault["moment"], fault["step"]) == (PLACE, moment, step):
             note(event="dies", time=time.time())
+            if fault.get("how") == "raise":
+                raise ValueError("a picture is broken")
             if fault.get("how") == "exit":
                 os._exit(0)
             if "delay_s" in fault:  # the kernel ends it, at whatever it is doing then
@@ -114,8 +116,15 @@ class Model(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        die_if("validation", self.global_step)
+        die_if("sanity check" if self.trainer.sanity_checking else "validation", self.global_step)
         self.log("val", self.net(batch[0]).mean(), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        die_if("epoch end", self.global_step)
+        self.log("end of epoch", 1.0, sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        die_if("checkpoint", self.global_step)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -197,6 +206,7 @@ class Ledger(pl.Callback):
 def new_trainer() -> pl.Trainer:
     """As the order says."""
     stall_timeout = timedelta(seconds=ORDER["stall_s"]) if "stall_s" in ORDER else None
+    saving = [pl.callbacks.ModelCheckpoint(FOLDER / "saved", **ORDER["saves"])] if "saves" in ORDER else []
     return pl.Trainer(
         accelerator="cpu",
         devices=ORDER.get("devices", 4),
@@ -205,9 +215,9 @@ def new_trainer() -> pl.Trainer:
             stall_timeout=stall_timeout,
             **{"on_failure": "shrink", **ORDER.get("strategy", {})},
         ),
-        callbacks=[Ledger()] if "ends" not in NOTED else [],
-        logger=False,
-        enable_checkpointing=False,
+        callbacks=[Ledger(), *saving] if "ends" not in NOTED else [],
+        logger=pl.loggers.CSVLogger(FOLDER / "logs") if ORDER.get("logs") else False,
+        enable_checkpointing="saves" in ORDER,
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_epochs": 2, "num_sanity_val_steps": 0, **ORDER.get("trainer", {})},
