@@ -168,6 +168,17 @@ def test_a_process_that_ends_with_code_0_or_is_stopped_is_lost_as_well(how, tmp_
 
 
 @pytest.mark.slow
+def test_one_recovery_after_the_other_holds_no_more_than_the_first(tmp_path) -> None:
+    kills = [fault(place, MOMENTS[place % 4 + 3], 2 * (6 - place)) for place in range(5, 0, -1)]
+    ledger = train(tmp_path, devices=6, faults=kills)
+    ledger.check([0])
+    changes = [entry for entry in ledger.changes if entry["place"] == 0]
+    assert [entry["sizes"] for entry in changes] == [[6, 5], [5, 4], [4, 3], [3, 2], [2, 1]]
+    held = [entry["held"] for entry in changes]
+    assert all(after <= before for before, after in zip(held[0], held[-1], strict=True)), held
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["forward", "validation"])
 def test_a_rank_whose_code_raises_is_left_behind_where_that_is_allowed(moment, tmp_path) -> None:
     step = 8 if moment == "validation" else 3

@@ -6,6 +6,7 @@ and the batch is finished, where its optimizer step is committed, or done again 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -34,6 +35,13 @@ from lightning_ddp.supervise.protocol import Form
 __all__ = ["Recovery"]
 
 _log = logging.getLogger("lightning_ddp")
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Lets go of what the functions that an error has come through hold: groups, with their threads."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 class Recovery:
@@ -163,6 +171,7 @@ class Recovery:
             self._calls.defer(True)
             if not self._ours.is_call(error):
                 raise
+        _forget_frames(self._calls.error)
         return False
 
     def _begin(self) -> None:
@@ -260,6 +269,14 @@ class Recovery:
         """Answers the call, and enters the generation that follows; anew if another rank is lost."""
         calls = self._calls
         entered: list[Form] = []
+        has_collected = False
+
+        def look() -> None:
+            nonlocal has_collected
+            if not has_collected:  # what was left of an earlier group, while the server waits for all anyway
+                gc.collect()
+            has_collected = True
+            self._ours.check_end()
 
         def attempt() -> None:
             form = calls.wait_for_form(
@@ -267,7 +284,7 @@ class Recovery:
                 is_clean=self._is_clean,
                 is_trying=is_trying,
                 phase=self._phase,
-                check=self._ours.check_end,
+                check=look,
             )
             calls.enter(form)
             group = self._meet(form)

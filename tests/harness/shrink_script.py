@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -191,6 +192,12 @@ class Ledger(pl.Callback):
             seconds=change.seconds,
             retried=change.retried,
             cause=str(change.cause),
+            held=[
+                len(os.listdir("/proc/self/fd")),
+                threading.active_count(),
+                len(os.listdir("/proc/self/task")),
+                Path("/proc/self/maps").read_text().count("/memfd:"),
+            ],
         )
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
