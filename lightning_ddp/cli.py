@@ -19,6 +19,7 @@ from lightning_ddp.tools import ToolError, draw_timeline
 from lightning_ddp.tools.bench.failures import FAILURES
 from lightning_ddp.tools.bench.hooks import HOOKS
 from lightning_ddp.tools.bench.launch import LAUNCH
+from lightning_ddp.tools.bench.recovery import RECOVERY
 from lightning_ddp.tools.bench.scaling import SCALING
 from lightning_ddp.tools.bench.step import STEP
 from lightning_ddp.tools.doctor import command as doctor
@@ -64,7 +65,7 @@ _COMMANDS: Mapping[str, Command] = {
     "doctor": doctor,
     "timeline": draw_timeline,
 }
-_BENCHMARKS = (STEP, LAUNCH, FAILURES, HOOKS, SCALING)
+_BENCHMARKS = (STEP, LAUNCH, FAILURES, RECOVERY, HOOKS, SCALING)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""`examples/train_digits.py`, run as a user runs it."""
+"""The examples, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def table_of(result: ScriptResult) -> dict[str, str]:
     found = re.findall(pattern, result.stdout, re.MULTILINE)
     assert [name for name, _ in found] == list(ROWS), result.stdout[-4000:]
     return dict(found)
+
+
+def test_two_of_four_processes_are_killed_and_the_others_go_on(tmp_path):
+    script = ROOT / "examples" / "kill_a_rank.py"
+    result = run_script(script, cwd=tmp_path, timeout_s=300, hidden_packages=()).check()
+    assert "rank 3 lost at step 60; 3 ranks go on" in result.stderr
+    assert "rank 1 lost at step 120; 2 ranks go on" in result.stderr
+    assert "240 steps, picture: kill_a_rank.png" in result.stdout
+    require_picture(tmp_path / "kill_a_rank.png")
+    assert len(script.read_text().splitlines()) < 80
 
 
 def require_picture(path: Path) -> None:
