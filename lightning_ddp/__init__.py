@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_ddp.data_parallel.replicate import DataParallel, data_parallel, replicate
     from lightning_ddp.data_parallel.scatter import gather, scatter
     from lightning_ddp.ddp.module import BucketedDDP
+    from lightning_ddp.fabric import CustomFabricStrategy
     from lightning_ddp.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "BucketedDDP",
     "CustomDDPPlugin",
     "CustomDDPStrategy",
+    "CustomFabricStrategy",
     "DataParallel",
     "PeerFailure",
     "Trainer",
@@ -45,6 +47,7 @@ __all__ = [
 _CATALOGUES = ("averaging", "callbacks", "hooks")
 _LATER = {
     "BucketedDDP": "ddp.module",
+    "CustomFabricStrategy": "fabric",
     "DataParallel": "data_parallel.replicate",
     "data_parallel": "data_parallel.replicate",
     "gather": "data_parallel.scatter",

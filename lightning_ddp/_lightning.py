@@ -28,6 +28,7 @@ import torch
 from lightning_ddp.errors import UnsupportedVersionError, unknown_argument
 
 if TYPE_CHECKING:
+    from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
     from pytorch_lightning import LightningModule as LightningModule
     from pytorch_lightning import Trainer as Trainer
     from pytorch_lightning.accelerators import Accelerator as Accelerator
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "FABRICS",
     "ROOTS",
     "Accelerator",
     "AsyncCheckpointIO",
@@ -58,6 +60,7 @@ __all__ = [
     "CheckpointIO",
     "ClusterEnvironment",
     "DDPStrategy",
+    "FabricDDPStrategy",
     "ForwardRedirection",
     "LightningEnvironment",
     "LightningModule",
@@ -96,6 +99,7 @@ __all__ = [
     "note_sigterm",
     "num_cuda_devices",
     "optimizers_to_device",
+    "pass_for_fabrics",
     "read_rank_again",
     "replace_signal_handlers",
     "reset_seed",
@@ -111,6 +115,7 @@ __all__ = [
     "stop_exceptions",
     "teardown_trainer",
     "training_results",
+    "unshare",
     "validates_now",
     "wrap_steps",
 ]
@@ -119,11 +124,14 @@ C = TypeVar("C", bound=type)
 
 ROOTS = ("pytorch_lightning", "lightning.pytorch")
 """The namespaces of Lightning."""
+FABRICS = {"lightning_fabric": ROOTS[0], "lightning.fabric": ROOTS[1]}
+"""Those of Fabric, which each of the others builds on."""
 
 # our name -> (module below the root, name there); "fabric:" is the other package of the same family
 _BASES = {
     "Callback": ("callbacks", "Callback"),
     "DDPStrategy": ("strategies", "DDPStrategy"),
+    "FabricDDPStrategy": ("fabric:strategies", "DDPStrategy"),
     "ForwardRedirection": ("strategies.strategy", "_ForwardRedirection"),
     "MultiProcessingLauncher": ("strategies.launchers", "_MultiProcessingLauncher"),
     "ResultCollection": ("trainer.connectors.logger_connector.result", "_ResultCollection"),
@@ -141,6 +149,9 @@ _KINDS = {
     "SLURMEnvironment": ("plugins.environments", "SLURMEnvironment"),
 }
 _OTHERS = {
+    "FabricFunctionLauncher": ("fabric:strategies.launchers", "_MultiProcessingLauncher"),
+    "FabricScriptLauncher": ("fabric:strategies.launchers", "_SubprocessScriptLauncher"),
+    "unshare": ("fabric:strategies.launchers.multiprocessing", "_disable_module_memory_sharing"),
     "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
     "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
     "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
@@ -178,8 +189,8 @@ def _root_in_use() -> str:
 def _root_of(owner: object) -> str | None:
     """The namespace that an object's class comes from, or the first of its bases that comes from one."""
     for kind in type(owner).__mro__:
-        for root in ROOTS:
-            if f"{kind.__module__}.".startswith(f"{root}."):
+        for name, root in {**dict(zip(ROOTS, ROOTS, strict=True)), **FABRICS}.items():
+            if f"{kind.__module__}.".startswith(f"{name}."):
                 return root
     return None
 
@@ -199,7 +210,7 @@ def lightnings(name: str, root: str | None = None) -> Any:
 
 @functools.cache
 def _names_of(root: str) -> dict[str, Any]:
-    fabric = "lightning_fabric" if root == ROOTS[0] else "lightning.fabric"
+    fabric = next(name for name, family in FABRICS.items() if family == root)
     found = {}
     for ours, (module, theirs) in {**_BASES, **_KINDS, **_OTHERS}.items():
         family, _, path = module.rpartition(":")
@@ -327,7 +338,8 @@ def accept_strategies(module: Any) -> None:
     Args:
         module: its `strategies`.
     """
-    module.DDPStrategy.register(DDPStrategy)
+    is_fabrics = module.__name__.partition(".strategies")[0] in FABRICS
+    module.DDPStrategy.register(FabricDDPStrategy if is_fabrics else DDPStrategy)
 
 
 def explain_refusals(module: Any, explain: Callable[[Exception, Any, Any], str | None]) -> None:
@@ -491,10 +503,17 @@ def loaders_of(loop: Any) -> list[Any]:
 
 
 def limit_epoch(trainer: Trainer, num_batches: int) -> None:
-    """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates."""
+    """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates.
+
+    Args:
+        trainer: whose epoch.
+        num_batches: that the loaders have; fewer are used with `limit_train_batches`.
+    """
     loop: Any = trainer.fit_loop
+    limit = trainer.limit_train_batches
+    num_batches = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
     loop.max_batches = num_batches
-    loop._combined_loader.limits = [float("inf")] * len(loop._combined_loader.flattened)
+    loop._combined_loader.limits = [num_batches] * len(loop._combined_loader.flattened)
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, float("inf")):
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
@@ -513,6 +532,13 @@ def limit_validation(trainer: Trainer) -> None:
 def saved_last(callback: Any) -> int | None:
     """The step at which a `ModelCheckpoint` has saved last, `_last_global_step_saved`; None for others."""
     return getattr(callback, "_last_global_step_saved", None)
+
+
+def may_validate(trainer: Trainer, fetcher: Any) -> bool:
+    """Whether validation may follow a batch of training: `_should_check_val_fx`, or it is time."""
+    is_timed = getattr(trainer, "_val_check_time_interval", None) is not None
+    is_due: bool = _get(trainer.fit_loop.epoch_loop, "_should_check_val_fx")(fetcher)
+    return is_timed or is_due
 
 
 def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
@@ -719,9 +745,20 @@ def running_hook(module: LightningModule) -> str | None:
 # ---------------------------------------------------------------------- the strategy and its launcher
 
 
-def set_launcher(strategy: DDPStrategy, launcher: Any) -> None:
+def set_launcher(strategy: Any, launcher: Any) -> None:
     """Sets what `Strategy.launcher` returns: `_launcher`."""
     _set(strategy, "_launcher", launcher)
+
+
+def pass_for_fabrics(launcher: Any) -> None:
+    """Has Fabric take one for its own: `_MultiProcessingLauncher`, or `_SubprocessScriptLauncher`."""
+    kind = "Function" if isinstance(launcher, MultiProcessingLauncher) else "Script"
+    lightnings(f"Fabric{kind}Launcher", _root_of(launcher)).register(type(launcher))
+
+
+def unshare(arguments: Any) -> Any:
+    """Gives models that were sent to a new process memory of their own: `_disable_module_memory_sharing`."""
+    return lightnings("unshare")(arguments)
 
 
 def set_redirection(strategy: DDPStrategy, redirection: ForwardRedirection) -> None:
@@ -734,7 +771,7 @@ def layer_sync(strategy: DDPStrategy) -> Any:
     return _get(strategy, "_layer_sync")
 
 
-def choose_backend(strategy: DDPStrategy) -> str:
+def choose_backend(strategy: Any) -> str:
     """Decides on the backend, the user's or that of the device, which `process_group_backend` tells then.
 
     `_get_process_group_backend` chooses it, and `_process_group_backend` keeps it.

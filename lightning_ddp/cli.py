@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from lightning_ddp.launch import supervisor
-from lightning_ddp.tools import ToolError, draw_timeline
+from lightning_ddp.tools import ToolError, draw_timeline, run_page
 from lightning_ddp.tools.bench.failures import FAILURES
 from lightning_ddp.tools.bench.hooks import HOOKS
 from lightning_ddp.tools.bench.launch import LAUNCH
@@ -64,6 +64,7 @@ _COMMANDS: Mapping[str, Command] = {
     "variants": Variants(),
     "doctor": doctor,
     "timeline": draw_timeline,
+    "report": run_page,
 }
 _BENCHMARKS = (STEP, LAUNCH, FAILURES, RECOVERY, HOOKS, SCALING)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_ddp.comm.collectives import all_gather_objects
+from lightning_ddp.comm.collectives import all_gather_objects, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.hook_identity import describe_hook, hook_name
 from lightning_ddp.errors import ConfigurationError
@@ -85,6 +85,11 @@ class Communication:
         return self._named
 
     @property
+    def kind(self) -> str | None:
+        """The name of the hook that was asked for, 'function' for one without; None for no hook."""
+        return self._hook_plan.name if self._hook_plan else "function" if self._function else None
+
+    @property
     def momentum(self) -> float:
         """The momentum that the registered hook applies, instead of the optimizer."""
         return float(getattr(self._named.options, "momentum", 0.0)) if self._named is not None else 0.0
@@ -158,9 +163,20 @@ class Communication:
             model.register_comm_hook(self._hook_state, hook)
 
     def start(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
+        *,
+        keeps_rounds: bool = False,
     ) -> None:
         """Builds the averager, once there are optimizers. All ranks call it; communicates.
+
+        Args:
+            module: what is trained.
+            optimizers: whose steps count.
+            group: the ranks.
+            keeps_rounds: whether a round that fails may be repeated by other ranks.
 
         Raises:
             ConfigurationError: an optimizer cannot be used with the averager or the hook.
@@ -176,6 +192,7 @@ class Communication:
             from lightning_ddp.averaging import build_averager
 
             self.averager = build_averager(self.averager_plan, module, optimizers, group)
+            self.averager.keeps_rounds = keeps_rounds
             self._follow()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
@@ -196,6 +213,68 @@ class Communication:
         """Makes the parameters the same on all ranks. All ranks call it; may communicate."""
         if self.averager is not None:
             self.averager.agree()
+
+    # ------------------------------------------------------------------ other ranks
+
+    def halt(self) -> None:
+        """Returns once no job of the hook or the averager runs, after ranks were lost."""
+        for owner in (self._named, self.averager):
+            if owner is not None:
+                owner.channel.halt()
+
+    def rejoin(self, group: Group, device: torch.device) -> None:
+        """Goes on with other ranks. All of them call it, after `halt`; communicates."""
+        if self._named is not None and self._hook_plan is not None:
+            from lightning_ddp.hooks import build_hook
+
+            built = build_hook(self._hook_plan, group, device)
+            self._named.channel, self._named.wire = built.channel, built.wire
+        if self.averager is not None:
+            self.averager.rejoin(group)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank takes steps of its own."""
+        return self.averager is not None and not self.averager.averages_gradients
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks have taken the last step together, or have averaged after it."""
+        return self.averager is None or self.averager.has_met
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether parameters are being averaged, after a step of the optimizer that is over."""
+        return self.averager is not None and self.averager.unfinished is not None
+
+    def complete_round(self) -> None:
+        """Repeats a round that was interrupted. All ranks come to it; communicates."""
+        assert self.averager is not None
+        self.averager.complete()
+
+    def mark(self) -> Any:
+        """What a step changes, as it is now, for `restore`. Between steps only."""
+        return self._stateful.mark() if self._stateful is not None else None
+
+    def restore(self, mark: Any) -> None:
+        """Undoes what has happened since `mark`."""
+        if self._stateful is not None:
+            self._stateful.restore(mark)
+
+    def copy_state(self, group: Group, source: int, device: torch.device, *, is_behind: bool) -> None:
+        """Gives ranks that are a step behind what is the same on all. All ranks call it; communicates."""
+        if self._stateful is not None:
+            mine = _pick(self._stateful, shared=True) if group.rank == source else None
+            shared = broadcast_nested(group, mine, source, device, label="state of a hook")
+            if is_behind:
+                self._stateful.finish(shared)
+        if self.averager is not None:
+            is_source = group.rank == source
+            mine = {**self.averager.state_dict(), "met": self.averager.met()} if is_source else None
+            shared = broadcast_nested(group, mine, source, device, label="state of an averager")
+            if is_behind:
+                self.averager.catch_up(shared)
+                self._follow()
 
     # ------------------------------------------------------------------ state
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,18 +37,15 @@ from lightning_ddp._lightning import (
     layer_sync,
     optimizers_to_device,
     reset_seed,
-    set_launcher,
     set_redirection,
     set_training_results,
 )
-from lightning_ddp._torch import tree_leaves
-from lightning_ddp.comm import collectives
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication, HookSpec
 from lightning_ddp.ddp.snapshot import copy_states, put_states
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
-from lightning_ddp.launch.init_method import check_meeting_place
-from lightning_ddp.shm.hosts import Transport, check_transport
+from lightning_ddp.shm.hosts import Transport
+from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore
 from lightning_ddp.supervise.settings import ReconcileSettings, parse_on_failure
 
 if TYPE_CHECKING:
@@ -65,11 +62,8 @@ if TYPE_CHECKING:
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
 T = TypeVar("T")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 UnevenInputs = Literal["error", "join"]
-_START_METHODS = get_args(StartMethod)
 _UNEVEN_INPUTS = (None, "error", "join")
-_DEBUG_LEVELS = (None, "detail")
 _log = logging.getLogger("lightning_ddp")
 _UNUSED = (
     "It looks like your LightningModule has parameters that were not used in the loss of training_step. Where"
@@ -78,7 +72,7 @@ _UNUSED = (
 )
 
 
-class CustomDDPStrategy(DDPStrategy):
+class CustomDDPStrategy(StrategyCore, DDPStrategy):
     """Data-parallel training in several processes, with this package's launcher, waits and reducer.
 
     A subclass of Lightning's `DDPStrategy` with its arguments and those of `BucketedDDP`. There is no
@@ -201,33 +195,32 @@ class CustomDDPStrategy(DDPStrategy):
         transport: Transport = "auto",
         init_method: str | None = None,
         store: dist.Store | None = None,
-        debug: Literal["detail"] | None = None,
+        debug: Debug | None = None,
         on_failure: str | Mapping[str, Any] = "stop",
         emergency_checkpoint: bool | str | Path = True,
     ) -> None:
-        from lightning_ddp.ddp.reducer_options import bucket_caps_bytes, check_broadcast_buffers
-
-        check_transport(transport)
-        check_broadcast_buffers(broadcast_buffers)
-        if process_group_backend is not None:
-            from lightning_ddp.launch.rendezvous import require_backend
-
-            require_backend(process_group_backend)
-        for name, duration in (("timeout", timeout), ("stall_timeout", stall_timeout)):
-            if not (duration is None or isinstance(duration, timedelta)):
-                raise ConfigurationError(
-                    f"{name}={duration!r}: expected a datetime.timedelta, such as timedelta(minutes=5)"
-                )
-        bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)  # says what is wrong with them, at once
-        if start_method not in _START_METHODS:
-            raise ConfigurationError(
-                f"start_method={start_method!r}; there are {', '.join(map(repr, _START_METHODS))}"
-            )
-        check_meeting_place(init_method, store, start_method)
-        self._init_method, self._given_store = init_method, store
-        if debug not in _DEBUG_LEVELS:
-            raise ConfigurationError(f"debug={debug!r}; there are {', '.join(map(repr, _DEBUG_LEVELS))}")
-        self._debug = debug
+        self._take_options(
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+            start_method=start_method,
+            transport=transport,
+            init_method=init_method,
+            store=store,
+            debug=debug,
+        )
+        self._take_wrapper_options(
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
         if uneven_inputs not in _UNEVEN_INPUTS:
             raise ConfigurationError(
                 f"uneven_inputs={uneven_inputs!r}; there are {', '.join(map(repr, _UNEVEN_INPUTS))}"
@@ -244,22 +237,6 @@ class CustomDDPStrategy(DDPStrategy):
         self._communication = Communication(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
         )
-        optional = {
-            "bucket_cap_mb_list": bucket_cap_mb_list,
-            "batched_grad_copy": batched_grad_copy,
-            "forward_sync_buffers": forward_sync_buffers,
-            "skip_all_reduce_unused_params": skip_all_reduce_unused_params or None,
-        }
-        self._wrapper_options: dict[str, Any] = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "broadcast_buffers": broadcast_buffers,
-            "init_sync": init_sync,
-            **{name: value for name, value in optional.items() if value is not None},
-        }
-        self._group_timeout, self._chosen_start_method = timeout, start_method
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -288,13 +265,12 @@ class CustomDDPStrategy(DDPStrategy):
                 self._reconcile_settings.recovery,
                 start_method=start_method,
                 uneven_inputs=uneven_inputs,
-                has_hook=ddp_comm_hook is not None,
-                has_averager=model_averaging is not None or model_averaging_period is not None,
+                hook=self._communication.kind,
+                hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
+                averager=self._communication.averager_plan,
             )
         redirection = bind_like(self, _ManualOptimizationRedirection)
         set_redirection(self, redirection(self._communication))
-        self._group: Group | None = None
-        self._transport = transport
 
     # ------------------------------------------------------------------ launch and set-up
 
@@ -309,50 +285,15 @@ class CustomDDPStrategy(DDPStrategy):
         lightnings_own: Any = super(CustomDDPStrategy, type(self)).accelerator
         lightnings_own.fset(self, accelerator)
 
-    def _configure_launcher(self) -> None:
-        from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
-
-        launcher: ScriptLauncher | MultiprocessLauncher
-        if self._chosen_start_method == "popen":
-            assert self.cluster_environment is not None  # set by the Trainer just before
-            launcher = bind_like(self, ScriptLauncher)(
-                self.cluster_environment,
-                self.num_processes,
-                self.num_nodes,
-                self._reconcile_settings,
-                self._init_method,
-                self._group_timeout,
-            )
-        else:
-            launcher = bind_like(self, MultiprocessLauncher)(
-                self, self._chosen_start_method, self._reconcile_settings, self._init_method
-            )
-        set_launcher(self, launcher)
-
     def setup_distributed(self) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
-        from lightning_ddp.launch.init_process_group import join_run
         from lightning_ddp.launch.session import session_of_process
 
         reset_seed()
         self.set_world_ranks()
-        assert self.cluster_environment is not None  # set by the Trainer
         session = self._session = session_of_process()
         self._check_lost_ranks(session)
-        group = join_run(
-            session,
-            choose_backend(self),
-            environment=self.cluster_environment,
-            num_nodes=self.num_nodes,
-            timeout=self._group_timeout,
-            device=self.root_device,
-            settings=self._reconcile_settings,
-            init_method=self._init_method,
-            given_store=self._given_store,
-        )
-        session.control.inspector.set_deadline(self._group_timeout)
-        session.control.inspector.compare_before_each(self._debug == "detail")
-        self._group = Group(group, session.control.interrupt, transport=self._transport)
+        self._join(session)
 
     def _check_lost_ranks(self, session: Session) -> None:
         """Refuses a run that needs ranks which this process's session has lost."""
@@ -391,7 +332,12 @@ class CustomDDPStrategy(DDPStrategy):
         if fits:
             optimizers_to_device(self.optimizers, self.root_device)
             assert self.lightning_module is not None
-            self._communication.start(self.lightning_module, self.optimizers, self._joined_group())
+            self._communication.start(
+                self.lightning_module,
+                self.optimizers,
+                self._joined_group(),
+                keeps_rounds=self._recovery is not None,
+            )
 
     def _take_over_signals(self, trainer: Trainer) -> None:
         from lightning_ddp.launch.step_stop import StepStop
@@ -423,14 +369,24 @@ class CustomDDPStrategy(DDPStrategy):
         from lightning_ddp.elastic.recovery import Recovery
         from lightning_ddp.elastic.refusals import check_training
 
+        settings = self._reconcile_settings.recovery
         assert self._stopping is not None
+        assert settings is not None
         check_training(
             trainer,
+            settings,
             num_nodes=self.num_nodes,
             is_external=self._session.rendezvous.where is None,
             device_type=self.root_device.type,
         )
-        self._recovery = Recovery(ours, trainer, meet=self._meet_again, boundary=self._stopping.check)
+        self._recovery = Recovery(
+            ours,
+            trainer,
+            self._communication,
+            keeps_global=settings.batch == "global",
+            meet=self._meet_again,
+            boundary=self._stopping.check,
+        )
 
     def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
         assert self._session is not None
@@ -478,35 +434,18 @@ class CustomDDPStrategy(DDPStrategy):
         wrapper = _as_wrapper(self.model)
         if wrapper is not None:
             wrapper.update_process_group(group)
+        self._communication.rejoin(self._group, self.root_device)
         return self._group
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
         """Wraps `model`; unlike torch's class, ours is no subclass of DistributedDataParallel."""
-        from lightning_ddp.ddp.module import BucketedDDP
-
-        group = self._joined_group()
-        # on the current stream: torch's class needs another one for graph capture, as it keeps AccumulateGrad
-        # nodes, which run on the stream on which they were made; ours keeps none of them
-        return BucketedDDP(
-            model,
-            device_ids=self.determine_ddp_device_ids(),
-            process_group=group.process_group,
-            raises_at_once=True,
-            interrupt=group.interrupt,
-            transport=self._transport,
-            **self._wrapper_options,
-        )
+        return self._wrap(model)
 
     def _register_ddp_hooks(self) -> None:
         """Registers the communication hook, on every device type. All ranks call it; communicates."""
-        self._communication.register(
-            self.model,
-            self._joined_group(),
-            self.root_device,
-            node_size=self.num_processes,
-            loss_scale=self._loss_scale_of_gradients,
-            scaler=self._scaler,
-        )
+        wrapper = _as_wrapper(self.model)
+        assert wrapper is not None
+        self._register_hook(wrapper, self._communication)
 
     def _setup_uneven_inputs(self, trainer: Trainer) -> None:
         self._lockstep = None
@@ -523,21 +462,7 @@ class CustomDDPStrategy(DDPStrategy):
             set_training_results(trainer, results)
 
     def _scaler(self) -> Any:
-        """Who decides on the factor of the loss under mixed precision; None for nobody."""
         return getattr(self.precision_plugin, "scaler", None)
-
-    def _loss_scale(self) -> float:
-        """The present factor of the loss under mixed precision. The host waits for the device to know it."""
-        scaler = self._scaler()
-        return float(scaler.get_scale()) if scaler is not None else 1.0
-
-    def _loss_scale_of_gradients(self) -> float | torch.Tensor:
-        """The same for what is done with gradients: on a device it stays there."""
-        scaler = self._scaler()
-        if scaler is None or self.root_device.type == "cpu":
-            return self._loss_scale()
-        scale: torch.Tensor = scaler.scale(torch.ones((), device=self.root_device))
-        return scale
 
     # ------------------------------------------------------------------ training steps
 
@@ -598,6 +523,8 @@ class CustomDDPStrategy(DDPStrategy):
         """
         if self._lockstep is not None:
             closure_loss = self._lockstep.scale(closure_loss)
+        if self._recovery is not None:
+            closure_loss = self._recovery.weigh(closure_loss)
         try:
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except MissingGradientError as error:
@@ -800,31 +727,9 @@ class CustomDDPStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ collectives
 
-    def _joined_group(self) -> Group:
-        if self._group is None:
-            raise ConfigurationError(
-                "the process group does not exist yet: it is made when the Trainer launches"
-            )
-        return self._group
-
-    def _group_of(self, group: Any | None) -> Group:
-        joined = self._joined_group()
-        if group is None or group is dist.group.WORLD:
-            return joined
-        if isinstance(group, Group):
-            return group
-        if not isinstance(group, dist.ProcessGroup):  # what new_group returns to the ranks outside
-            raise ConfigurationError("this rank is not in the group that was passed")
-        return Group(group, joined.interrupt, transport=joined.transport)
-
     def _is_alone(self) -> bool:
-        """Whether nobody would answer.
-
-        Before the launch, once this rank unwinds from a failure, and where it finishes without the others.
-        """
-        if self._group is None or (self._recovery is not None and self._recovery.is_alone):
-            return True
-        return self._session is not None and self._session.control.is_over
+        """Whether nobody would answer; also where this rank finishes without the others."""
+        return (self._recovery is not None and self._recovery.is_alone) or super()._is_alone()
 
     def _together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
         """What a collective returns; this rank's own if the others have lost one after a committed step."""
@@ -837,56 +742,27 @@ class CustomDDPStrategy(DDPStrategy):
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
-        if self._group is not None and not self._is_alone():
-            group = self._group
-            self._together(lambda: collectives.barrier(group, self.root_device, name), lambda: None)
+        self._together(partial(super().barrier, name), lambda: None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`.
+        """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`."""
+        return self._together(partial(super().broadcast, obj, src), lambda: obj)
 
-        Tensors in it travel as tensors, not pickled, and arrive on the CPU or on this rank's own device.
-        """
-        if self._group is None or self._is_alone():
-            return obj
-        group = self._group
-        received: T = self._together(
-            lambda: collectives.broadcast_nested(group, obj, src, self.root_device, label="broadcast"),
-            lambda: obj,
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """The tensors of all ranks, stacked along a new first dimension, in rank order."""
+        return self._together(
+            partial(super().all_gather, tensor, group, sync_grads), lambda: tensor.unsqueeze(0)
         )
-        return received
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor, or every tensor of nested dicts, lists and tuples, over the ranks.
-
-        In place, with one collective for all tensors of a dtype. The mean of integers is computed in floating
-        point and written back as integers, as Lightning does. What is no tensor is returned as it is. In a
-        training step in which ranks have run out of batches (see `uneven_inputs`), it is over the others, and
-        all ranks get the result.
-
-        Args:
-            tensor: a tensor or a nested container, of the same form on all ranks.
-            group: a process group, or a `comm.Group` such as `comm.node_group` makes; None for all ranks.
-            reduce_op: 'sum', 'mean' (or 'avg'), 'min', 'max', 'product', or a `ReduceOp`.
-
-        Raises:
-            ConfigurationError: the name of the operation is unknown.
-        """
-        leaves = [leaf for leaf in tree_leaves(tensor) if isinstance(leaf, torch.Tensor)]
-        if self._group is None or not leaves or self._is_alone():
-            return tensor
+    def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
+        """In a training step in which ranks have run out of batches over the others; all get the result."""
         if self._lockstep is not None and self._lockstep.is_partial:
-            self._lockstep.reduce(self._group_of(group), leaves, reduce_op)
+            self._lockstep.reduce(group, tensors, reduce_op)
         else:
-            own = [leaf.clone() for leaf in leaves] if self._recovery is not None else []
-            self._together(
-                lambda: collectives.all_reduce_coalesced(self._group_of(group), leaves, reduce_op),
-                lambda: _put(leaves, own),
-            )
-        return tensor
-
-    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """The same as `reduce`, under Fabric's name."""
-        return self.reduce(tensor, group, reduce_op)
+            own = [tensor.clone() for tensor in tensors] if self._recovery is not None else []
+            self._together(partial(super()._reduce, group, tensors, reduce_op), lambda: _put(tensors, own))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so. A rank that repeats its last batch has no say in a step."""
@@ -896,37 +772,7 @@ class CustomDDPStrategy(DDPStrategy):
         self._lockstep.reduce(self._joined_group(), [vote], "min" if all else "max")
         return bool(vote)
 
-    def all_gather(
-        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        """The tensors of all ranks, stacked along a new first dimension, in rank order.
-
-        Args:
-            tensor: the same shape and dtype on all ranks.
-            group: a process group; None for all ranks.
-            sync_grads: whether gradients flow back to the ranks that contributed.
-        """
-        if self._group is None:
-            return tensor
-        if self._is_alone():
-            return tensor.unsqueeze(0)
-        return self._together(
-            lambda: collectives.all_gather(self._group_of(group), tensor, sync_grads=sync_grads),
-            lambda: tensor.unsqueeze(0),
-        )
-
     # ------------------------------------------------------------------ end
-
-    def reconciliate_processes(self, trace: str) -> None:
-        """Ends the run on all ranks, with `trace` as the reason; Lightning 1.5 had it under this name.
-
-        Any rank may call it, alone. All ranks, this one included, raise `PeerFailure` in their main thread.
-
-        Args:
-            trace: a formatted traceback, or any text; its last line is the message.
-        """
-        if self._session is not None:
-            self._session.control.fail(trace)
 
     def teardown(self) -> None:
         """Unwraps the model and lets go of its gradients' buckets and of batches. Does not communicate."""

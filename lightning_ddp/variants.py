@@ -7,8 +7,9 @@ import functools
 import inspect
 from typing import Any
 
-from lightning_ddp._lightning import ROOTS, accept_strategies, explain_refusals
+from lightning_ddp._lightning import FABRICS, ROOTS, accept_strategies, explain_refusals
 from lightning_ddp.errors import ConfigurationError, unknown_argument
+from lightning_ddp.fabric import CustomFabricStrategy
 from lightning_ddp.import_hook import after_import
 from lightning_ddp.strategy import CustomDDPStrategy
 
@@ -82,6 +83,8 @@ _variants: dict[str, dict[str, Any]] = {}
 """What a namespace that is imported later is to have registered."""
 _joined: list[dict[str, Any]] = []
 """The registries of the namespaces that have been imported."""
+_fabrics: list[Any] = []
+"""Those of Fabric."""
 
 
 def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any) -> None:
@@ -114,6 +117,8 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
         _variants[name] = entry
         for registry in _joined:
             _add(name, entry, registry)
+        for registry in _fabrics:
+            _add_to_fabric(name, entry, registry)
 
 
 def _registries() -> list[dict[str, Any]]:
@@ -143,6 +148,20 @@ def _join(module: Any) -> None:
     for name, entry in _variants.items():
         _add(name, entry, module.StrategyRegistry)
     _joined.append(module.StrategyRegistry)
+
+
+def _add_to_fabric(name: str, entry: dict[str, Any], registry: Any) -> None:
+    """Registers a variant with Fabric, unless it has arguments for loops, which Fabric has not."""
+    if set(entry["init_params"]) <= inspect.signature(CustomFabricStrategy).parameters.keys():
+        _add(name, {**entry, "strategy": CustomFabricStrategy}, registry)
+
+
+def _join_fabric(module: Any) -> None:
+    """The same for Fabric; `module` is its `strategies`."""
+    accept_strategies(module)
+    for name, entry in _variants.items():
+        _add_to_fabric(name, entry, module.STRATEGY_REGISTRY)
+    _fabrics.append(module.STRATEGY_REGISTRY)
 
 
 @functools.cache
@@ -175,6 +194,8 @@ def register_builtin_variants() -> None:
     """
     for name, (description, arguments) in BUILTIN.items():
         register_variant(name, description=description, **arguments)
+    for root in FABRICS:
+        after_import(f"{root}.strategies", _join_fabric)
     for root in ROOTS:
         after_import(f"{root}.strategies", _join)
         after_import(

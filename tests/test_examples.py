@@ -1,15 +1,24 @@
-"""The examples, run as a user runs them."""
+"""The examples, run as a user runs them; `test_hydra_example.py` has the one with Hydra."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 from harness import ScriptResult, run_script
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = ROOT / "examples" / "train_digits.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLE = EXAMPLES / "train_digits.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+AS_NOTEBOOK = """
+import json, sys
+names = {"__name__": "__main__"}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        exec("".join(cell["source"]), names)
+"""
 ROWS = ("test accuracy", "training", "images/s", "processes", "strategy", "picture")
 
 
@@ -26,7 +35,7 @@ def table_of(result: ScriptResult) -> dict[str, str]:
 
 
 def test_two_of_four_processes_are_killed_and_the_others_go_on(tmp_path):
-    script = ROOT / "examples" / "kill_a_rank.py"
+    script = EXAMPLES / "kill_a_rank.py"
     result = run_script(script, cwd=tmp_path, timeout_s=300, hidden_packages=()).check()
     assert "rank 3 lost at step 60; 3 ranks go on" in result.stderr
     assert "rank 1 lost at step 120; 2 ranks go on" in result.stderr
@@ -70,3 +79,46 @@ def test_no_devices_is_an_error_that_says_so(tmp_path):
     assert result.returncode != 0
     assert re.search(r"devices=0", result.stderr)
     assert "test accuracy" not in result.stdout
+
+
+SHORT = {
+    "minimal_ddp.py": r"weights add up to (-?\d+\.\d{6})\n.* add up to \1\n",
+    "notebook.ipynb": r"trained in 2 processes",
+    "cli.py": r"with CustomDDPStrategy in 2 processes",
+    "powersgd.py": r"mean +85,002 numbers a step .*powersgd +2,718 numbers a step ",
+    "local_sgd.py": r"step 20:[a-z ]+0\.0000 .*step 27:[a-z ]+0\.0*[1-9]\d* .*step 28:[a-z ]+0\.0000 ",
+    "gan.py": r"\d+ steps of two optimizers.*(\n[ .:\-=+*#%@]{16}){8}\n",
+}
+"""Name -> what it prints that makes it an example of its subject."""
+FIRST_TIER = ("minimal_ddp.py", "notebook.ipynb", "cli.py")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST_TIER else pytest.mark.slow) for name in SHORT]
+)
+def test_a_short_example_learns_and_shows_its_subject(name):
+    printed = run_short(name).check().stdout
+    assert re.search(SHORT[name], printed, re.DOTALL), printed
+    accuracies = re.findall(r"(\d+\.\d)% of the test digits", printed)
+    assert accuracies or name == "gan.py"
+    assert all(float(accuracy) > 85 for accuracy in accuracies), printed
+
+
+def run_short(name: str) -> ScriptResult:
+    path = EXAMPLES / name
+    if name == "notebook.ipynb":
+        return run_script(AS_NOTEBOOK, [str(path)], hidden_packages=("matplotlib",))
+    return run_script(
+        path,
+        ("fit", "--config", str(path.with_suffix(".yaml"))) if name == "cli.py" else (),
+        launcher=TORCHRUN if name == "minimal_ddp.py" else (),
+        hidden_packages=("matplotlib",),
+    )
+
+
+def test_the_short_examples_are_short_and_all_are_in_the_list():
+    files = [path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb", ".yaml")]
+    listed = re.findall(r"\[\w+\.\w+\]\((\w+\.\w+)\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in files)
+    scripts = [path for path in files if path.suffix == ".py" and path != EXAMPLE]
+    assert [path.name for path in scripts if len(path.read_text().splitlines()) > 80] == []

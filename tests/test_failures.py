@@ -24,7 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import user_script
-from harness import ScriptResult, run_script, start_script
+from harness import RUN, ScriptResult, run_script, start_script
+from test_hydra import starts
 from user_script import ALL, order, read_notes, wait_for_notes
 
 from lightning_ddp.comm import collectives
@@ -133,10 +134,13 @@ def check_fault(
         assert seen["rank"] == victim, context
         assert {f"finalize-{rank}", f"finally-{rank}"} <= notes.keys(), context
         assert notes[f"finalize-{rank}"]["status"] == "failed"
-        check_cause(seen, fault, victim, moment)
+        check_cause(seen, fault, victim, moment, is_launcher=victim == 0 and not launcher)
         assert seen["time"] - start < SOON_S
     check_victim(notes, fault, victim, moment)
-    check_report(result, fault, victim, moment)
+    if launcher or result.returncode == 1:
+        check_report(result, fault, victim, moment)
+    else:
+        assert f"rank {victim} (host" in result.stderr
     if 0 in survivors and moment not in ("sanity", "teardown"):
         assert (folder / "stopped.ckpt").exists(), "rank 0 saved no checkpoint"
 
@@ -146,7 +150,7 @@ def expected_exit_code(fault: str, victim: int, moment: str) -> int:
     return EXIT_CODES[fault] if victim == 0 and fault in EXIT_CODES and moment != "loader" else 1
 
 
-def check_cause(seen: dict[str, Any], fault: str, victim: int, moment: str) -> None:
+def check_cause(seen: dict[str, Any], fault: str, victim: int, moment: str, is_launcher: bool) -> None:
     if moment == "loader" and fault in EXIT_CODES:
         # torch's own words, unless the rank was just then receiving from the worker
         assert seen["exception_type"] in ("RuntimeError", "ConnectionResetError", "EOFError")
@@ -155,7 +159,7 @@ def check_cause(seen: dict[str, Any], fault: str, victim: int, moment: str) -> N
         assert seen["exception_type"] == EXCEPTIONS[fault]
     elif fault == "stop":
         assert f"said nothing for {STALL_S:g} s" in seen["message"] or "no progress" in seen["message"]
-    elif victim == 0:  # nobody who is left has waited for it
+    elif is_launcher:  # nobody who is left has waited for it
         assert "gone without a word" in seen["message"]
     else:
         assert seen["exit_code"] == EXIT_CODES[fault]
@@ -171,10 +175,7 @@ def check_victim(notes: dict[str, dict[str, Any]], fault: str, victim: int, mome
 
 
 def check_report(result: ScriptResult, fault: str, victim: int, moment: str) -> None:
-    """The report is the last thing on the screen, where the launching process could print one."""
-    if result.returncode != 1:
-        assert f"rank {victim} (host" in result.stderr
-        return
+    """The report is the last thing on the screen."""
     _, _, report = result.stderr.rpartition("lightning_ddp: ")
     assert report.startswith(f"rank {victim} (node 0, host ")
     if fault in EXCEPTIONS:
@@ -257,11 +258,20 @@ def test_a_process_that_never_ends_is_ended(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "victim"),
-    [("custom_ddp", 1), ("custom_ddp_spawn", 0), ("custom_ddp_spawn", 1), ("custom_ddp_spawn", ALL)],
+    ("strategy", "victim", "launcher"),
+    [
+        ("custom_ddp", 1, ()),
+        pytest.param("custom_ddp", 0, RUN, marks=pytest.mark.slow),
+        pytest.param("custom_ddp", 1, RUN, marks=pytest.mark.slow),
+        ("custom_ddp_spawn", 0, ()),
+        ("custom_ddp_spawn", 1, ()),
+        ("custom_ddp_spawn", ALL, ()),
+    ],
 )
-def test_a_rank_that_ends_well_before_it_has_joined_ends_the_run(tmp_path, strategy, victim) -> None:
-    result = run_user(tmp_path, strategy=strategy, fault="early", rank=victim)
+def test_a_rank_that_ends_well_before_it_has_joined_ends_the_run(
+    tmp_path, strategy, victim, launcher
+) -> None:
+    result = run_user(tmp_path, launcher=launcher, strategy=strategy, fault="early", rank=victim)
     assert result.returncode == 1
     report = result.stderr.rpartition("PeerFailure: " if "spawn" in strategy else "lightning_ddp: ")[2]
     assert report.startswith(("rank 0 (", "rank 1 (") if victim == ALL else f"rank {victim} (")
@@ -327,8 +337,9 @@ def test_reconciliate_processes_ends_the_run_with_its_trace(tmp_path) -> None:
     assert report.rstrip().endswith("Traceback of mine\nthe disk is full")
 
 
-def test_the_environment_switches_reconciliation_off(tmp_path) -> None:
-    result = run_user(tmp_path, {"PL_RECONCILE_PROCESS": "0"}, fault="kill", rank=1)
+@starts
+def test_the_environment_switches_reconciliation_off(tmp_path, launcher) -> None:
+    result = run_user(tmp_path, {"PL_RECONCILE_PROCESS": "0"}, launcher, fault="kill", rank=1)
     assert result.returncode == 1
     assert "lightning_ddp: rank" not in result.stderr
     assert "on_exception-0" in read_notes(tmp_path)  # told by its own launcher, or by the broken connection
@@ -357,8 +368,9 @@ def test_an_exception_whose_text_is_long_or_cannot_be_had_is_told(tmp_path, stra
         ("late", "ValueError", {"ValueError", "PeerFailure"}),
     ],
 )
-def test_what_all_ranks_raise_is_caught_as_what_it_is(tmp_path, fault, catches, kinds) -> None:
-    result = run_user(tmp_path, fault=fault, catches=catches)
+@starts
+def test_what_all_ranks_raise_is_caught_as_what_it_is(tmp_path, fault, catches, kinds, launcher) -> None:
+    result = run_user(tmp_path, launcher=launcher, fault=fault, catches=catches)
     notes = read_notes(tmp_path)
     assert {notes[f"caught-{rank}"]["kind"] for rank in range(2)} == kinds, result.stderr
     assert result.returncode == 0, result.stderr
@@ -404,7 +416,9 @@ def test_what_a_module_that_communicates_raises_may_be_an_echo(module, is_of_bac
 
 
 @pytest.mark.parametrize(
-    "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["own", "torchrun"]
+    "launcher",
+    [(), *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in (TORCHRUN, RUN))],
+    ids=["own", "torchrun", "run"],
 )
 @pytest.mark.parametrize("fault", ["exception", "late"])
 def test_a_script_that_has_caught_what_all_ranks_raise_fits_again(tmp_path, fault, launcher) -> None:
@@ -415,10 +429,12 @@ def test_a_script_that_has_caught_what_all_ranks_raise_fits_again(tmp_path, faul
     assert notes["finally-0"]["weights"] == notes["finally-1"]["weights"]
 
 
+@starts
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_ends_while_the_other_fits_again_is_named(tmp_path, victim) -> None:
+def test_a_rank_that_ends_while_the_other_fits_again_is_named(tmp_path, victim, launcher) -> None:
     options = {"catches": "ValueError", "fits_again": True, "leaves": victim}
-    result = run_user(tmp_path, strategy={"failure_grace_s": 5.0}, fault="exception", **options)
+    strategy = {"failure_grace_s": 5.0}
+    result = run_user(tmp_path, launcher=launcher, strategy=strategy, fault="exception", **options)
     assert result.returncode == 1
     assert not {"trained-0", "trained-1"} & read_notes(tmp_path / "again").keys()
 

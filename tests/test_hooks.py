@@ -102,6 +102,41 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, caps):
             assert_same(output, expected)
 
 
+@remembering
+@pytest.mark.parametrize("ends", ["undone", "by another rank"])
+def test_a_step_may_be_undone_or_ended_by_what_another_rank_knows_of_it(spec, ends):
+    inputs = inputs_of(6)
+    undisturbed = reduce_steps(spec, inputs, cap_mb=ONE_EACH_MB)
+    states = [{}, {}]
+
+    def rank_main(rank, world_size, group):
+        run = Run(group, spec, cap_mb=ONE_EACH_MB)
+        outputs = [run.step(grads) for grads in inputs[rank][:3]]
+        mark = run.hook.mark()
+        if ends == "undone":
+            run.step(random_grads(rank, 99))
+            run.hook.restore(mark)
+            outputs.append(run.step(inputs[rank][3]))
+        else:
+            run.hook._end_step = run.hook._end_step if rank == 0 else lambda: None
+            outputs.append(run.step(inputs[rank][3]))
+            vars(run.hook).pop("_end_step")
+            states[rank] = run.hook.state_dict() if rank == 0 else {}
+            group.barrier().wait()
+            if rank == 1:
+                keys = run.hook.shared_keys
+                tensors = {
+                    name: {key: value for key, value in values.items() if key in keys}
+                    for name, values in states[0]["tensors"].items()
+                }
+                run.hook.finish({**states[0], "tensors": tensors})
+        return outputs + [run.step(grads) for grads in inputs[rank][4:]]
+
+    for rank, outputs in enumerate(run_threads(rank_main, 2)):
+        for output, expected in zip(outputs, undisturbed[rank][0], strict=True):
+            assert_same(output, expected)
+
+
 def test_batched_factors_begin_anew_in_another_layout_and_the_residual_stays():
     spec = POWERSGD | {"batched": True}
     inputs = inputs_of(4)

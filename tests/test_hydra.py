@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ScriptResult, run_script
+from harness import RUN, ScriptResult, run_script
 from harness.scripts import ROOT
 from omegaconf import OmegaConf
 
@@ -25,6 +25,11 @@ TESTS = ROOT / "tests"
 DEADLINE_S = 300.0
 
 Note = dict[str, Any]
+
+starts = pytest.mark.parametrize(
+    "launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["python", "run"]
+)
+"""Python as the user starts it, and a supervisor that forks the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +180,17 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_late", [False, True], ids=["imported first", "imported in the job"])
-def test_a_job_that_submitit_runs_in_a_process_of_its_own_starts_its_ranks(tmp_path, is_late) -> None:
+@starts
+def test_a_job_that_submitit_runs_in_a_process_of_its_own_starts_its_ranks(
+    tmp_path, is_late, launcher
+) -> None:
     args = ["-m", "hydra/launcher=submitit_local", "+x=3,4", "hydra.sweep.dir=sweep"]
     program, line = ELSEWHERE, "import lightning_ddp\n"
     if is_late:
         program = program.replace(line, "").replace("    trainer =", f"    {line}    trainer =")
     (tmp_path / "app.py").write_text(program)
-    run_script(tmp_path / "app.py", args, timeout_s=DEADLINE_S, cwd=tmp_path, fresh=True).check()
+    options = {"timeout_s": DEADLINE_S, "cwd": tmp_path, "fresh": True, "launcher": launcher}
+    run_script(tmp_path / "app.py", args, **options).check()
     found = {
         str(path.relative_to(tmp_path / "sweep")): path.read_text() for path in tmp_path.rglob("trained-*")
     }
@@ -189,12 +198,13 @@ def test_a_job_that_submitit_runs_in_a_process_of_its_own_starts_its_ranks(tmp_p
     assert found == {f"{job}/trained-{rank}": f"{x} of 2" for job, x in jobs for rank in (0, 1)}
 
 
-def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(tmp_path) -> None:
+@starts
+def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(tmp_path, launcher) -> None:
     run = Run(
         tmp_path,
         TESTS / "hydra_app" / "train.py",
         ["--multirun", "lr=0.1,0.2", "num_fits=2", "hydra.job.chdir=true"],
-        nodes=[Node(fresh=True, env={"WHO": "someone"})],
+        nodes=[Node(fresh=True, launcher=launcher, env={"WHO": "someone"})],
     )
     run.check()
     jobs = run.jobs()
@@ -213,19 +223,22 @@ def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(
     assert len({notes[0]["pid"] for notes in jobs.values()}) == 1
     assert len({notes[1]["pid"] for notes in jobs.values()}) == 2
     assert len({notes[0]["port"] for notes in jobs.values()}) == 2
-    assert all(notes[1]["parent"] == notes[0]["pid"] for notes in jobs.values())
-    first = jobs["job-0"][0]["before"]
-    assert first["variables"] == {}
-    assert (first["sockets"], first["is_initialized"]) == (0, False)
-    for notes in jobs.values():
-        assert notes[0]["before"] == first
+    parent = "parent" if launcher else "pid"
+    assert all(notes[1]["parent"] == notes[0][parent] for notes in jobs.values())
     (end,) = run.notes["end"].values()
-    assert {key: end[key] for key in first} == first
+    moments = [*(notes[0]["before"] for notes in jobs.values()), end]
+    # to the supervisor, and from the first job on to the control process
+    assert [before.pop("sockets") for before in moments] == ([1, 2, 2] if launcher else [0, 0, 0])
+    first = moments[0]
+    assert (first["variables"], first["is_initialized"]) == ({}, False)
+    for later in moments:
+        assert {key: later[key] for key in first} == first
     assert run.result.stdout.count("printed by rank 0") == 2
     assert "printed by rank 1" not in run.result.stdout + run.result.stderr
 
 
-def test_a_job_s_overrides_folders_and_name_reach_all_ranks(tmp_path) -> None:
+@starts
+def test_a_job_s_overrides_folders_and_name_reach_all_ranks(tmp_path, launcher) -> None:
     more = tmp_path / "more conf"
     (more / "experiment").mkdir(parents=True)
     (more / "experiment" / "y.yaml").write_text("# @package _global_\nlr: 0.25\n")
@@ -249,7 +262,7 @@ def test_a_job_s_overrides_folders_and_name_reach_all_ranks(tmp_path) -> None:
             "hydra.job.chdir=false",
             "hydra.job.name='naïve'",
         ],
-        nodes=[Node(fresh=True)],
+        nodes=[Node(fresh=True, launcher=launcher)],
     )
     run.check()
     (notes,) = run.jobs().values()
@@ -290,8 +303,11 @@ if __name__ == "__main__":
 """
 
 
-def test_a_job_that_imports_the_package_is_handed_over_as_well_and_its_run_ends_with_it(tmp_path) -> None:
-    run = Run(tmp_path, LATE, ["-m", "number=0,1"], nodes=[Node(fresh=True)]).check()
+@starts
+def test_a_job_that_imports_the_package_is_handed_over_as_well_and_its_run_ends_with_it(
+    tmp_path, launcher
+) -> None:
+    run = Run(tmp_path, LATE, ["-m", "number=0,1"], nodes=[Node(fresh=True, launcher=launcher)]).check()
     jobs = list(run.jobs().values())
     assert len(jobs) == 2
     for number, notes in enumerate(jobs):
@@ -330,8 +346,9 @@ ConfigStore.instance().store(
 """
 
 
+@starts
 def test_an_adaptive_sweeper_goes_on_after_jobs_that_could_not_be_launched_and_ends_with_one_that_failed(
-    tmp_path,
+    tmp_path, launcher
 ) -> None:
     plugins = tmp_path / "plugins" / "hydra_plugins"
     plugins.mkdir(parents=True)
@@ -341,7 +358,7 @@ def test_an_adaptive_sweeper_goes_on_after_jobs_that_could_not_be_launched_and_e
         "hydra_app.train",
         ["-m", "hydra/sweeper=doubling", "+experiment=x"],
         is_module=True,
-        nodes=[Node(env={"PYTHONPATH": str(plugins.parent)})],
+        nodes=[Node(launcher=launcher, env={"PYTHONPATH": str(plugins.parent)})],
     )
     assert sorted(run.notes.pop("job-4")) == [0]  # the other rank has failed
     assert sorted(run.jobs()) == ["job-0", "job-3"]
@@ -385,8 +402,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_child_that_cannot_import_the_script_is_named_with_its_output(tmp_path) -> None:
-    run = Run(tmp_path, BROKEN)
+@starts
+def test_a_child_that_cannot_import_the_script_is_named_with_its_output(tmp_path, launcher) -> None:
+    run = Run(tmp_path, BROKEN, nodes=[Node(launcher=launcher)])
     assert run.result.returncode == 1
     report = run.result.stderr.rpartition("lightning_ddp: ")[2]
     assert report.startswith("rank 1 (node 0, host ")
@@ -420,8 +438,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_with_the_compose_api_composes_the_same_on_all_ranks(tmp_path) -> None:
-    run = Run(tmp_path, COMPOSE)
+@starts
+def test_a_script_with_the_compose_api_composes_the_same_on_all_ranks(tmp_path, launcher) -> None:
+    run = Run(tmp_path, COMPOSE, nodes=[Node(launcher=launcher)])
     run.check()
     for number in (1, 2):
         notes = run.notes[f"fit-{number}"]

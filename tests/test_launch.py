@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -224,30 +225,25 @@ def test_after_a_run_nothing_keeps_its_trainer_alive() -> None:
     assert result.stdout.count("alive: []") == 2
 
 
-LEAVES_NOTHING = """
-import os, sys, threading
+LONE = """
+import os, threading
 import pytorch_lightning as pl
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
 
-if __name__ == "__main__":
-    trainer = pl.Trainer(
-        strategy=sys.argv[1], accelerator="cpu", devices=int(sys.argv[2]), max_steps=1, limit_val_batches=0,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    before = set(os.environ)
-    trainer.fit(BoringModel())
-    names = [name for name in set(os.environ) - before if "LIGHTNING_DDP" in name or "GLOO" in name]
-    print("left:", [thread.name for thread in threading.enumerate()], names)
+trainer = pl.Trainer(
+    strategy="custom_ddp", accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0,
+    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+before = set(os.environ)
+trainer.fit(BoringModel())
+names = [name for name in set(os.environ) - before if "LIGHTNING_DDP" in name or "GLOO" in name]
+print("left:", [thread.name for thread in threading.enumerate()], names)
 """
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"), [("custom_ddp", 1), ("custom_ddp_spawn", 2), ("custom_ddp_fork", 2)]
-)
-def test_a_run_leaves_no_thread_where_its_other_processes_have_ended(strategy: str, devices: int) -> None:
-    result = run_script(LEAVES_NOTHING, [strategy, str(devices)], timeout_s=DEADLINE_S)
-    result.check()
+def test_a_fit_of_a_lone_rank_leaves_no_thread() -> None:
+    result = run_script(LONE, timeout_s=DEADLINE_S).check()
     assert "left: ['MainThread'] []" in result.stdout
 
 
@@ -603,6 +599,45 @@ def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None
         assert (server._listener.fileno() == -1, ours.control.is_over) == (False, False)
     finally:
         ours.end(None)
+
+
+STATES = """
+import json, os, sys
+from hydra_app.training import fit, state_of_process
+
+def state():
+    threads = len(os.listdir("/proc/self/task"))  # those of a store as well
+    return {**state_of_process(), "variables": dict(os.environ), "system_threads": threads}
+
+if __name__ == "__main__":
+    states = [state()]
+    for lr in (0.1, -0.1):  # the second is refused, in the new processes
+        try:
+            fit(lr, strategy=sys.argv[1])
+        except ValueError as error:
+            assert "Invalid learning rate" in str(error)
+        else:
+            assert lr > 0
+        states.append(state())
+    print("STATES", json.dumps(states))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "custom_ddp_notebook",
+        pytest.param("custom_ddp_fork", marks=pytest.mark.slow),
+        pytest.param("custom_ddp_spawn", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_of_a_fit_stays_in_a_process_that_only_waits_for_the_ranks(strategy) -> None:
+    env = {"PYTHONPATH": str(Path(user_script.__file__).parent)}
+    result = run_script(STATES, [strategy], env, timeout_s=DEADLINE_S).check()
+    before, *after = json.loads(result.stdout.partition("STATES ")[2].splitlines()[0])
+    for state in after:
+        assert state == before
 
 
 def test_ending_children_lets_them_finish_and_then_kills(tmp_path, monkeypatch, capsys) -> None:

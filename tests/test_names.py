@@ -25,8 +25,8 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 def variant_name():
     name = "custom_ddp_for_a_test"
     yield name
-    StrategyRegistry.pop(name, None)
-    variants._variants.pop(name, None)
+    for registry in (StrategyRegistry, variants._variants, *variants._fabrics):
+        registry.pop(name, None)
 
 
 @pytest.fixture

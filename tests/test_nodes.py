@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from harness import RunningScript, start_script
 from harness.namespaces import ADDRESSES, ADDRESSES_6, INTERFACES, NAMESPACES, two_namespaces
-from test_hydra import TESTS, Node, Note, Run
+from test_hydra import TESTS, Node, Note, Run, starts
 
 TRAIN = TESTS / "hydra_app" / "train.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
@@ -92,10 +92,12 @@ def require_two_nodes(notes: dict[int, Note], weights: list[float]) -> None:
             assert note[key] == notes[0][key], key
 
 
-def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node, tmp_path) -> None:
+@starts
+def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node, tmp_path, launcher) -> None:
     nodes = [
         Node(
             fresh=True,
+            launcher=launcher,
             namespace=NAMESPACES[node],
             env={"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "NODE_RANK": str(node)},
             cwd=f"disk {node}",
@@ -105,7 +107,7 @@ def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node,
     run = Run(tmp_path, TRAIN, ["lr=0.25", "num_nodes=2"], nodes=nodes).check()
     (notes,) = run.jobs().values()
     require_two_nodes(notes, single_node)
-    assert notes[3]["parent"] == notes[2]["pid"]
+    assert notes[3]["parent"] == notes[2]["parent" if launcher else "pid"]
     folders = [Path(notes[rank]["output_dir"]) for rank in (0, 2)]
     for folder, rank in zip(folders, (1, 3), strict=True):
         assert [path.name for path in (folder / "ranks").iterdir()] == [f"{rank}.log"]

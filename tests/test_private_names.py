@@ -34,7 +34,9 @@ import torch
 import torch.distributed as dist
 from conformance.torch_names import OfReducer, OfWrapper
 from harness import run_threads
+from lightning_fabric.accelerators import CPUAccelerator
 from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning_fabric.strategies import DDPStrategy as FabricStrategy
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.strategies import DDPStrategy
@@ -653,6 +655,8 @@ def test_an_interrupted_fit_is_saved_as_one_that_goes_on_with_the_next_batch(tmp
     "pytorch_lightning.LightningModule()._current_fx_name",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._batches_that_stepped",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._results",
+    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._should_check_val_fx",
+    "?pytorch_lightning.Trainer()._val_check_time_interval",
     "pytorch_lightning.trainer.connectors.logger_connector.result._ResultCollection",
 )
 def test_a_fit_tells_where_it_is_and_logs_into_the_results_it_was_given() -> None:
@@ -787,6 +791,30 @@ def test_the_backend_is_the_users_or_the_devices() -> None:
     strategy = DDPStrategy(parallel_devices=[CPU])
     assert _lightning.choose_backend(strategy) == strategy.process_group_backend == "gloo"
     assert _lightning.choose_backend(DDPStrategy(process_group_backend="mpi")) == "mpi"
+
+
+@canary("lightning_fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing")
+def test_parameters_in_shared_memory_become_a_process_s_own() -> None:
+    """In place, wherever the modules are in what a new process was sent."""
+    layer = torch.nn.Linear(2, 2).share_memory()
+    _lightning.unshare({"modules": [layer]})
+    assert not layer.weight.is_shared()
+
+
+@canary(
+    "lightning_fabric.strategies.DDPStrategy._setup_distributed",
+    "lightning_fabric.strategies.DDPStrategy._set_world_ranks",
+    "lightning_fabric.strategies.DDPStrategy()._backward_sync_control",
+)
+def test_fabric_joins_the_group_by_a_method_and_skips_a_reduction_by_an_object(monkeypatch) -> None:
+    """Fabric's `setup_environment` calls the method; what skips a reduction has one of its own."""
+    called = []
+    monkeypatch.setattr(FabricStrategy, "_setup_distributed", lambda strategy: called.append(strategy))
+    strategy = FabricStrategy(accelerator=CPUAccelerator(), parallel_devices=[CPU])
+    strategy.setup_environment()
+    assert called == [strategy]
+    takes(strategy._set_world_ranks)
+    assert hasattr(strategy._backward_sync_control, "no_backward_sync")
 
 
 @canary(

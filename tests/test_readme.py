@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightning_ddp"
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in (ROOT / "README.md", PACKAGE / "README.md", *sorted(PACKAGE.glob("*/README.md")))
+    for path in (
+        *(ROOT / "README.md", PACKAGE / "README.md", *sorted(PACKAGE.glob("*/README.md"))),
+        ROOT / "examples" / "README.md",
+    )
 }
 README = PAGES["README.md"]
 TEST_COMMAND = "pip install -r tests/requirements.txt && pytest"

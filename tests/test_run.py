@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,8 +21,9 @@ from typing import Any
 import pytest
 import test_failures
 import test_hydra
+import test_shrink
 import user_script
-from harness import ScriptResult, run_script, start_script
+from harness import RUN, ScriptResult, free_port, run_script, start_script
 from harness.scripts import ROOT, environment
 from test_launch import require_trained
 from user_script import order, read_notes, wait_for_notes
@@ -29,7 +31,6 @@ from user_script import order, read_notes, wait_for_notes
 NUM_STARTS = 3
 SCRIPT = Path(user_script.__file__)
 PROGRAM = test_hydra.TESTS / "hydra_app" / "train.py"
-RUN = ("-m", "lightning_ddp", "run")
 DEADLINE_S = 240.0
 
 
@@ -110,7 +111,11 @@ def facts():
         "cwd": os.getcwd(),
         "environment": {name: text for name, text in os.environ.items() if name not in OWN},
         "umask": os.umask(0),
-        "limits": [resource.getrlimit(n) for name, n in vars(resource).items() if name.startswith("RLIMIT_")],
+        "limits": [
+            resource.getrlimit(n) for name, n in vars(resource).items()
+            if name.startswith("RLIMIT_") and not name.endswith("OFILE")
+        ],
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "processors": sorted(os.sched_getaffinity(0)),
         "warnings": [str(entry) for entry in warnings.filters],
@@ -199,6 +204,7 @@ DIFFERENCES = {
     "collector": "a new child imports with a rare collector, until its run begins",
     "files": "rank 0 has the socket by which it asks for the others",
     "depth": "the supervisor's calls are below the program's; no traceback shows them",
+    "open_files": "the limit is not raised for a control server, which is in another process than rank 0",
     "parent": "all ranks are children of the supervisor, which outlives rank 0",
 }
 """What is different from a new interpreter at the first line, and why."""
@@ -229,6 +235,7 @@ def test_a_rank_is_as_a_new_interpreter_but_for_a_list_of_differences(tmp_path) 
         more = [ours["files"][number] for number in ours["files"].keys() - theirs["files"].keys()]
         assert more == ["socket"] * (1 - rank)
         assert set(ours["meta_path"]) - set(theirs["meta_path"]) == {"_Finder"}
+    assert forked[1]["facts"]["open_files"] == 500
     mine, other = (rank["drawn"] for rank in forked)
     assert [a == b for a, b in zip(mine, other, strict=True)] == [False] * 4 + [True], (
         "but for the seed of hashes each rank draws its own numbers"
@@ -306,14 +313,18 @@ FIRST = {("kill", 0, "backward", 2), ("exit", 2, "forward", 3)}
 
 
 def cells() -> Iterator[Any]:
-    """Those of `test_failures` by default, and every other one of each rank of three as a victim."""
-    usual = {(fault, victim, moment, n) for (fault, moment), (victim, n) in test_failures.BY_DEFAULT.items()}
-    faults, moments = ("exception", "exit", "kill", "segv"), ("sanity", "forward", "backward", "checkpoint")
-    matrix = itertools.product(enumerate(faults), range(3), enumerate(moments))
-    of_three = {(fault, rank, at, 3) for (i, fault), rank, (j, at) in matrix if (i + rank + j) % 2 == 0}
-    for cell in sorted(usual | of_three | FIRST):
+    """Those of `test_failures` by default, and each rank of three as the victim of each fault at each moment.
+
+    `--slow` runs each fault at each moment with one victim, and each victim of both; `--exhaustive` the rest.
+    """
+    slow = {(fault, victim, moment, n) for (fault, moment), (victim, n) in test_failures.BY_DEFAULT.items()}
+    matrix = itertools.product(enumerate(test_failures.FAULTS), enumerate(test_failures.MOMENTS))
+    slow |= {(fault, (i + j) % 3, moment, 3) for (i, fault), (j, moment) in matrix}
+    rest = {(fault, victim, moment, 3) for fault, _, moment, _ in slow for victim in range(3)}
+    for cell in sorted(slow | rest | FIRST):
         fault, victim, moment, size = cell
-        marks = () if cell in FIRST else pytest.mark.slow
+        tier = pytest.mark.slow if cell in slow else pytest.mark.exhaustive
+        marks = () if cell in FIRST else tier
         yield pytest.param(*cell, id=f"{fault}-rank{victim}of{size}-{moment}", marks=marks)
 
 
@@ -372,6 +383,8 @@ AT_TERMINAL = """
 import os, signal, time
 print("foreground", os.tcgetpgrp(0) == os.getpgid(0), flush=True)
 print("read", input(), flush=True)
+six = 6
+import pdb; pdb.Pdb(nosigint=True).set_trace()
 signal.signal(signal.SIGCONT, lambda *_: print("continued", os.tcgetpgrp(0) == os.getpgid(0), flush=True))
 print("ready", flush=True)
 while True:
@@ -381,7 +394,7 @@ while True:
 
 @pytest.mark.slow
 def test_the_terminal_is_the_programs(tmp_path) -> None:
-    """It reads from it; Ctrl-Z stops it with the supervisor, as one job; Ctrl-C interrupts it, once."""
+    """It reads, and is debugged. Ctrl-Z stops it and the supervisor, as one job; Ctrl-C interrupts it."""
     script = tmp_path / "script.py"
     script.write_text(AT_TERMINAL)
     pid, terminal = pty.fork()
@@ -401,7 +414,9 @@ def test_the_terminal_is_the_programs(tmp_path) -> None:
 
     try:
         type_and_read(f"{sys.executable} {' '.join(RUN)} {script}\n", "foreground True")
-        type_and_read("words\n", "read words\r\nready")
+        type_and_read("words\n", r"read words\r\n[^\0]*\(Pdb\) ")
+        type_and_read("six * 7\n", "42\r\n")
+        type_and_read("continue\n", "ready")
         type_and_read("\x1a", r"\[1\]\+ +Stopped")
         type_and_read("fg\n", "continued True")  # before that a Ctrl-C would be for bash
         type_and_read("\x03", "KeyboardInterrupt")
@@ -411,6 +426,79 @@ def test_the_terminal_is_the_programs(tmp_path) -> None:
         os.close(terminal)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+STUCK = {
+    "rank 0": ("exception", 1, 0),
+    "a child": ("exception", 0, 1),
+    "a child alone": ("kill", 0, 1),
+}
+"""What is stuck -> fault, victim, the rank that is stuck."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", STUCK)
+def test_a_rank_that_never_ends_is_ended(tmp_path, who) -> None:
+    fault, victim, stuck = STUCK[who]
+    arguments = order(
+        tmp_path,
+        strategy={"failure_grace_s": test_failures.SHORT_S},
+        fault=fault,
+        rank=victim,
+        stuck="expression",
+        stuck_rank=stuck,
+    )
+    result = run_script(SCRIPT, arguments, launcher=RUN, timeout_s=DEADLINE_S)
+    assert result.returncode == (1 if who == "a child" else -signal.SIGKILL)
+    report = result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith(f"rank {victim} (node 0, host "), result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
+    faults = [test_shrink.fault(lost, "forward", 3)]
+    orders = json.dumps({"folder": str(tmp_path), "devices": 3, "faults": faults})
+    run_script(test_shrink.SCRIPT, [orders], launcher=RUN, timeout_s=DEADLINE_S).check()
+    test_shrink.Ledger(tmp_path).check([rank for rank in range(3) if rank != lost])
+
+
+@pytest.mark.slow
+def test_a_control_process_that_is_killed_ends_all_ranks(tmp_path) -> None:
+    with start_script(SCRIPT, order(tmp_path, pause="fit"), launcher=RUN) as script:
+        notes = wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
+        ranks = {notes[f"ready-{rank}"]["pid"] for rank in range(2)}
+        (control,) = {process.pid for process in script.processes()} - ranks - {script.pid}
+        os.kill(control, signal.SIGKILL)
+        result = script.wait(DEADLINE_S)
+    assert result.returncode == 1
+    report = result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith("the launching process (node 0, host "), result.stderr
+
+
+@pytest.mark.slow
+def test_srun_starts_it_once_a_node(tmp_path) -> None:
+    variables = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_STEP_ID": "0",
+        "MASTER_PORT": str(free_port()),
+    }
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for node in map(str, range(2)):
+            env = {**variables, "SLURM_PROCID": node, "SLURM_NODEID": node}
+            arguments = order(tmp_path, trainer={"devices": 2, "num_nodes": 2})
+            run = start_script(SCRIPT, arguments, env, launcher=RUN)
+            runs.append(stack.enter_context(run))
+        for running in runs:
+            running.wait(DEADLINE_S).check()
+    assert {end["port"] for end in require_trained(tmp_path, 4)} == {variables["MASTER_PORT"]}
 
 
 # ---------------------------------------------------------------------- Hydra, devices, other strategies
@@ -453,7 +541,8 @@ def test_the_supervisor_never_touches_the_device(simulated_cuda, tmp_path) -> No
     notes = read_notes(tmp_path)
     ranks = [str(notes[f"trained-{rank}"]["pid"]) for rank in range(2)]
     forks = [line.split() for line in result.stdout.splitlines() if line.endswith(("True", "False"))]
-    assert [touched for pid, touched in forks if pid not in ranks] == ["False", "False"]
+    touched = [answer for pid, answer in forks if pid not in ranks]
+    assert touched == ["False"] * 3, "before the fork of rank 0, of the control process, and of rank 1"
 
 
 LIGHTNINGS_OWN = """

@@ -326,7 +326,7 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(simulated_cuda, tmp_path, f
     assert result.returncode == expected_exit_code(fault, victim, moment), context
     seen = read_notes(tmp_path)[f"on_exception-{1 - victim}"]
     assert (seen["kind"], seen["rank"]) == ("PeerFailure", victim), context
-    check_cause(seen, fault, victim, moment)
+    check_cause(seen, fault, victim, moment, is_launcher=victim == 0)
 
 
 @pytest.mark.parametrize(

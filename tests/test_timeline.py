@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import run_threads
+from harness import run_ranks, run_threads
+from PIL import Image, ImageColor
 from torch import nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.cli import main
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.telemetry.picture import COLOURS
 from lightning_ddp.telemetry.recording import Recording, load_folder, save
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import chrome_trace, lanes_of
@@ -50,9 +55,9 @@ def two_ranks(clock_ms: int = 0) -> list[Recording]:
 def test_clocks_are_shifted_until_the_ends_of_collectives_agree(clock_ms) -> None:
     lanes = lanes_of(two_ranks(clock_ms))
     assert [(lane.rank, lane.host) for lane in lanes] == [(0, "host0"), (1, "host1")]
-    ends = [[s.end_ns for s in lane.spans if s.bucket == 1] for lane in lanes]
+    ends = [[s.end_ns for s in lane.spans if s.name == "bucket 1"] for lane in lanes]
     assert ends[0] == ends[1] == [30 * MS, 130 * MS], "steps 1 and 2, which both ranks have"
-    readies = [[s.ready_ns for s in lane.spans if s.bucket == 1] for lane in lanes]
+    readies = [[s.ready_ns for s in lane.spans if s.name == "bucket 1"] for lane in lanes]
     assert [late - early for early, late in zip(*readies, strict=True)] == [3 * MS, 3 * MS]
 
 
@@ -69,6 +74,36 @@ def test_buckets_that_are_on_their_way_together_have_rows_of_their_own() -> None
     rows = {span.bucket: span.row for span in lane.spans if span.bucket is not None}
     assert rows == {0: 1, 1: 2, 2: 3, 3: 1}
     assert lane.num_rows == 4
+    waits = {s.bucket: (s.start_ns // MS, s.end_ns // MS) for s in lane.spans if s.kind == "queued"}
+    assert waits == {1: (12, 20)}, "until the one before it is reduced; bucket 2 overtakes, 3 comes later"
+
+
+def test_a_bucket_whose_reduction_has_told_its_begin_waits_until_all_ranks_have_begun() -> None:
+    first, second = two_ranks()
+    for recording, begun in ((first, 21), (second, 24)):
+        for step in recording.steps:
+            step.buckets[1].begun = (100 * step.step + begun) * MS
+    for lane in lanes_of([first, second], num_steps=1):
+        (waits,) = (span for span in lane.spans if span.name == "bucket 1 waits")
+        assert waits.end_ns == 24 * MS
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_reductions_in_shared_memory_tell_when_their_turn_has_come(transport) -> None:
+    begun = run_ranks(begins_of_buckets, 2, transport)
+    for launched, begins in begun:
+        assert all((begin is None) == (transport == "gloo") for begin in begins)
+        assert all(moment <= begin for moment, begin in zip(launched, begins, strict=True) if begin)
+
+
+def begins_of_buckets(rank: int, world_size: int, transport: str) -> tuple[list[int], list[int | None]]:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = BucketedDDP(layers, bucket_cap_mb=0.001, transport=transport)
+    recorder = model.record_steps()
+    for _ in range(3):
+        model(torch.ones(4, 64)).sum().backward()
+    buckets = recorder.records[-1].buckets
+    return [bucket.launched for bucket in buckets], [bucket.begun for bucket in buckets]
 
 
 def test_no_two_events_of_a_row_overlap_and_all_that_happened_is_in_the_trace() -> None:
@@ -77,12 +112,15 @@ def test_no_two_events_of_a_row_overlap_and_all_that_happened_is_in_the_trace() 
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
     names = [event["name"] for event in events if event["pid"] == 1]
     assert names == ["forward", "backward", "exposed", "bucket 0", "bucket 1"] * 2
+    names = [event["name"] for event in events if event["pid"] == 0]
+    queued = ["bucket 0 waits", "bucket 0", "bucket 1 waits", "bucket 1"]  # until rank 1 has started them
+    assert names == ["forward", "backward", "exposed", *queued] * 2
     for pid, tid in {(event["pid"], event["tid"]) for event in events}:
         row = sorted((e["ts"], e["dur"]) for e in events if (e["pid"], e["tid"]) == (pid, tid))
         assert all(start + length <= after for (start, length), (after, _) in pairwise(row))
     first = next(event for event in events if event["name"] == "bucket 1")
-    assert first["args"] == {"step": 1, "bytes": 2000, "us from ready to launched": 1000.0}
-    assert (first["ts"], first["dur"]) == (16_000.0, 14_000.0)
+    assert first["args"] == {"step": 1, "bytes": 2000, "us since ready": 4000.0}
+    assert (first["ts"], first["dur"]) == (19_000.0, 11_000.0)
     processes = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
     assert processes == ["rank 0 (host0)", "rank 1 (host1)"]
 
@@ -118,6 +156,38 @@ def test_recordings_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     save(tmp_path, Recording(rank=1, world_size=4, host="b", steps=[]))
     with pytest.raises(ConfigurationError, match="runs with 2 and 4 ranks"):
         load_folder(tmp_path)
+
+
+def test_the_report_of_a_run_is_one_page_that_a_browser_shows(tmp_path: Path, capsys) -> None:
+    for recording in two_ranks(clock_ms=7):
+        save(tmp_path / "a <run>", recording)
+    target = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "a <run>"), "--page", str(target)]) == 0
+    text = target.read_text()
+    assert "Run a &lt;run&gt;: 2 ranks, steps 0 to 2" in text
+    assert "<td>1</td><td>host1</td><td>100.00</td><td>10.00</td><td>3.00</td><td>0.00</td>" in text
+    assert text.count("<svg") == text.count("<h2>") == 5
+    assert re.search(r"https?:|<script|<link|src=", text) is None, "it has to hold all it needs"
+    assert main(["report", str(tmp_path)]) == 1
+    assert "holds no recording" in capsys.readouterr().err
+
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium to look at the page with: apt-get install chromium")
+    picture = tmp_path / "page.png"
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command += ["--window-size=1000,2200", f"--screenshot={picture}", target.as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    with Image.open(picture) as shown:
+        inks = {colour for _, colour in shown.convert("RGB").getcolors(1_000_000)}
+    wanted = {ImageColor.getrgb(colour) for colour in COLOURS.values()}
+    assert wanted <= inks, "a kind of span of the timeline cannot be seen"
 
 
 def test_the_command_writes_trace_and_picture_of_a_folder(tmp_path: Path, capsys) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import user_script
-from harness import RunningScript, ScriptResult, start_script
+from harness import RUN, RunningScript, ScriptResult, start_script
 from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, ip, two_namespaces
 from user_script import order, read_notes, wait_for_notes
 
@@ -21,6 +21,8 @@ END_S = HEARTBEAT_S + 60  # 5 s is what is promised; a busy machine takes longer
 SHORT_HEARTBEAT = pytest.mark.parametrize(
     "nodes", [{"heartbeat_timeout_s": HEARTBEAT_S}], ids=[""], indirect=True
 )
+UNDER_RUN = pytest.param({"launcher": RUN}, marks=pytest.mark.slow, id="run")
+STARTS = pytest.mark.parametrize("nodes", [pytest.param({}, id="python"), UNDER_RUN], indirect=True)
 
 
 class Nodes:
@@ -46,6 +48,8 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    options = dict(getattr(request, "param", {}))
+    launcher = options.pop("launcher", ())
     with two_namespaces(), contextlib.ExitStack() as stack:
         launchers = []
         for node, namespace in enumerate(NAMESPACES):
@@ -56,7 +60,7 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
                 folder,
                 pause="fit",
                 step_s=0.05,
-                strategy={"failure_grace_s": 60.0, **getattr(request, "param", {})},
+                strategy={"failure_grace_s": 60.0, **options},
                 trainer={"num_nodes": 2, "max_epochs": -1, "limit_val_batches": 0},
             )
             env = {
@@ -65,11 +69,13 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
                 "NODE_RANK": str(node),
                 "GLOO_SOCKET_IFNAME": INTERFACES[node],
             }
-            script = start_script(Path(user_script.__file__), arguments, env, namespace=namespace)
+            path = Path(user_script.__file__)
+            script = start_script(path, arguments, env, namespace=namespace, launcher=launcher)
             launchers.append(stack.enter_context(script))
         yield Nodes(tmp_path, launchers)
 
 
+@STARTS
 def test_a_process_killed_on_the_second_node_ends_both(nodes) -> None:
     os.kill(nodes.pids[3], signal.SIGKILL)
     for node in range(2):
@@ -79,6 +85,17 @@ def test_a_process_killed_on_the_second_node_ends_both(nodes) -> None:
     assert [(seen[rank]["rank"], seen[rank]["exit_code"]) for rank in range(3)] == [(3, -9)] * 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [UNDER_RUN], indirect=True)
+def test_rank_0_killed_under_run_ends_both(nodes) -> None:
+    os.kill(nodes.pids[0], signal.SIGKILL)
+    assert nodes.end(0).stderr.rpartition("lightning_ddp: ")[2].startswith("rank 0 (node 0")
+    assert nodes.end(1).stderr.rpartition("lightning_ddp: ")[2].startswith("rank 0 (node 0")
+    seen = nodes.on_exception()
+    assert [(seen[rank]["rank"], seen[rank]["exit_code"]) for rank in (1, 2, 3)] == [(0, -9)] * 3
+
+
+@STARTS
 def test_the_second_node_s_launcher_killed_ends_both(nodes) -> None:
     os.kill(nodes.pids[2], signal.SIGKILL)  # rank 2 is the launching process of node 1
     for node in range(2):

@@ -11,7 +11,7 @@ import torch
 from lightning_ddp.averaging.buffer_means import average_buffers, average_optimizer_state
 from lightning_ddp.comm.checks import require
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.chunks import average_
+from lightning_ddp.encoding.chunks import average_, memory_view
 from lightning_ddp.encoding.mean import PlainWire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
@@ -103,6 +103,14 @@ class Averager:
         ]
         self._is_local = False
         self._has_diverged = False
+        self.keeps_rounds = False
+        """Whether a round that fails has to be repeated, by other ranks: what it changes is copied before."""
+        self.unfinished: Track | None = None
+        """Whose round is under way."""
+        self.has_met = True
+        """Whether all ranks have taken the last step together, or have averaged after it."""
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._met: dict[str, torch.Tensor] = {}
         self.prepare()
         self._settle_phase()
 
@@ -143,7 +151,7 @@ class Averager:
         track.num_steps += 1
         if self._is_local:
             track.num_local_steps += 1
-            self._has_diverged = True
+            self._has_diverged, self.has_met = True, False
             self.after_local_step(track)
         else:
             self._settle_phase()
@@ -161,6 +169,7 @@ class Averager:
         counts = [track.num_steps for track in self.tracks if track.num_steps] or [0]
         if min(counts) >= self.options.start_step:
             self._is_local = True
+            self._keep_met()
             self.begin_local_phase()
 
     def begin_local_phase(self) -> None:
@@ -169,8 +178,35 @@ class Averager:
     def after_local_step(self, track: Track) -> None:
         """Called after each step of the local phase; by default a round each `period` steps."""
         if track.num_local_steps % self.options.period == 0:
-            self.round(track)
-            self._has_diverged = len(self.tracks) > 1
+            self.unfinished = track
+            if self.keeps_rounds:
+                self._before = [(tensor, tensor.detach().clone()) for tensor in self.changed_by_round(track)]
+            self.complete()
+
+    def changed_by_round(self, track: Track) -> list[torch.Tensor]:
+        """What a round changes in place."""
+        states = track.optimizer.state.values() if self.options.optimizer_state == "average" else ()
+        kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [*(self.parameters[name] for name in track.names), *self.module.buffers(), *kept]
+
+    def complete(self) -> None:
+        """Does the round that is under way, from its beginning. Communicates."""
+        assert self.unfinished is not None
+        with torch.no_grad():
+            for tensor, value in self._before:
+                tensor.copy_(value)
+        self.round(self.unfinished)
+        self._has_diverged = len(self.tracks) > 1
+        self.unfinished, self.has_met, self._before = None, True, []
+        self._keep_met()
+
+    def _keep_met(self) -> None:
+        if self.keeps_rounds:
+            self._met = {name: memory_view(p).clone() for name, p in self.parameters.items()}
+
+    def met(self) -> dict[str, torch.Tensor]:
+        """The parameters that all ranks had when they last met, each 1-D; those before local training not."""
+        return self._met
 
     def round(self, track: Track) -> None:
         """Brings the parameters of one optimizer together. Communicates."""
@@ -207,6 +243,36 @@ class Averager:
     def run(self, job: Callable[[], None]) -> None:
         """Runs a job of the channel and waits for it."""
         self.channel.wait(self.channel.submit(job))
+
+    # ------------------------------------------------------------------ other ranks
+
+    def rejoin(self, group: Group) -> None:
+        """Goes on with other ranks, after ranks were lost. All of them call it; communicates."""
+        self.group = group
+        self.channel = Channel(group, self.channel.device)
+        self.wire = PlainWire(self.channel)
+        self._has_diverged = self._is_local  # some may have agreed with ranks that are lost, and others not
+        self.prepare()
+
+    def catch_up(self, state: dict[str, Any]) -> None:
+        """Ends a step, or a round, that was interrupted here after another rank had ended it.
+
+        Args:
+            state: from `state_dict` of that rank, with its `met`; this one has its parameters already.
+        """
+        with torch.no_grad():
+            for name, value in state["met"].items():
+                memory_view(self.parameters[name]).copy_(value)
+        (track,) = self.tracks
+        if not self._is_local and state["steps"][0][0] > track.num_steps:
+            self.step(track.optimizer)
+        if self.unfinished is not None:
+            self.unfinished, self.has_met, self._before = None, True, []
+        self.take_outer(state["outer"])
+
+    def take_outer(self, outer: dict[str, Any]) -> list[str]:
+        """Takes over what is the same on all ranks; returns the parameters for which there is nothing."""
+        return []
 
     # ------------------------------------------------------------------ checkpoint
 

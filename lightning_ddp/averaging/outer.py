@@ -98,17 +98,34 @@ class OuterAverager(Averager):
         if state["name"] != self.name or self.averages_gradients:
             return notes
         self.begin_local_phase()
+        missing = self.take_outer(state["outer"])
+        if missing:
+            notes.append(f"outer state of averager {self.name!r} begins anew for {', '.join(missing)}")
+        return notes
+
+    def take_outer(self, outer: dict[str, Any]) -> list[str]:
+        """Outer parameters and momentum, once local training has begun."""
         missing = []
-        for name, anchor in self._anchors.items():
-            saved = state["outer"].get(name)
+        for name, anchor in self._anchors.items() if self._is_local else ():
+            saved = outer.get(name)
             if saved is None or saved["anchor"].numel() != anchor.numel():
                 missing.append(name)
                 continue
             anchor.copy_(saved["anchor"])
             self._momenta[name].copy_(saved["momentum"])
-        if missing:
-            notes.append(f"outer state of averager {self.name!r} begins anew for {', '.join(missing)}")
-        return notes
+        return missing
+
+    def met(self) -> dict[str, torch.Tensor]:
+        """The outer parameters, as soon as there are any."""
+        return self._anchors if self._is_local else {}
+
+    def _keep_met(self) -> None:
+        """Nothing more."""
+
+    def changed_by_round(self, track: Track) -> list[torch.Tensor]:
+        """The outer state, besides."""
+        outer = [state[name] for state in (self._anchors, self._momenta) for name in track.names]
+        return [*super().changed_by_round(track), *outer]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import backend_of, gloo_like, known_groups, set_timeout, timeout_of
+from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.errors import ConfigurationError
@@ -117,7 +118,8 @@ def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) ->
         return None
     first = backend_of(group.process_group, device)
     prefixed = dist.PrefixStore(f"lightning_ddp/sibling/{number}/{mine[0]}", store)
-    made = gloo_like(first, dist.PrefixStore("gloo", prefixed), mine.index(group.rank), len(mine))
+    with remember_connections():
+        made = gloo_like(first, dist.PrefixStore("gloo", prefixed), mine.index(group.rank), len(mine))
     return _beside(group, made, mine, number, prefixed)
 
 

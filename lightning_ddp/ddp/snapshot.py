@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from lightning_ddp._torch import COMPUTED, UPDATE_COUNT, buffers_of, preserve_version_counters
+from lightning_ddp._torch import (
+    COMPUTED,
+    UPDATE_COUNT,
+    buffers_of,
+    foreach_copy_,
+    preserve_version_counters,
+)
 
 __all__ = ["ModuleSnapshot", "copy_states", "put_states", "unseen_by_autograd"]
 
@@ -24,24 +30,40 @@ class ModuleSnapshot:
     """The buffers of a module and the states of the torchmetrics in it, at one moment."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._buffers = [
-            (buffers_of(owner), key, tensor, None if tensor is None else tensor.detach().clone())
-            for owner in module.modules()
-            for key, tensor in buffers_of(owner).items()
-        ]
-        self._metrics = [
-            (metric, copy_states(metric), getattr(metric, UPDATE_COUNT))
-            for metric in module.modules()
+        modules = list(module.modules())
+        self._owners = [buffers_of(owner) for owner in modules if buffers_of(owner)]
+        self._found = [
+            metric
+            for metric in modules
             if hasattr(type(metric), "metric_state") and hasattr(metric, UPDATE_COUNT)
         ]
+        self._tensors: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self.retake()
+
+    def retake(self) -> None:
+        """Copies what the modules that were found hold now, into the same memory."""
+        self._buffers = [(owner, key, tensor) for owner in self._owners for key, tensor in owner.items()]
+        tensors = [tensor for _, _, tensor in self._buffers if tensor is not None]
+        is_same = list(map(id, tensors)) == list(map(id, self._tensors))
+        if is_same and tensors:
+            try:
+                with torch.no_grad():
+                    foreach_copy_(self._values, tensors)
+            except RuntimeError:  # one has another size now
+                is_same = False
+        if not is_same:
+            self._values = [tensor.detach().clone() for tensor in tensors]
+        self._tensors = tensors
+        self._metrics = [(m, copy_states(m), getattr(m, UPDATE_COUNT)) for m in self._found]
 
     def restore(self) -> None:
         """Puts them back, in place and unseen by autograd."""
-        with unseen_by_autograd([tensor for _, _, tensor, _ in self._buffers if tensor is not None]):
-            for owner, key, tensor, value in self._buffers:
-                if tensor is not None and value is not None:
-                    tensor.detach().copy_(value)
-                owner[key] = tensor
+        with unseen_by_autograd(self._tensors):
+            for tensor, value in zip(self._tensors, self._values, strict=True):
+                tensor.detach().copy_(value)
+        for owner, key, present in self._buffers:
+            owner[key] = present
         for metric, states, count in self._metrics:
             put_states(metric, states)
             setattr(metric, UPDATE_COUNT, count)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from lightning_ddp._lightning import (
     Trainer,
     batches_that_stepped,
@@ -20,13 +22,16 @@ from lightning_ddp._lightning import (
     limit_epoch,
     limit_validation,
     loaders_of,
-    validates_now,
+    may_validate,
     wrap_steps,
 )
+from lightning_ddp.comm.collectives import broadcast_nested
 from lightning_ddp.comm.group import Group
+from lightning_ddp.communication import Communication
+from lightning_ddp.ddp.snapshot import ModuleSnapshot
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
-from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates
+from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates, put_scale
 from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.reconciliation import Reconciliation
@@ -50,6 +55,8 @@ class Recovery:
     Args:
         ours: this process's part in the run.
         trainer: whose loops are wrapped.
+        communication: the hook and the averager.
+        keeps_global: whether the global batch keeps its size; else that of each rank does.
         meet: makes the process group of a generation, and all that is made of it; returns the new group. All
             ranks call it; communicates.
         boundary: called before each batch; raises where the run stops there.
@@ -59,24 +66,30 @@ class Recovery:
         self,
         ours: Reconciliation,
         trainer: Trainer,
+        communication: Communication,
         *,
+        keeps_global: bool,
         meet: Callable[[Form], Group],
         boundary: Callable[[], None],
     ) -> None:
         assert ours.calls is not None
         self._ours, self._calls = ours, ours.calls
         self._trainer = trainer
+        self._communication = communication
         self._meet = meet
         self._boundary = boundary
-        self.dealer = Dealer()
-        self.committed = 0
-        """Optimizer steps of this fit that are finished."""
+        self.dealer = Dealer(keeps_global=keeps_global)
+        self._keeps_global = keeps_global
+        self.committed = self.taken = 0
+        """Optimizer steps of this fit that are finished: by all ranks, and by this one in local training."""
+        self._deal_after: int | None = None
         self.is_alone = False
         """Whether this rank finishes what the others have finished already, without them."""
         self._is_finishing = False
         self._phase = self._last_phase = 0
         self._is_clean = True
         self._mark: Mark | None = None
+        self._snapshot: ModuleSnapshot | None = None
         self._batch: Any = None
         self._output: Any = None
         wrap_steps(
@@ -90,13 +103,20 @@ class Recovery:
 
     # ------------------------------------------------------------------ told by the strategy
 
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of this rank's batch, times what it counts for in the mean over the ranks."""
+        if not self._keeps_global or not self._calls.member.generation:
+            return loss
+        return loss * self.dealer.weight(self._loop.batch_idx)
+
     def defer(self) -> None:
         """A backward is over: from here to the next boundary only waits for other ranks are interrupted."""
         self._calls.defer(True)
 
     def commit(self) -> None:
-        """An optimizer step is finished."""
-        self.committed += 1
+        """An optimizer step is finished. In local training it is one of all ranks if they have averaged."""
+        self.taken += 1
+        self.committed += self._communication.has_met
         self._is_finishing = True
 
     def note_batch(self, batch: Any) -> None:
@@ -109,7 +129,7 @@ class Recovery:
 
     def undo(self) -> bool:
         """Where the run ends: puts back what the interrupted step has changed; returns if all is whole."""
-        if self._is_clean and self._mark is not None and self._mark.step == self.committed:
+        if self._is_clean and self._mark is not None and self._mark.step == self.taken:
             self._mark.restore()
         return self._is_clean
 
@@ -134,6 +154,11 @@ class Recovery:
         return self._trainer.strategy.model
 
     def _start_epoch(self, start: Callable[[], None]) -> None:
+        self._snapshot = None  # the module may have other parts than in the epoch before
+        if self._deal_after is not None:
+            self._deal_after = None
+            self.dealer.set_ranks(self._calls.member.rank, self._trainer.world_size)
+
         def start_whole() -> None:
             start()
             if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks
@@ -180,13 +205,16 @@ class Recovery:
         progress = self._loop.batch_progress.current
         if progress.completed % self._trainer.accumulate_grad_batches == 0:
             self._batch = self._output = None
-            self._mark = Mark(self._trainer, self._trainer.lightning_module, self.committed)
+            if self._deal_after is not None and self.committed > self._deal_after:
+                self._deal(progress.completed, anew=True)
+            self._snapshot = self._snapshot or ModuleSnapshot(self._trainer.lightning_module)
+            self._mark = Mark(self._trainer, self._snapshot, self._communication, self.taken)
         self._calls.defer(False)
         self._boundary()
 
     def _end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
         """Validation, if it is time."""
-        if validates_now(self._trainer):
+        if may_validate(self._trainer, fetcher):
             self._repeat(lambda: end(fetcher))
         else:
             end(fetcher)
@@ -228,24 +256,29 @@ class Recovery:
         old_rank = self._calls.member.rank
         step, mark = self.committed, self._mark
         error = self._calls.error
-        is_trying = mark is not None and mark.step == step
-        form = self._regroup(is_trying=is_trying)
+        is_over = mark is None or mark.step < self.taken
+        in_round = self._communication.is_in_round
+        form = self._regroup(is_trying=not is_over and (in_round or not self._communication.is_local))
         is_lifted = form.step > step
         self.committed = form.step
         self._last_phase = form.phase
         self.is_alone = self._phase < form.phase
-        is_undone = is_trying and not is_lifted
+        self.taken += is_lifted
+        is_undone = not is_over and not is_lifted and not in_round
         if num_batches is None:
             num_batches = self._loop.batch_progress.current.ready
         if is_undone and mark is not None:
             mark.restore()
             num_batches = mark.num_batches
-        elif is_lifted and mark is not None:
+        elif (is_lifted or in_round) and mark is not None:
             self._count_lifted(mark)
-        states = RandomStates()
-        self._deal(num_batches)
-        states.restore()
+        self._deal(num_batches, anew=not self._communication.is_local)
         self._tell(form, old_rank, error)
+        if in_round and not is_lifted:
+            self._calls.defer(True)
+            if not self._is_through(self._communication.complete_round):
+                return self._go_on()
+            self.commit()
         if is_undone and mark is not None:
             mark.restore_random()
             return False
@@ -283,7 +316,7 @@ class Recovery:
                 self.committed,
                 is_clean=self._is_clean,
                 is_trying=is_trying,
-                phase=self._phase,
+                phase=0 if self._communication.is_local else self._phase,
                 check=look,
             )
             calls.enter(form)
@@ -295,6 +328,7 @@ class Recovery:
             entered.append(form)
 
         while not entered:
+            self._communication.halt()
             calls.stop()
             leave(self._ours, self._wrapper)
             self._is_through(attempt)
@@ -302,23 +336,38 @@ class Recovery:
 
     def _copy_state(self, form: Form, group: Group) -> None:
         is_behind = self._calls.member.place in form.behind
+        source, device = form.members.index(form.source), self._trainer.strategy.root_device
         self._is_clean = not is_behind
         copy_state(
             group,
             self._trainer.lightning_module,
             self._trainer.strategy.optimizers,
-            source=form.members.index(form.source),
+            source=source,
             is_behind=is_behind,
-            device=self._trainer.strategy.root_device,
+            is_local=self._communication.is_local,
+            device=device,
         )
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            state = broadcast_nested(group, scaler.state_dict(), source, device, label="loss scale")
+            if is_behind:
+                put_scale(scaler, state)
+        self._communication.copy_state(group, source, device, is_behind=is_behind)
         self._is_clean = True
 
-    def _deal(self, num_batches: int) -> None:
+    def _deal(self, num_batches: int, *, anew: bool) -> None:
+        """Deals the rest of the epoch; if not anew, each rank goes on with its part until ranks have met."""
         member = self._calls.member
         world_size = self._trainer.world_size
-        self.dealer.deal(num_batches, member.rank, world_size)
+        states = RandomStates()
+        self._deal_after = None if anew else self.committed
+        if anew:
+            self.dealer.deal(num_batches, member.rank, world_size)
+        else:
+            self.dealer.deal_as_before(num_batches)
         if loaders_of(self._trainer.fit_loop):  # not so in the sanity check
             fetch_anew(self._trainer, num_batches)
+        states.restore()
         for loader in loaders_of(self._loop.val_loop):
             sampler = getattr(loader, "sampler", None)
             if hasattr(sampler, "num_replicas"):
@@ -334,7 +383,7 @@ class Recovery:
             old_rank=old_rank,
             new_rank=self._calls.member.rank,
             lost_ranks=lost,
-            step=form.step,
+            step=self._trainer.global_step,
             seconds=seconds,
             cause=error,
             retried=form.is_retried,
@@ -343,7 +392,7 @@ class Recovery:
             _log.warning(
                 "rank %s lost at step %d; %d ranks go on after %.2f s",
                 ", ".join(map(str, lost)),
-                form.step,
+                change.step,
                 change.new_world_size,
                 seconds,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_ddp._lightning import is_fitting
+from lightning_ddp.averaging import AveragerPlan
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.supervise.settings import RecoverySettings
 
@@ -22,8 +23,9 @@ def check_arguments(
     *,
     start_method: str,
     uneven_inputs: str | None,
-    has_hook: bool,
-    has_averager: bool,
+    hook: str | None,
+    hook_has_state: bool,
+    averager: AveragerPlan | None,
 ) -> None:
     """Looks at the arguments of the strategy.
 
@@ -42,21 +44,33 @@ def check_arguments(
             "the steps of the ranks are agreed over the group that has lost one",
             "uneven_inputs=None",
         )
-    if has_hook:
+    if hook == "noop":
+        _refuse("the hook 'noop'", "each rank trains a model of its own", "another one of available_hooks()")
+    if hook_has_state:
         _refuse(
-            "ddp_comm_hook", "what the hook remembers of a step cannot be undone yet", "ddp_comm_hook=None"
+            "ddp_comm_state",
+            "what a hook keeps there of a step cannot be undone",
+            "the hook by its name, of available_hooks()",
         )
-    if has_averager:
-        _refuse("model_averaging", "in local training the ranks are not at one step", "model_averaging=None")
-    if settings.batch != "rank":
-        _refuse(
-            f"batch={settings.batch!r}",
-            "the gradients of batches of different sizes are not weighted yet",
-            "batch='rank'",
-        )
+    if averager is not None:
+        _check_averager(settings, averager)
 
 
-def check_training(trainer: Any, *, num_nodes: int, is_external: bool, device_type: str) -> None:
+def _check_averager(settings: RecoverySettings, averager: AveragerPlan) -> None:
+    instead = "model_averaging='diloco'"
+    if averager.name == "hierarchical_sgd":
+        _refuse(averager.name, "its groups of equally many ranks cannot be made of fewer", instead)
+    if averager.name == "streaming_diloco":
+        _refuse(averager.name, "an exchange that is under way while ranks train is not repeated yet", instead)
+    if getattr(averager.options, "gradients", "none") != "none":
+        _refuse("gradients='node'", "the ranks of a node may become fewer than those of another", instead)
+    if settings.batch == "global":
+        _refuse("batch='global'", "in local training there is no batch of all ranks", "batch='rank'")
+
+
+def check_training(
+    trainer: Any, settings: RecoverySettings, *, num_nodes: int, is_external: bool, device_type: str
+) -> None:
     """Looks at the Trainer and where it runs.
 
     Raises:
@@ -80,24 +94,20 @@ def check_training(trainer: Any, *, num_nodes: int, is_external: bool, device_ty
             "communicators of NCCL are not made anew yet",
             "Trainer(accelerator='cpu')",
         )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        _refuse(
-            "a GradScaler",
-            "the scale that a step has changed cannot be put back yet",
-            "precision='bf16-mixed'",
-        )
     if not trainer.lightning_module.automatic_optimization:
         _refuse(
             "manual optimisation",
             "a batch with several optimizer steps may be committed by half",
             "automatic_optimization=True",
         )
-    if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
-        _refuse(
-            "limit_train_batches or overfit_batches",
-            "they count batches of the ranks there were at first",
-            "max_steps, or a torch.utils.data.Subset",
-        )
+    for config in trainer.lr_scheduler_configs:
+        most = getattr(config.scheduler, "total_steps", None)
+        if most is not None and settings.batch == "rank" and not 0 < trainer.max_steps <= most:
+            _refuse(
+                f"{type(config.scheduler).__name__} and batch='rank'",
+                f"it ends after {most} steps, and an epoch has more of them once there are fewer ranks",
+                f"batch='global', or Trainer(max_steps={most})",
+            )
     if trainer.reload_dataloaders_every_n_epochs:
         _refuse(
             "reload_dataloaders_every_n_epochs",

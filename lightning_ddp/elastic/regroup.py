@@ -15,6 +15,7 @@ from lightning_ddp.ddp.module_sync import broadcast_coalesced
 from lightning_ddp.launch.reconciliation import Reconciliation
 from lightning_ddp.launch.rendezvous import join_default_group, leave_default_group
 from lightning_ddp.launch.session import Session
+from lightning_ddp.launch.terminal import tell_long_wait
 
 __all__ = ["copy_state", "leave", "meet_again"]
 
@@ -57,9 +58,10 @@ def meet_again(
     with remember_connections():  # the other one was shut down with those of the old group
         session.store = session.store.clone()
     store = dist.PrefixStore(f"generation{session.control.calls.member.generation}", session.store)
-    return join_default_group(
-        backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
-    )
+    with tell_long_wait(rank, lambda: f"the {world_size} ranks that go on to meet again"):
+        return join_default_group(
+            backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
+        )
 
 
 def copy_state(
@@ -69,6 +71,7 @@ def copy_state(
     *,
     source: int,
     is_behind: bool,
+    is_local: bool,
     device: torch.device,
 ) -> None:
     """Gives ranks that are one step behind the parameters and optimizer states of one that is not.
@@ -82,11 +85,14 @@ def copy_state(
         optimizers: whose states.
         source: rank that has the state.
         is_behind: whether this rank takes it.
+        is_local: whether states of optimizers are each rank's own.
         device: of this process.
     """
-    broadcast_coalesced(group, list(module.parameters()), source)
+    parameters = list(module.parameters())
+    is_part = is_behind or group.rank == source  # in local training others have parameters of their own
+    broadcast_coalesced(group, parameters if is_part else [p.detach().clone() for p in parameters], source)
     for optimizer in optimizers:
         mine = optimizer.state_dict()
         state = broadcast_nested(group, mine["state"], source, device, label="state of an optimizer")
-        if is_behind:
+        if is_behind and not is_local:
             optimizer.load_state_dict({**mine, "state": state})

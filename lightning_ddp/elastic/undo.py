@@ -17,9 +17,18 @@ from lightning_ddp._lightning import (
     set_batches_that_stepped,
     training_results,
 )
+from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.snapshot import ModuleSnapshot, copy_states, put_states
 
-__all__ = ["Mark", "PhaseMark", "RandomStates"]
+__all__ = ["Mark", "PhaseMark", "RandomStates", "put_scale"]
+
+
+def put_scale(scaler: Any, state: dict[str, Any]) -> None:
+    """Gives a GradScaler the state that `state_dict` told, as between two steps."""
+    if state:  # it is enabled
+        scaler.scale(torch.ones(()))  # from now on it has a scale to be set
+        scaler.update(state["scale"])  # which forgets what it knows of a step that has begun
+        scaler.load_state_dict(state)
 
 
 class RandomStates:
@@ -47,17 +56,24 @@ class Mark:
 
     Args:
         trainer: whose.
-        module: what it trains.
+        snapshot: of the module that it trains, which is taken again.
+        communication: the hook, with what it remembers.
         step: optimizer steps that are committed.
     """
 
-    def __init__(self, trainer: Trainer, module: torch.nn.Module, step: int) -> None:
+    def __init__(
+        self, trainer: Trainer, snapshot: ModuleSnapshot, communication: Communication, step: int
+    ) -> None:
         self.step = step
         self.num_batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         """Of this epoch, that are used."""
         self._trainer = trainer
         self._random = RandomStates()
-        self._module = ModuleSnapshot(module)
+        self._module = snapshot
+        snapshot.retake()
+        self._communication, self._hook = communication, communication.mark()
+        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._scale = self._scaler.state_dict() if self._scaler is not None else {}
         self._counters = [(owner, dict(vars(owner))) for owner in loop_counters(trainer)]
         steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         self.steps_completed = int(steps.total.completed)
@@ -69,6 +85,8 @@ class Mark:
     def restore(self) -> None:
         """Undoes what has happened since, but for random numbers."""
         self._module.restore()
+        self._communication.restore(self._hook)
+        put_scale(self._scaler, self._scale)
         self.restore_counters()
         results: Any = training_results(self._trainer)
         for key in [key for key in results if key not in self._results]:

@@ -30,6 +30,7 @@ from lightning_ddp.shm.staging import Staging, open_staging
 __all__ = ["Channel", "part_group", "sibling_group"]
 
 _Job = Callable[[], torch.Tensor | None]
+_HALT_S = 10.0
 
 
 class Channel:
@@ -96,6 +97,22 @@ class Channel:
                 self._is_running = True
                 threading.Thread(target=self._work, name="lightning_ddp channel", daemon=True).start()
         return future
+
+    def halt(self) -> None:
+        """Returns once no job runs: those that are queued fail, and the one that waits for others as well.
+
+        For an interrupt that is set. Any thread.
+
+        Raises:
+            LightningDDPError: a job goes on.
+        """
+        with self._lock:
+            self._failure = self._failure or LightningDDPError("the ranks of this channel meet anew")
+        ends_at = time.monotonic() + _HALT_S
+        while self._is_running:
+            if time.monotonic() > ends_at:
+                raise LightningDDPError(f"a job of the channel goes on for {_HALT_S} s after a rank was lost")
+            time.sleep(0.001)
 
     def _work(self) -> None:
         busy = self.group.interrupt.activity.busy if self.group.interrupt is not None else set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -324,14 +324,17 @@ class StatefulHook(Hook):
         if not is_spoiled:
             self.commit(self._pending)
             self.step += 1
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self._pending = {}
         self._is_spoiled = False
         self._previous_index = -1
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Makes what a finite step remembered the state."""
-        for name, values in pending.items():
-            self._state.setdefault(name, {}).update(values)
+        """Makes what a finite step remembered the state, in new mappings: `mark` keeps the old ones."""
+        changed = {name: {**self._state.get(name, {}), **values} for name, values in pending.items()}
+        self._state = {**self._state, **changed}
 
     def _wait_until_settled(self) -> None:
         """Between steps: what the last one remembered is the state, or forgotten, when this returns."""
@@ -343,6 +346,36 @@ class StatefulHook(Hook):
             if self._settling is not None:
                 self.channel.group.wait_done(self._settling)
                 self._settling = None
+
+    # ------------------------------------------------------------------ undo
+
+    def mark(self) -> Any:
+        """The state after the last step, for `restore`: references, as no step writes to its tensors."""
+        self._wait_until_settled()
+        return self.step, self._state
+
+    def restore(self, mark: Any) -> None:
+        """Undoes what has happened since `mark`. No job may run."""
+        self.step, self._state = mark
+        self._forget_step()
+
+    def finish(self, shared: Mapping[str, Any]) -> None:
+        """Ends a step that was interrupted here after another rank had ended it. No job may run.
+
+        Args:
+            shared: from `state_dict` of that rank, with what is the same on all ranks.
+        """
+        if self.step < shared["step"]:
+            self.commit(self._pending)
+        self._forget_step()
+        self.step = shared["step"]
+        device = self.channel.device
+        self.commit(
+            {
+                name: {key: value.to(device) for key, value in values.items()}
+                for name, values in shared["tensors"].items()
+            }
+        )
 
     # ------------------------------------------------------------------ checkpoint
 

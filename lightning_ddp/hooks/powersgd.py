@@ -81,6 +81,7 @@ class PowerSGD(StatefulHook):
             return self.check_finite(self.wire.mean(part.flat))
         if self.options.error_feedback:
             self.add_errors(part)
+            self._begin_errors(part)
         # the mean goes straight into the bucket where types allow; the gradients stay for the residual
         is_same = part.buffer.dtype == part.flat.dtype
         result = part.buffer if is_same else torch.empty_like(part.flat)
@@ -106,6 +107,12 @@ class PowerSGD(StatefulHook):
             compressed = part.names if square is not None else [matrix.name for matrix in matrices]
             self._remember_residuals(part, part.flat.sub_(result), frozenset(compressed))
         return result
+
+    def _begin_errors(self, part: Part) -> None:
+        """What was added is none any more, also where this rank never learns what was made of its part."""
+        for name, is_present in zip(part.names, part.present, strict=True):
+            if is_present and self.recall(name, "error") is not None:
+                self.remember(name, "error", part.flat.new_empty(0))
 
     def _remember_residuals(self, part: Part, residual: torch.Tensor, compressed: frozenset[str]) -> None:
         """Keeps the residuals of compressed parameters; that of one which was sent in full is zero."""
@@ -186,8 +193,8 @@ class PowerSGD(StatefulHook):
         """As every hook; factors of a layout that is no more are forgotten."""
         used = {name for name in pending if name.startswith(_LAYOUT_PREFIX)}
         if used:
-            for name in [n for n in self._state if n.startswith(_LAYOUT_PREFIX) and n not in used]:
-                del self._state[name]
+            kept = {n: v for n, v in self._state.items() if not n.startswith(_LAYOUT_PREFIX) or n in used}
+            self._state = kept
         super().commit(pending)
 
 

@@ -59,10 +59,11 @@ class RandomK(MomentumHook):
         indices = self._choose(part)
         if not indices.numel():
             return part.flat
-        means = self.check_finite(self.wire.mean(part.flat[indices]))
+        sent = part.flat[indices]
         part.flat[indices] = 0
         self.remember_errors(part, part.flat)
         self.remember_velocity(part, velocity, indices)
+        means = self.check_finite(self.wire.mean(sent))
         result = torch.zeros_like(part.flat)
         result[indices] = means.to(result.dtype)
         return result

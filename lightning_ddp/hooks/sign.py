@@ -55,18 +55,21 @@ class Sign(MomentumHook):
         self.add_errors(part)
         lengths = uploaded(torch.tensor(self._block_lengths(part)), part.flat.device)
         numel = part.flat.numel()
-        gathered_scales = self.check_finite(self.channel.all_gather(self._scales(part)))
-        gathered_bits = self.channel.all_gather(pack_signs(part.flat))
-        mean = torch.zeros_like(part.flat)
-        residual = part.flat
-        for rank in range(self.channel.size):
-            signs = unpack_signs(gathered_bits[rank], numel).to(mean.dtype)
+
+        def decoded(scales: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+            signs = unpack_signs(bits, numel).to(part.flat.dtype)
             # the host would wait for the device to learn the size of the result
-            sent = signs.mul_(gathered_scales[rank].repeat_interleave(lengths, output_size=numel))
-            mean.add_(sent)
-            if rank == self.channel.rank:
-                residual = part.flat - sent
-        self.remember_errors(part, residual)
+            return signs.mul_(scales.repeat_interleave(lengths, output_size=numel))
+
+        scales, bits = self._scales(part), pack_signs(part.flat)
+        mine = decoded(scales, bits)
+        self.remember_errors(part, part.flat - mine)
+        gathered_scales = self.check_finite(self.channel.all_gather(scales))
+        gathered_bits = self.channel.all_gather(bits)
+        mean = torch.zeros_like(part.flat)
+        for rank in range(self.channel.size):
+            is_mine = rank == self.channel.rank
+            mean.add_(mine if is_mine else decoded(gathered_scales[rank], gathered_bits[rank]))
         return mean.div_(self.channel.size)
 
     def _block_lengths(self, part: Part) -> list[int]:

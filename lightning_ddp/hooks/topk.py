@@ -78,12 +78,13 @@ class TopK(MomentumHook):
         if not indices.numel():
             return part.flat
         sent = part.flat[indices]
+        part.flat[indices] = 0
+        self.remember_errors(part, part.flat)
+        self.remember_velocity(part, velocity, indices)
         values = self.check_finite(self.wire.gather(sent))
         positions = self.channel.all_gather(indices.to(torch.int32))
         # where the wire rounds, what it rounded off stays here
         part.flat[indices] = sent - values[self.channel.rank].to(sent.dtype)
-        self.remember_errors(part, part.flat)
-        self.remember_velocity(part, velocity, indices)
         mean = torch.zeros_like(part.flat)
         # rank by rank: the positions of one rank differ, so the order of every sum is the same everywhere
         for row, where in zip(values.unbind(0), positions.unbind(0), strict=True):

@@ -16,25 +16,12 @@ from typing import IO, Any
 
 from lightning_ddp.launch.prelude import child_environment
 from lightning_ddp.launch.supervisor import ForkedChild, fork_child
+from lightning_ddp.supervise.failure_record import describe_exit
 
-__all__ = ["ChildExit", "Children", "describe_exit"]
+__all__ = ["ChildExit", "Children"]
 
 _LAST_LINES = 30
 _STOP_GRACE_S = 5.0
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended, in words.
-
-    >>> describe_exit(3), describe_exit(-9)
-    ('exited with code 3', 'was killed by SIGKILL')
-    """
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 @dataclass(frozen=True, kw_only=True)

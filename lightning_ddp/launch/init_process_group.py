@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.rendezvous import existing_group, join_default_group, run_store
 from lightning_ddp.launch.session import Session
+from lightning_ddp.launch.terminal import tell_long_wait
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
@@ -83,7 +86,8 @@ def join_run(
         # by a connection of its own: the other one was shut down with those of the process group
         store = dist.PrefixStore(f"after{session.num_failed}", session.store.clone())
     elif has_launcher or not is_elsewhere:
-        store = session.rendezvous.find(environment, timeout)
+        with _telling(environment, lambda: f"the store of the run{_place(environment)}"):
+            store = session.rendezvous.find(environment, timeout)
     else:
         store = meet_elsewhere()
     if is_enabled() and (world_size > 1 or launcher_pid() is not None):  # a launcher counts on a lone one too
@@ -99,7 +103,8 @@ def join_run(
                 settings=settings,
             )
         timeout_s = _LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
-        session.connect(store, identity, settings, timeout_s)
+        with _telling(environment, lambda: f"all {world_size} ranks; there are {_who_is_here(session)}"):
+            session.connect(store, identity, settings, timeout_s)
     if has_launcher and is_elsewhere and not session.num_failed:
         store = meet_elsewhere()
     session.store = store
@@ -109,9 +114,25 @@ def join_run(
     if timeout is not None and "nccl" in backend_names(backend) and session.control.watch is not None:
         # this package says first what is late; NCCL's watchdog, which ends the process, is the last resort
         timeout += timedelta(seconds=settings.failure_grace_s)
-    return join_default_group(
-        backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
-    )
+    with _telling(environment, lambda: f"the process group ({backend}) of {world_size} ranks"):
+        return join_default_group(
+            backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
+        )
+
+
+def _telling(environment: ClusterEnvironment, what: Callable[[], str]) -> AbstractContextManager[None]:
+    """As `tell_long_wait`, by one process a node."""
+    if environment.local_rank() != 0:
+        return nullcontext()
+    return tell_long_wait(environment.global_rank(), what)
+
+
+def _place(environment: ClusterEnvironment) -> str:
+    return f" at {environment.main_address}:{environment.main_port} (rank 0 opens it)"
+
+
+def _who_is_here(session: Session) -> list[int] | None:
+    return session.control.watch.who_is_here() if session.control.watch is not None else None
 
 
 def _name_interface(

@@ -19,7 +19,6 @@ import torch.multiprocessing as mp
 
 from lightning_ddp._lightning import (
     ClusterEnvironment,
-    DDPStrategy,
     LightningEnvironment,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
@@ -28,12 +27,13 @@ from lightning_ddp._lightning import (
     interrupt_trainer,
     set_num_threads_if_needed,
     teardown_trainer,
+    unshare,
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.child_command import ChildCommand, child_command
-from lightning_ddp.launch.children import describe_exit
+from lightning_ddp.launch.control_process import ControlProcess
 from lightning_ddp.launch.init_method import tcp_address
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.prelude import begin_run
@@ -41,8 +41,9 @@ from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.rendezvous import Rendezvous, named_port
 from lightning_ddp.launch.session import Session, session_of_process
 from lightning_ddp.launch.slurm import check_tasks
+from lightning_ddp.launch.supervisor import control_process
 from lightning_ddp.launch.unpicklable import find_unpicklable
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, describe_exit
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.protocol import Exited, Failed
 from lightning_ddp.supervise.server import ControlServer
@@ -120,8 +121,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         address, first_rank = environment.main_address, node_rank * self.num_processes
         world_size = self.num_processes * self.num_nodes
         rendezvous = session.rendezvous
+        control = control_process() if node_rank == 0 and world_size > 1 else None
         variables = {
-            **_host_store(rendezvous, environment, self._init_method, self.num_nodes, node_rank),
+            **_host_store(rendezvous, environment, self._init_method, self.num_nodes, node_rank, control),
             "NODE_RANK": str(node_rank),
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(world_size),
@@ -193,12 +195,15 @@ def _host_store(
     init_method: str | None,
     num_nodes: int,
     node_rank: int,
+    control: ControlProcess | None = None,
 ) -> dict[str, str]:
     """Opens the store of the run where the user said; returns torch's variables for it."""
     named = tcp_address(init_method)
     address, port = named or (environment.main_address, _port_of(environment))
     named_by = "MASTER_PORT" if named is None else "init_method"
-    return rendezvous.host(address, num_nodes=num_nodes, node_rank=node_rank, port=port, named_by=named_by)
+    return rendezvous.host(
+        address, num_nodes=num_nodes, node_rank=node_rank, port=port, named_by=named_by, control=control
+    )
 
 
 def _port_of(environment: ClusterEnvironment) -> int | None:
@@ -220,7 +225,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
 
     def __init__(
         self,
-        strategy: DDPStrategy,
+        strategy: Any,
         start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
         settings: ReconcileSettings | None = None,
         init_method: str | None = None,
@@ -315,7 +320,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
     def _open_server(self, session: Session, node_rank: int) -> ControlServer:
         strategy = self._owner
         assert strategy.cluster_environment is not None
-        return session.open_server(
+        server = session.open_server(
             strategy.cluster_environment.main_address,
             session.rendezvous.hosted,
             identity=Identity(rank=-1, node_rank=node_rank),
@@ -324,6 +329,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             settings=self._settings,
             on_failure=self._wake,
         )
+        assert isinstance(server, ControlServer)  # only scripts have it in a control process
+        return server
 
     def _with_exit(self, record: FailureRecord, first_rank: int) -> PeerFailure:
         """The failure with the exit code of its process, which all have by now."""
@@ -341,13 +348,15 @@ class MultiprocessLauncher(MultiProcessingLauncher):
                     os.kill(process.pid, signal.SIGCONT)
 
     def _wrapping_function(
-        self, process_idx: int, trainer: Trainer | None, function: Any, *rest: Any
+        self, process_idx: int, trainer: Trainer | None, function: Any, args: Any, kwargs: Any, *rest: Any
     ) -> None:
         die_with_parent(os.getppid())
         if self._all_forked is not None:
             self._all_forked.wait()
         wrapped = _Unwinding(function, trainer)
-        super()._wrapping_function(process_idx, trainer, wrapped, *rest)
+        if trainer is None and self._made_by == "spawn":  # Fabric: the Trainer's launcher does it by itself
+            args, kwargs = unshare((args, kwargs))
+        super()._wrapping_function(process_idx, trainer, wrapped, args, kwargs, *rest)
         session_of_process().control.close()
 
 

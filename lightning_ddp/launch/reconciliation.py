@@ -36,12 +36,14 @@ from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.calls import Calls
 from lightning_ddp.launch.children import Children
+from lightning_ddp.launch.control_process import ServerElsewhere
 from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
+from lightning_ddp.launch.terminal import show_report
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
-from lightning_ddp.supervise.failure_report import render, write_error_file
+from lightning_ddp.supervise.failure_report import write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.protocol import Exited, Message, Saved, Stopped
@@ -93,7 +95,7 @@ class Reconciliation:
         self.interrupt = Interrupt()
         self.alarm = Alarm()
         self.boundary = StepBoundary()
-        self.server: ControlServer | None = None
+        self.server: ControlServer | ServerElsewhere | None = None
         self.watch: Watch | None = None
         self.calls: Calls | None = None
         """Where the run goes on without ranks that it loses."""
@@ -115,6 +117,7 @@ class Reconciliation:
         self._has_raised = threading.Event()
         self._variables: dict[str, str | None] = {}
         self._stop_signals: StopSignals | None = None
+        self._hook_before: Callable[..., Any] | None = None
 
     @property
     def has_met(self) -> bool:
@@ -148,6 +151,8 @@ class Reconciliation:
             parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
             if (parent.pid, parent.host) == (server.identity.pid, server.identity.host):
                 parent = server.identity
+            elif parent.node_rank == server.identity.node_rank:
+                parent = None  # it has a supervisor, which tells the server of its end
         if settings.recovery is not None:
             self.calls = Calls(identity.rank, self.interrupt, self.alarm)
         self.watch = Watch(
@@ -190,6 +195,8 @@ class Reconciliation:
         """
         if self.calls is None or self.watch is None or self.watch.failure is not None:
             return False
+        while isinstance(error, LightningDDPError) and isinstance(error.__cause__, PeerFailure):
+            error = error.__cause__
         if isinstance(error, PeerFailure):
             return self.calls.error is not None
         text = str(error)
@@ -269,6 +276,52 @@ class Reconciliation:
             self.alarm.is_deferred = False  # a fit that goes on without lost ranks ends with it deferred
             name = getattr(function, "__name__", "run")
             self.inspector.enter(name.removeprefix("_").removesuffix("_impl"))
+
+    def follow_script(self, *, is_whole: bool) -> None:
+        """From now on the script counts as running, whose loop is its own: that is how Fabric is used.
+
+        SIGTERM ends this process, as there is no step boundary of ours to stop at.
+
+        Args:
+            is_whole: whether it does up to its end, and not for a function that a launcher runs.
+        """
+        if self._stop_signals is not None:
+            self._stop_signals.restore()
+        if not is_whole or self._hook_before is not None:
+            return
+        self._hook_before = sys.excepthook
+        self._enter(self._script_ends)
+        self.inspector.enter("the script")
+        sys.excepthook = self._script_raised
+        atexit.register(self._script_ends)
+
+    def _script_raised(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """The script ends with an exception: as in `run`."""
+        self.alarm.silence()
+        self._has_raised.set()
+        failure = None if self.is_over else self._end(error)
+        if failure is not None:
+            kind, error = type(failure), failure.with_traceback(trace)
+        assert self._hook_before is not None
+        self._hook_before(kind, error, trace)
+
+    def _script_ends(self) -> None:
+        """At exit: waits until all ranks have come to the end of the script, unless this one has failed."""
+        if self._is_inherited:
+            return
+        try:
+            if not self._is_ending:
+                self._leave_together()
+        except BaseException as error:  # noqa: BLE001 (nobody is left to catch it)
+            self.alarm.silence()
+            failure = self._end(error) or error
+            traceback.print_exception(failure)
+            if self._children.first_rank is None:  # the launching process still ends the others
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
+        finally:
+            self._leave()
 
     def set_while_running(self, variables: dict[str, str]) -> None:
         """Sets environment variables until the run (a fit, a test ...) ends; outside of one until the end."""
@@ -363,7 +416,7 @@ class Reconciliation:
         who = f"rank {launcher.rank} (host {launcher.host}, pid {launcher.pid})"
         print(f"lightning_ddp: {who} did not hear of a failure and was killed", file=sys.stderr)
         if self._own is not None:
-            print(render(self._own), file=sys.stderr, end="", flush=True)
+            show_report(self._own)
 
     def _explain(self, error: BaseException) -> PeerFailure | None:
         """Reports an exception of this process; returns the failure that it is the consequence of, if any."""
@@ -543,7 +596,7 @@ class Reconciliation:
         self._children.end(0.0)
         failure = self.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
         if failure is not None:
-            print(render(failure), file=sys.stderr, end="")
+            show_report(failure)
         sys.stderr.flush()
         os._exit(1)
 

@@ -59,12 +59,21 @@ class HostedStore:
         address: name or address under which the other processes reach this one.
         port: port to bind; None for any free one.
         named_by: where the user has named the port, for the error.
+        control: the control process that is to host it instead.
 
     Raises:
         RendezvousError: the port is taken, or the address is none of this host.
     """
 
-    def __init__(self, address: str, port: int | None, named_by: str = "MASTER_PORT") -> None:
+    def __init__(
+        self, address: str, port: int | None, named_by: str = "MASTER_PORT", control: Any = None
+    ) -> None:
+        self.address = address
+        self.is_named = port is not None
+        self._control = control
+        if control is not None:
+            self.store = control.open_store(address, port, named_by)
+            return
         name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
         require_resolvable(address, name)
         if not is_own_address(address):
@@ -82,8 +91,11 @@ class HostedStore:
                 f"port {port} on {address}, named by {named_by}, is in use by another process. Name a free"
                 f" port, or unset {named_by} on a single node to have a free one taken."
             ) from error
-        self.address = address
-        self.is_named = port is not None
+
+    def close(self) -> None:
+        """Frees the port, as far as this object has it."""
+        if self._control is not None:
+            self._control.close_store()
 
 
 class Rendezvous:
@@ -95,11 +107,20 @@ class Rendezvous:
 
         They are kept out of this process's environment, from which the programs that the user's script starts
         would have them."""
+        self.control: Any = None
+        """The control process, where that hosts the store and the control server of this run."""
         self._hosted: HostedStore | None = None
         self._num_runs = 0
 
     def host(
-        self, address: str, *, num_nodes: int, node_rank: int, port: int | None, named_by: str = "MASTER_PORT"
+        self,
+        address: str,
+        *,
+        num_nodes: int,
+        node_rank: int,
+        port: int | None,
+        named_by: str = "MASTER_PORT",
+        control: Any = None,
     ) -> dict[str, str]:
         """On the first node, opens the store of this run; returns torch's variables for it.
 
@@ -109,6 +130,7 @@ class Rendezvous:
             node_rank: this node.
             port: port that the user named, or None.
             named_by: where, for errors.
+            control: the control process that hosts store and control server; None for this process.
 
         Raises:
             ConfigurationError: several nodes, and no port that all of them know.
@@ -120,9 +142,10 @@ class Rendezvous:
                 " values on every node, and NODE_RANK to 0, 1, ... in turn"
             )
         self._num_runs += 1
+        self.control = control
         if node_rank == 0:
             if self._hosted is None or not self._is_hosted(address, port):
-                self._hosted = HostedStore(address, port, named_by)
+                self._hosted = HostedStore(address, port, named_by, self.control)
             port = int(self._hosted.store.port)
         self.handed = {STORE_VARIABLE: f"{address}:{port}/{self._num_runs}"}
         if num_nodes == 1 and not os.environ.get(TOKEN_VARIABLE):
@@ -174,6 +197,7 @@ class Rendezvous:
         """
         self.handed = {}
         if self._hosted is not None and not self._hosted.is_named:
+            self._hosted.close()
             self._hosted = None
 
 

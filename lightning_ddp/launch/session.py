@@ -24,13 +24,14 @@ import lightning_ddp.shm.background  # noqa: F401 (its exit handler has to run a
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.children import ChildExit, Children
+from lightning_ddp.launch.control_process import ServerElsewhere
 from lightning_ddp.launch.interface import is_loopback
 from lightning_ddp.launch.parent_death import launcher_pid, outlive_parent
 from lightning_ddp.launch.reconciliation import LAST_WORDS_S, Reconciliation, limit_last_words
 from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, Rendezvous, leave_default_group
+from lightning_ddp.launch.terminal import show_report
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
-from lightning_ddp.supervise.failure_report import render
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
@@ -101,8 +102,10 @@ class Session:
         num_nodes: int,
         settings: ReconcileSettings,
         on_failure: Callable[[FailureRecord], None] | None = None,
-    ) -> ControlServer:
-        """Opens the control server of the run in this process, and says in the run's store where it is.
+    ) -> ControlServer | ServerElsewhere:
+        """Opens the control server of the run, and says in the run's store where it is.
+
+        It is in this process, but for a rank 0 that has a control process.
 
         Args:
             address: where the first node, which is this one, is reached.
@@ -118,16 +121,25 @@ class Session:
         """
         shared = self.rendezvous.token
         self.children.tells_all = settings.recovery is not None
-        server = self.control.server = ControlServer(
-            address,
-            token=shared or secrets.token_hex(16),
-            world_size=world_size,
-            settings=settings,
-            on_failure=on_failure,
+        options: dict[str, Any] = {
+            "token": shared or secrets.token_hex(16),
+            "world_size": world_size,
+            "settings": settings,
             # /etc/hosts often maps a node's own name to the loopback, where the others could not reach it
-            any_interface=num_nodes > 1 and is_loopback(address),
-            on_condemned=lambda identity: self.children.kill_one(identity.pid),
-        )
+            "any_interface": num_nodes > 1 and is_loopback(address),
+        }
+        server: ControlServer | ServerElsewhere
+        if self.rendezvous.control is not None:
+            server = self.rendezvous.control.open_server(address, **options)
+            identity = self.rendezvous.control.identity
+        else:
+            server = ControlServer(
+                address,
+                on_failure=on_failure,
+                on_condemned=lambda identity: self.children.kill_one(identity.pid),
+                **options,
+            )
+        self.control.server = server
         published = "" if shared else server.token
         who = (identity.rank, identity.node_rank, identity.host, identity.pid)
         store.set(_STORE_KEY, "\n".join(map(str, (address, server.port, published, *who))))
@@ -246,7 +258,7 @@ class Session:
         is_caught = error is None and self.control.is_over
         if failure is None or (is_caught and all(proc.returncode == 0 for proc in self.children.procs)):
             return  # the scripts of all ranks here have caught the failure and ended well
-        print(render(failure), file=sys.stderr, end="")
+        show_report(failure)
         if error is None:  # else Python itself exits with 1
             sys.stdout.flush()
             sys.stderr.flush()
@@ -290,7 +302,7 @@ def end_job(error: BaseException | None) -> BaseException | None:
 
 def _tell_last_failure(failure: FailureRecord) -> None:
     """The failure that ended the last job of this process is the last thing on the screen."""
-    print(render(failure), file=sys.stderr, end="")
+    show_report(failure)
 
 
 def _disown() -> None:

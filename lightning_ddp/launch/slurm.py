@@ -1,14 +1,29 @@
-"""SLURM check: compares the tasks that were started with what the Trainer expects, before anybody waits."""
+"""SLURM: whether its tasks are as many as the Trainer expects, and tasks that launch the ranks of a node."""
 
 from __future__ import annotations
 
 import os
 import warnings
 
-from lightning_ddp._lightning import ClusterEnvironment, SLURMEnvironment
+from lightning_ddp._lightning import ClusterEnvironment, SLURMEnvironment, lightnings
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["check_tasks"]
+__all__ = ["check_tasks", "launch_on_each_node"]
+
+
+def launch_on_each_node() -> None:
+    """Called in a supervisor. If srun has started one task a node, that is no rank, but launches those there.
+
+    So this process has the variables of a node that was started by hand, and not the one by which Lightning
+    takes each task for a rank.
+    """
+    num_tasks, kind = os.environ.get("SLURM_NTASKS"), lightnings("SLURMEnvironment")
+    if num_tasks is None or num_tasks != os.environ.get("SLURM_NNODES") or not kind.detect():
+        return
+    slurm = kind()
+    address, port, node = slurm.main_address, slurm.main_port, slurm.node_rank()
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
+    del os.environ["SLURM_NTASKS"]
 
 
 def check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes: int) -> None:

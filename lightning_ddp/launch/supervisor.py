@@ -2,8 +2,9 @@
 
 The supervisor is no rank. It imports torch, Lightning and this package, starts no thread of its own, opens no
 store and touches no device, so that a fork of it is as a new interpreter which has imported them. The first
-fork is rank 0, and runs the program. Where a launcher there would start a child it asks the supervisor for
-another fork, and is told how that ends. The supervisor ends last, in the way in which rank 0 has ended.
+fork is rank 0, and runs the program. Where a launcher there would open a store it asks for another fork, the
+control process, and where it would start a child for that, of which it is told how it ends. The supervisor
+ends last, in the way in which rank 0 has ended.
 
 How a fork differs from a new interpreter is listed, and tested, in `tests/test_run.py`.
 """
@@ -30,6 +31,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,9 +44,11 @@ import torch
 
 from lightning_ddp._lightning import ROOTS, read_rank_again
 from lightning_ddp.hydra_jobs.jobs import STARTER
+from lightning_ddp.launch.control_process import LONGEST_MESSAGE, REPORTED, WENT_ON, ControlProcess, serve
 from lightning_ddp.launch.parent_death import end_with, tie_to_supervisor
+from lightning_ddp.launch.prelude import keep_files
 
-__all__ = ["ForkedChild", "add_arguments", "fork_child", "run"]
+__all__ = ["ForkedChild", "add_arguments", "control_process", "fork_child", "run"]
 
 _IMPORTED = (
     "lightning_ddp.ddp.module",
@@ -65,6 +69,8 @@ _BY_KERNEL = 0x80
 _RESET_BY_SUBPROCESS = {signal.SIGPIPE, signal.SIGXFSZ}
 _MOST_DESCRIPTORS = 64
 _CANNOT_BEGIN = 127
+_LAST_REPORT_S = 15.0
+_CHILD, _CONTROL = b"child", b"control process"
 
 
 # ---------------------------------------------------------------------- the command
@@ -103,6 +109,9 @@ def run(args: argparse.Namespace) -> int:
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of what Python was started with
     _import_once([*_namespaces(program), *_IMPORTED, *args.preload])
+    from lightning_ddp.launch.slurm import launch_on_each_node  # which needs the right Lightning
+
+    launch_on_each_node()
     return _Supervisor().run(program)
 
 
@@ -145,7 +154,7 @@ class _Supervisor:
     """Forks the ranks, passes signals on to rank 0, and ends last."""
 
     def __init__(self) -> None:
-        self._requests, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests, self._asking = _socketpair()
         self._pid = os.getpid()
         self._mask: set[Any] = set()
         self._rank_0 = 0
@@ -153,13 +162,13 @@ class _Supervisor:
         self._is_over = mmap.mmap(-1, 1)
         self._children: dict[int, _Child] = {}
         self._num_forked = 0
+        self._control: socket.socket | None = None
+        self._control_pid = 0
 
     def run(self, program: _Program) -> NoReturn:
         """Forks rank 0 and serves it until all ranks have ended. In a rank it raises `SystemExit`."""
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-        fcntl.fcntl(self._requests, fcntl.F_SETOWN, self._pid)
-        flags = fcntl.fcntl(self._requests, fcntl.F_GETFL)
-        fcntl.fcntl(self._requests, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+        self._listen_to(self._requests)
         self._rank_0 = _fork()
         if self._rank_0 == 0:
             with _last_resort():
@@ -168,7 +177,15 @@ class _Supervisor:
         self._asking.close()
         while self._code is None or self._children:
             self._handle(signal.sigwaitinfo(_AWAITED))
-        self._end_as(self._code)
+        ended = self._end_control()
+        code = 0 if ended == WENT_ON else self._code or int(ended == REPORTED)
+        self._end_as(code, is_reported=ended == REPORTED)
+
+    def _listen_to(self, ours: socket.socket) -> None:
+        """Has the kernel signal what comes there."""
+        fcntl.fcntl(ours, fcntl.F_SETOWN, self._pid)
+        flags = fcntl.fcntl(ours, fcntl.F_GETFL)
+        fcntl.fcntl(ours, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
 
     def _become_rank_0(self) -> None:
         global _rank_0
@@ -182,22 +199,26 @@ class _Supervisor:
             self._reap()
         elif info.si_signo == signal.SIGIO:
             self._serve()
+            self._hear_control()
         elif self._code is not None:  # nobody else is left who would hear it
             _kill(self._children)
         elif info.si_code != _BY_KERNEL:
             os.kill(self._rank_0, info.si_signo)
 
     def _reap(self) -> None:
+        if self._code is None:
+            self._code = _exit_code(self._rank_0)
+            if self._code is not None:
+                self._tell_control(self._rank_0, self._code)
+                self._leave_children()
         for pid in list(self._children):
             code = _exit_code(pid)
             if code is not None:
                 child = self._children.pop(pid)
                 _tell(child.told, code)
                 os.close(child.told)
-        if self._code is None:
-            self._code = _exit_code(self._rank_0)
-            if self._code is not None:
-                self._leave_children()
+                if self._code is not None:
+                    self._tell_control(pid, code)
 
     def _leave_children(self) -> None:
         """Rank 0 has ended. Children that have met unwind, as they hear of it; if stopped, they could not."""
@@ -210,19 +231,19 @@ class _Supervisor:
     def _serve(self) -> None:
         while self._requests.fileno() != -1:
             try:
-                message, descriptors, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
+                message, descriptors, _, _ = socket.recv_fds(self._requests, 64, _MOST_DESCRIPTORS)
             except BlockingIOError:
                 return
             if not message:
                 return
-            self._fork_child(*descriptors)
+            if message == _CONTROL:
+                self._fork_control(*descriptors)
+            else:
+                self._fork_child(*descriptors)
 
     def _fork_child(self, order: int, told: int, *files: int) -> None:
         child = _Child(told, mmap.mmap(-1, 1))
-        try:
-            pid = _fork()
-        except OSError as error:
-            pid = -(error.errno or 1)
+        pid = _try_to_fork()
         if pid == 0:
             with _last_resort():
                 program = self._become_child(child, order, files)
@@ -251,7 +272,7 @@ class _Supervisor:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, start["processors"])
         os.umask(start["umask"])
-        _keep_files(dict(zip(start["files"], files, strict=True)))
+        keep_files(dict(zip(start["files"], files, strict=True)))
         os.chdir(start["cwd"])
         os.environ.clear()
         os.environ.update(start["env"])
@@ -267,17 +288,58 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, start["mask"])
         return _Program(**start["program"])
 
-    def _end_as(self, code: int) -> NoReturn:
+    # ------------------------------------------------------------------ the control process
+
+    def _fork_control(self, asking: int) -> None:
+        self._control, theirs = _socketpair()
+        self._control_pid = _try_to_fork()
+        with theirs, socket.socket(fileno=asking) as rank_0:
+            if self._control_pid == 0:
+                with _last_resort():
+                    end_with(self._pid)
+                    needed = (0, 1, 2, asking, theirs.fileno())
+                    keep_files({number: number for number in needed if _is_open(number)})
+                    os._exit(serve(rank_0, theirs))
+            self._listen_to(self._control)
+            rank_0.send(str(self._control_pid).encode())
+
+    def _tell_control(self, pid: int, code: int) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps([pid, code, pid == self._rank_0]).encode())
+
+    def _hear_control(self) -> None:
+        """Sends the signals that it asks for, to ranks that have not been waited for."""
+        data = b"more"
+        while self._control is not None and data:
+            try:
+                data = self._control.recv(LONGEST_MESSAGE)
+            except OSError:
+                return
+            number, pids = json.loads(data) if data else (0, [])
+            for pid in pids:
+                if pid in self._children or (pid == self._rank_0 and self._code is None):
+                    os.kill(pid, number)
+
+    def _end_control(self) -> int:
+        """Has it report what ended the run, if rank 0 could not; returns its exit code."""
+        if self._control is None or self._control_pid < 0:
+            return 0
+        self._control.close()
+        deadline = time.monotonic() + _LAST_REPORT_S
+        while (code := _exit_code(self._control_pid)) is None:
+            if signal.sigtimedwait({signal.SIGCHLD}, max(0.0, deadline - time.monotonic())) is None:
+                _kill([self._control_pid])
+        return code
+
+    def _end_as(self, code: int, *, is_reported: bool) -> NoReturn:
         """Ends as rank 0 did. The exit handlers of what has been imported have run there."""
         if code >= 0:
             os._exit(code)
         name = signal.Signals(-code).name
-        if self._num_forked and -code != signal.SIGINT:
-            print(
-                f"lightning_ddp: rank 0 (pid {self._rank_0}) was killed by {name}",
-                file=sys.stderr,
-                flush=True,
-            )
+        if self._num_forked and -code != signal.SIGINT and not is_reported:
+            who = f"the process that has launched the others of this node (pid {self._rank_0})"
+            print(f"lightning_ddp: {who} was killed by {name}", file=sys.stderr, flush=True)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # rank 0 has left one
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
@@ -286,12 +348,24 @@ class _Supervisor:
         os._exit(128 - code)
 
 
+def _socketpair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
 def _fork() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():  # of threads: BLAS has some, and ends them before each fork
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
+
+
+def _try_to_fork() -> int:
+    """As `_fork`; a negative number is that of an error."""
+    try:
+        return _fork()
+    except OSError as error:
+        return -(error.errno or 1)
 
 
 def _exit_code(pid: int) -> int | None:
@@ -347,19 +421,6 @@ def _last_resort() -> Any:
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
         os._exit(_CANNOT_BEGIN)
-
-
-def _keep_files(files: Mapping[int, int]) -> None:
-    """Closes all files but these (number -> present number)."""
-    above = max(files, default=2) + 1
-    held = {number: fcntl.fcntl(present, fcntl.F_DUPFD, above) for number, present in files.items()}
-    for present in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if present not in held.values():
-            with contextlib.suppress(OSError):  # the one that has listed them
-                os.close(present)
-    for number, present in held.items():
-        os.dup2(present, number)
-        os.close(present)
 
 
 def _run_as_main(program: _Program) -> NoReturn:
@@ -464,6 +525,28 @@ class _Rank0:
 _rank_0: _Rank0 | None = None
 
 
+def control_process() -> ControlProcess | None:
+    """The process that hosts store and control server for this rank 0; None where there is no supervisor."""
+    if _rank_0 is None or _rank_0.pid != os.getpid():
+        return None
+    return _ask_for_control(_rank_0.socket)
+
+
+@functools.cache
+def _ask_for_control(supervisor: socket.socket) -> ControlProcess:
+    ours, theirs = _socketpair()
+    with theirs:
+        socket.send_fds(supervisor, [_CONTROL], [theirs.fileno()])
+    return ControlProcess(_forked(ours), ours)
+
+
+def _forked(connection: socket.socket) -> int:
+    pid = int(connection.recv(64) or -1)
+    if pid < 0:
+        raise OSError(-pid, f"the supervisor could not fork: {os.strerror(-pid)}")
+    return pid
+
+
 class ForkedChild:
     """A child of the supervisor: what a launcher needs to know of a `subprocess.Popen`.
 
@@ -553,15 +636,12 @@ def fork_child(
         "ignored": sorted(ignored - _RESET_BY_SUBPROCESS),
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = _socketpair()
     with theirs, open(os.memfd_create("order"), "wb") as order:
         order.write(json.dumps(start).encode())
         order.flush()
-        socket.send_fds(_rank_0.socket, [b"1"], [order.fileno(), theirs.fileno(), *files.values()])
-    pid = int(ours.recv(64) or -1)
-    if pid < 0:
-        raise OSError(-pid, f"the supervisor could not fork: {os.strerror(-pid)}")
-    return ForkedChild(pid, ours)
+        socket.send_fds(_rank_0.socket, [_CHILD], [order.fileno(), theirs.fileno(), *files.values()])
+    return ForkedChild(_forked(ours), ours)
 
 
 @functools.cache

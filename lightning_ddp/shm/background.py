@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,8 @@ class Work:
     def __init__(self, job: Callable[[], None]) -> None:
         self._job: Callable[[], None] | None = job
         self._is_done = False
+        self.begun_ns: int | None = None
+        """When it was its turn, by `time.perf_counter_ns`."""
         self._error: BaseException | None = None
         self._latch = threading.Lock()
         self._latch.acquire()
@@ -58,6 +61,7 @@ class Work:
 
     def run(self) -> None:
         """Does it. Called once, by the worker."""
+        self.begun_ns = time.perf_counter_ns()
         job, self._job = self._job, None  # who keeps the work must not keep what it worked on
         try:
             if job is not None:

@@ -178,12 +178,17 @@ class Watch:
         while not self._all_here.wait(0.05):
             check()
             if time.monotonic() > deadline:
-                self.post(Who())
-                self._who_answered.wait(_FLUSH_WAIT_S)
                 raise RendezvousError(
                     f"rank {self.identity.rank}: after {timeout_s:g} s not all ranks have arrived; there are"
-                    f" {self._who}. Check that the program was started on every node."
+                    f" {self.who_is_here()}. Check that the program was started on every node."
                 )
+
+    def who_is_here(self) -> list[int] | None:
+        """Which ranks have connected, as the server says, or None. Not in the channel's thread."""
+        self._who_answered.clear()
+        self.post(Who())
+        self._who_answered.wait(_FLUSH_WAIT_S)
+        return self._who
 
     @property
     def launcher(self) -> Identity | None:

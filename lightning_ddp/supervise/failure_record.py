@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import time
 import traceback as traceback_module
@@ -13,7 +14,7 @@ from typing import Any
 
 from lightning_ddp.errors import PeerFailure
 
-__all__ = ["GONE", "FailureRecord", "Identity", "Where"]
+__all__ = ["GONE", "FailureRecord", "Identity", "Where", "describe_exit"]
 
 GONE = "the process is gone without a word (killed by a signal, or ended by os._exit)"
 """What is known of a process whose connection closed."""
@@ -30,6 +31,20 @@ _LONGEST = {
 """In bytes as JSON, where a character takes up to twelve; together they fit into a message of the channel."""
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _ASCII_CONTROL_CHARACTERS = bytes(code for code in range(128) if _CONTROL_CHARACTERS.match(chr(code)))
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, in words.
+
+    >>> describe_exit(3), describe_exit(-9)
+    ('exited with code 3', 'was killed by SIGKILL')
+    """
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 @dataclass(frozen=True, kw_only=True)

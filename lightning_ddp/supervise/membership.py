@@ -24,7 +24,7 @@ from lightning_ddp.supervise.settings import RecoverySettings
 
 __all__ = ["SETTLE_S", "Member", "Membership", "Outgoing", "Phase"]
 
-SETTLE_S = 0.2
+SETTLE_S = 0.1
 """How long after a failure others may join it, so that they are one change of the world and not two."""
 REPEAT_S = 1.0
 """How often what has not been answered is said again."""
@@ -220,7 +220,8 @@ class Membership:
             return None
         place = (step, max(answer.phase for answer in answers.values()))
         before, self._recovered_at = self._recovered_at, place
-        if before == place:
+        is_retried = any(answer.is_trying and answer.step == step for answer in answers.values())
+        if before == place and is_retried:
             return f"step {step} failed twice: the data or the code is at fault, and not the machine"
         if before is not None and step - before[0] >= STEPS_TO_FORGET:
             self.num_recoveries = 0

@@ -1,7 +1,7 @@
 """The control server: every process of the run is connected to it, and it says what happened first.
 
-It runs in one thread of the process that started the run (rank 0, or the launching process of spawned
-ranks) and sleeps until a message comes. It never takes part in a collective.
+It runs in one thread of the process that started the run (rank 0, the launching process of spawned ranks, or
+a supervisor's control process) and sleeps until a message comes. It never takes part in a collective.
 """
 
 from __future__ import annotations
@@ -149,6 +149,11 @@ class ControlServer:
         """The first failure of the run, once it is certain, with the checkpoint that was saved then."""
         first = self._verdict.first
         return first if first is None else replace(first, checkpoint=self._checkpoint)
+
+    @property
+    def identities(self) -> list[Identity]:
+        """The ranks that have connected, and belong to the run."""
+        return list(self._identities.values())
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
         """The first failure, waiting up to `timeout_s` seconds for it to be certain."""

@@ -7,15 +7,22 @@ from pathlib import Path
 
 from lightning_ddp.telemetry.timeline import Lane, Span
 
-__all__ = ["draw"]
+__all__ = ["COLOURS", "LABELS", "draw"]
 
 _NS_PER_MS = 1_000_000
-_COLOURS = {"forward": "#7fb3d5", "backward": "#2874a6", "exposed": "#e74c3c", "bucket": "#f0b27a"}
-_LABELS = {
+COLOURS = {
+    "forward": "#7fb3d5",
+    "backward": "#2874a6",
+    "exposed": "#e74c3c",
+    "queued": "#fdebd0",
+    "bucket": "#f0b27a",
+}
+LABELS = {
     "forward": "forward",
     "backward": "backward",
-    "exposed": "waits for buckets",
-    "bucket": "bucket on its way",
+    "exposed": "rank waits for buckets",
+    "queued": "bucket waits for its turn, or for another rank",
+    "bucket": "bucket is reduced",
 }
 _ROW_HEIGHT = 0.8
 _NARROWEST_TEXT = 0.045  # part of the width that a name needs
@@ -49,16 +56,18 @@ def draw(lanes: Sequence[Lane], path: Path) -> None:
     axes.set_xlim(0, whole_ms)
     axes.set_ylim(top - 0.5, -0.7)
     axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
-    axes.set_xlabel("ms")
+    axes.set_xlabel("milliseconds since the first forward that is shown")
+    steps = sorted({span.step for lane in lanes for span in lane.spans})
+    figure.suptitle(f"Steps {steps[0]} to {steps[-1]}: what each rank computes, and the way of its buckets")
     axes.legend(
-        handles=[_sample(kind) for kind in _LABELS], loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4
+        handles=[_sample(kind) for kind in LABELS], loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5
     )
     figure.savefig(path, dpi=150)
 
 
 def _draw_span(axes: object, span: Span, y: float, whole_ms: float) -> None:
     start, width = span.start_ns / _NS_PER_MS, (span.end_ns - span.start_ns) / _NS_PER_MS
-    colour = _COLOURS[span.kind]
+    colour = COLOURS[span.kind]
     axes.barh(y, width, left=start, height=_ROW_HEIGHT, color=colour, edgecolor="white", linewidth=0.3)  # type: ignore[attr-defined]
     if width > _NARROWEST_TEXT * whole_ms:
         text = span.kind if span.bucket is None else f"{span.bucket}: {_size(span.num_bytes)}"
@@ -73,4 +82,4 @@ def _size(num_bytes: int) -> str:
 def _sample(kind: str) -> object:
     from matplotlib.patches import Patch  # type: ignore[import-not-found,unused-ignore]
 
-    return Patch(color=_COLOURS[kind], label=_LABELS[kind])
+    return Patch(color=COLOURS[kind], label=LABELS[kind])

@@ -16,7 +16,7 @@ __all__ = ["Recording", "load_folder", "save"]
 
 _VERSION = 1
 _STEP_FIELDS = ("step", "forward_start", "forward_end", "backward_start", "backward_end", "comm_end")
-_BUCKET_FIELDS = ("index", "num_bytes", "ready", "launched", "done")
+_BUCKET_FIELDS = ("index", "num_bytes", "ready", "launched", "done", "begun")
 _NAME = re.compile(r"rank(\d+)\.json")
 
 

@@ -42,6 +42,8 @@ class BucketRecord:
     """Its collective is started, after those of the buckets before it."""
     done: Any = None
     """It is reduced. Noticed when the next bucket becomes ready, or by the wait at the end of backward."""
+    begun: int | None = None
+    """In memory that ranks share: its turn has come. None where the backend does not tell."""
 
 
 @dataclass(slots=True)
@@ -180,6 +182,8 @@ class StepRecorder:
         bucket = self._find(index)
         if bucket is not None and bucket.done is None:
             bucket.done = self._now()
+            work = next((work for waiting, work in self._in_flight if waiting is bucket), None)
+            bucket.begun = getattr(work, "begun_ns", None)
 
     def finish(self) -> None:
         """All buckets are reduced: the record of the step is complete."""
@@ -204,7 +208,7 @@ class StepRecorder:
             if bucket.done is not None:
                 continue
             if self._events is None and (work.done() if hasattr(work, "done") else work.is_completed()):
-                bucket.done = self._now()
+                bucket.done, bucket.begun = self._now(), getattr(work, "begun_ns", None)
             else:
                 still.append((bucket, work))
         self._in_flight = still

@@ -26,7 +26,8 @@ class Span:
     """Something that took time."""
 
     kind: str
-    """'forward', 'backward', 'exposed' (the rank waits for buckets) or 'bucket'."""
+    """'forward', 'backward', 'exposed' (the rank waits for buckets), 'bucket', or 'queued': a bucket that is
+    started and waits, until the one before it is reduced and all ranks have started theirs."""
     row: int
     """0 for compute; buckets that are on their way at the same time are in different rows."""
     start_ns: int
@@ -41,7 +42,9 @@ class Span:
     @property
     def name(self) -> str:
         """What is written on it."""
-        return self.kind if self.bucket is None else f"bucket {self.bucket}"
+        if self.bucket is None:
+            return self.kind
+        return f"bucket {self.bucket}" + (" waits" if self.kind == "queued" else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,17 @@ def lanes_of(recordings: Sequence[Recording], *, num_steps: int | None = None) -
     chosen = {r.rank: [step for step in r.steps if step.step in shown] for r in recordings}
     begins = [_begin(step) + shifts[rank] for rank, steps in chosen.items() for step in steps]
     origin = min(begins, default=0)
+    all_started: dict[tuple[int, int], int] = {}  # step and bucket -> when the last rank had started it
+    for rank, steps in chosen.items():
+        for step in steps:
+            for bucket in step.buckets:
+                started = bucket.launched if bucket.begun is None else bucket.begun
+                if started is not None:
+                    moment = started + shifts[rank] - origin
+                    key = step.step, bucket.index
+                    all_started[key] = max(moment, all_started.get(key, moment))
     return [
-        Lane(rank=r.rank, host=r.host, spans=_spans(chosen[r.rank], shifts[r.rank] - origin))
+        Lane(rank=r.rank, host=r.host, spans=_spans(chosen[r.rank], shifts[r.rank] - origin, all_started))
         for r in recordings
     ]
 
@@ -94,7 +106,7 @@ def _shift(reference: Recording, other: Recording, common: Iterable[int]) -> int
     return round(statistics.median(differences)) if differences else 0
 
 
-def _spans(steps: Sequence[StepRecord], shift: int) -> list[Span]:
+def _spans(steps: Sequence[StepRecord], shift: int, all_started: Mapping[tuple[int, int], int]) -> list[Span]:
     spans = []
     free_at: list[int] = []  # of each row of buckets
     for step in steps:
@@ -102,24 +114,32 @@ def _spans(steps: Sequence[StepRecord], shift: int) -> list[Span]:
             spans.append(
                 Span(kind=kind, row=COMPUTE, start_ns=start + shift, end_ns=end + shift, step=step.step)
             )
+        before = 0  # when the bucket before it was reduced
         for bucket in sorted(step.buckets, key=lambda b: b.launched or 0):
             if bucket.launched is None or bucket.done is None:
                 continue
             start, end = bucket.launched + shift, bucket.done + shift
             row = next((i for i, moment in enumerate(free_at) if moment <= start), len(free_at))
             free_at[row : row + 1] = [end]
-            spans.append(
-                Span(
-                    kind="bucket",
-                    row=COMPUTE + 1 + row,
-                    start_ns=start,
-                    end_ns=end,
-                    step=step.step,
-                    bucket=bucket.index,
-                    num_bytes=bucket.num_bytes,
-                    ready_ns=None if bucket.ready is None else bucket.ready + shift,
-                )
-            )
+            if bucket.begun is not None:
+                before = bucket.begun + shift
+            turn = max(start, all_started[step.step, bucket.index], before if before < end else start)
+            turn = min(turn, end)
+            before = end
+            for kind, first, last in (("queued", start, turn), ("bucket", turn, end)):
+                if kind == "bucket" or last > first:
+                    spans.append(
+                        Span(
+                            kind=kind,
+                            row=COMPUTE + 1 + row,
+                            start_ns=first,
+                            end_ns=last,
+                            step=step.step,
+                            bucket=bucket.index,
+                            num_bytes=bucket.num_bytes,
+                            ready_ns=None if bucket.ready is None else bucket.ready + shift,
+                        )
+                    )
     return spans
 
 
@@ -157,7 +177,7 @@ def _event(rank: int, span: Span) -> dict[str, Any]:
     if span.bucket is not None:
         arguments["bytes"] = span.num_bytes
         if span.ready_ns is not None:
-            arguments["us from ready to launched"] = (span.start_ns - span.ready_ns) / _NS_PER_US
+            arguments["us since ready"] = (span.start_ns - span.ready_ns) / _NS_PER_US
     return {
         "ph": "X",
         "name": span.name,

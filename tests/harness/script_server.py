@@ -19,7 +19,6 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import gc
 import importlib
 import inspect
@@ -37,6 +36,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
 from typing import Any, NoReturn
 
 LONGEST_MESSAGE = 200_000
@@ -48,6 +48,8 @@ _NEW_NETWORK = 0x40000000
 _IMPORTED = ("torch", "pytorch_lightning", "torch.distributed.launcher", "torchmetrics")
 _RESET_BY_SUBPROCESS = {signal.SIGPIPE, signal.SIGXFSZ}
 _libc = ctypes.CDLL(None, use_errno=True)
+_PRELUDE = Path(__file__).parents[2] / "lightning_ddp" / "launch" / "prelude" / "__init__.py"
+_keep_files = runpy.run_path(str(_PRELUDE))["keep_files"]  # which imports nothing else of the package
 
 
 def _prctl(option: int, value: Any) -> None:
@@ -154,14 +156,7 @@ def _become(start: Mapping[str, Any], files: Mapping[int, int]) -> None:
         os.setsid()
     else:
         os.setpgid(0, start["group"])
-    high = {number: fcntl.fcntl(present, fcntl.F_DUPFD, 512) for number, present in files.items()}
-    for present in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if present not in high.values():
-            with contextlib.suppress(OSError):  # the one that has listed them
-                os.close(present)
-    for number, present in high.items():
-        os.dup2(present, number)
-        os.close(present)
+    _keep_files(files)
     os.chdir(start["cwd"])
     os.environ.clear()
     os.environ.update(start["env"])

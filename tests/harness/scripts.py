@@ -24,6 +24,8 @@ from harness.leftovers import ProcessLeftBehind, describe_process, kill_processe
 from harness.script_server import LONGEST_MESSAGE, TEMPLATE_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = ("-m", "lightning_ddp", "run")
+"""The launcher of a script whose ranks are forks of a supervisor."""
 HIDDEN_PACKAGES = ("scipy", "matplotlib")
 _NOT_INHERITED = ("PYTEST_", "PL_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "MASTER_", "LOCAL_")
 _NOT_INHERITED_NAMES = {"RANK", "NODE_RANK", "WORLD_SIZE", "PYTHONUNBUFFERED"}
@@ -237,7 +239,8 @@ class RunningScript:
         self.kill()
 
     def _read(self, name: str) -> str:
-        return (self._folder / name).read_text(errors="replace")
+        path = self._folder / name
+        return path.read_text(errors="replace") if path.exists() else ""  # it has not begun
 
 
 def _is_of_script(process: psutil.Process) -> bool:

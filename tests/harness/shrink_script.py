@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -62,6 +65,38 @@ def hash_of(tensors: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def state_before(trainer: Any, module: Any) -> dict[str, Any]:
+    """What a step changes and has to find again when it is done again."""
+    loop, hook = trainer.fit_loop.epoch_loop, trainer.strategy._communication.hook
+    remembered = hook.state_dict() if hook is not None else {}
+    tensors = remembered.get("tensors", {})
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return {
+        "random": hash_of([torch.get_rng_state()]),
+        "python": random.random(),
+        "buffers": hash_of(module.buffers()),
+        "logged": {
+            key: [float(x) for x in metric.metric_state.values()] for key, metric in loop._results.items()
+        },
+        "counters": json.loads(
+            json.dumps({**loop.batch_progress.state_dict(), **loop.scheduler_progress.state_dict()})
+        ),
+        "hook": [
+            remembered.get("step"),
+            hash_of(tensors[n][k] for n in sorted(tensors) for k in sorted(tensors[n])),
+        ],
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def shared_of_hook(trainer: Any) -> str:
+    """What the hook remembers that is the same on all ranks."""
+    hook = trainer.strategy._communication.hook
+    tensors = hook.state_dict().get("tensors", {}) if hook is not None else {}
+    shared = getattr(hook, "shared_keys", frozenset())
+    return hash_of(tensors[n][k] for n in sorted(tensors) for k in sorted(tensors[n]) if k in shared)
+
+
 class Samples(Dataset[Any]):
     """Numbered samples."""
 
@@ -82,11 +117,12 @@ class Model(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
+        is_plain = ORDER.get("plain", False)
         self.net = nn.Sequential(
             nn.Linear(8, 16),
-            nn.BatchNorm1d(16),
+            nn.Identity() if is_plain else nn.BatchNorm1d(16),
             nn.ReLU(),
-            nn.Dropout(0.2),
+            nn.Dropout(0.0 if is_plain else 0.2),
             nn.Linear(16, 16),
             nn.Linear(16, 1),
         )
@@ -107,11 +143,15 @@ class Model(pl.LightningModule):
             parameter.register_post_accumulate_grad_hook(sleep)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if ORDER.get("slow") == [PLACE, self.global_step]:
+            time.sleep(1)
         die_if("forward", self.global_step)
         if ORDER.get("late") == [PLACE, self.global_step]:
             self.be_late()
         time.sleep(ORDER.get("step_s", 0.0))
         loss = self.net(batch[0]).square().mean() + self.net[0].weight.square().mean()
+        if self.global_step == ORDER.get("overflows"):
+            loss = loss * torch.inf
         self.log("loss", loss, on_step=True, on_epoch=True)
         die_if("before the first bucket", self.global_step)
         return loss
@@ -139,9 +179,14 @@ class Model(pl.LightningModule):
         die_if("optimizer", self.global_step)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        kind = getattr(torch.optim, ORDER.get("optimizer", "AdamW"))
+        optimizer = kind(self.parameters(), lr=0.01)
+        kind, options = ORDER.get("scheduler", ["ExponentialLR", {"gamma": 0.9}])
+        scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **options)
+        config = {"scheduler": scheduler, "interval": "step"}
+        if kind == "ReduceLROnPlateau":
+            config.update(interval="epoch", monitor="val", strict=False)
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 class Ledger(pl.Callback):
@@ -150,6 +195,8 @@ class Ledger(pl.Callback):
     generation = step = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if PLACE == 0 and trainer.global_step == ORDER.get("saves"):
+            torch.save([module.net.state_dict(), trainer.optimizers[0].state_dict()], FOLDER / "state.pt")
         calls = session_of_process().control.calls
         self.generation = calls.member.generation if calls is not None else 0
         self.step = trainer.global_step
@@ -160,6 +207,8 @@ class Ledger(pl.Callback):
             batch=batch_idx,
             epoch=trainer.current_epoch,
             ids=batch[1].tolist(),
+            before=state_before(trainer, module),
+            hook=shared_of_hook(trainer),
         )
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -178,6 +227,8 @@ class Ledger(pl.Callback):
             loss=float(outputs["loss"]),
             parameters=hash_of(module.parameters()),
             optimizer=hash_of(moments),
+            outer=outer_state(trainer),
+            average=hash_of(p for c in trainer.callbacks for p in average_of(c)),
             time=time.time(),
         )
         die_if("batch end", trainer.global_step)
@@ -202,12 +253,52 @@ class Ledger(pl.Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         note(event="starts")
+        if ORDER.get("late_in_round") == PLACE:
+            be_late_in_round(trainer)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         note(event="ends epoch", epoch=trainer.current_epoch, batches=trainer.num_training_batches)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         note(event="excepts", text=str(exception))
+
+
+def be_late_in_round(trainer: Any) -> None:
+    """Has this place wait at the end of the round after its sixth step, which is over for the others."""
+    averager = trainer.strategy._communication.averager
+    do_round = averager.round
+
+    def wait(track: Any) -> None:
+        do_round(track)
+        if track.num_steps == 6:
+            note(event="waits")
+            trainer.strategy.barrier("late")
+
+    averager.round = wait
+
+
+def outer_state(trainer: Any) -> str:
+    """What an averager keeps that is the same on all ranks."""
+    averager = trainer.strategy._communication.averager
+    outer = averager.state_dict()["outer"] if averager is not None else {}
+    return hash_of(value for name in sorted(outer) for value in outer[name].values())
+
+
+def average_of(callback: Any) -> list[Tensor]:
+    """The parameters that a callback for moving averages has."""
+    model = getattr(callback, "_average_model", None)
+    return [] if model is None else list(model.parameters())
+
+
+def more_callbacks() -> list[Any]:
+    """Those of Lightning, if the order says so."""
+    if not ORDER.get("callbacks"):
+        return []
+    return [
+        EMAWeightAveraging(decay=0.5),
+        ModelCheckpoint(FOLDER, "{step}", every_n_train_steps=2, save_top_k=-1),
+        EarlyStopping("val", patience=100),
+    ]
 
 
 def new_trainer() -> pl.Trainer:
@@ -222,9 +313,10 @@ def new_trainer() -> pl.Trainer:
             stall_timeout=stall_timeout,
             **{"on_failure": "shrink", **ORDER.get("strategy", {})},
         ),
-        callbacks=[Ledger(), *saving] if "ends" not in NOTED else [],
+        callbacks=[Ledger(), *saving, *more_callbacks()] if "ends" not in NOTED else [],
         logger=pl.loggers.CSVLogger(FOLDER / "logs") if ORDER.get("logs") else False,
-        enable_checkpointing="saves" in ORDER,
+        plugins=MixedPrecision("16-mixed", "cpu") if "overflows" in ORDER else None,
+        enable_checkpointing=bool(saving or more_callbacks()),
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_epochs": 2, "num_sanity_val_steps": 0, **ORDER.get("trainer", {})},

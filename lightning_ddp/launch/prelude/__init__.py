@@ -10,11 +10,12 @@ folder first on the search path of its children. It passes on to the one that is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
 
-__all__ = ["begin_run", "child_environment"]
+__all__ = ["begin_run", "child_environment", "keep_files"]
 
 _PATH_VARIABLE = "PYTHONPATH"
 _MODULE = "_lightning_ddp_prelude"
@@ -38,3 +39,22 @@ def begin_run() -> None:
     prelude = sys.modules.pop(_MODULE, None)
     if prelude is not None:
         prelude.restore()
+
+
+def keep_files(files: Mapping[int, int]) -> None:
+    """In a process that has been forked on Linux, closes all files but some.
+
+    Args:
+        files: number that a file is to have -> number that it has.
+    """
+    import fcntl  # which Windows has not
+
+    above = max(files, default=2) + 1
+    held = {number: fcntl.fcntl(present, fcntl.F_DUPFD, above) for number, present in files.items()}
+    for present in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if present not in held.values():
+            with contextlib.suppress(OSError):  # the one that has listed them
+                os.close(present)
+    for number, present in held.items():
+        os.dup2(present, number)
+        os.close(present)

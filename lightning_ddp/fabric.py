@@ -1,0 +1,290 @@
+"""`CustomFabricStrategy`: what Lightning's Fabric calls. The loop is the script's own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Generator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+import lightning_ddp.rank_files as rank_files
+from lightning_ddp._lightning import (
+    CheckpointIO,
+    ClusterEnvironment,
+    FabricDDPStrategy,
+    adopt,
+    pass_for_fabrics,
+)
+from lightning_ddp.communication import Communication, HookSpec
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.shm.hosts import Transport
+from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore
+from lightning_ddp.supervise.settings import ReconcileSettings
+
+if TYPE_CHECKING:
+    from lightning_ddp.ddp.module import BucketedDDP
+
+__all__ = ["CustomFabricStrategy"]
+
+_log = logging.getLogger("lightning_ddp")
+
+
+class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
+    """The strategy of `Fabric(strategy="custom_ddp")`: launcher, waits, reducer and hooks of this package.
+
+    A subclass of Fabric's `DDPStrategy`. Each model of `fabric.setup` has its own hook, and its own averager
+    over the optimizers that are set up with it. From `fabric.launch()` on the rest of the script counts as
+    the run: all ranks end when one fails anywhere in it.
+
+    Args:
+        accelerator: set by Fabric, as are `parallel_devices`, `precision` and `checkpoint_io`.
+        **kwargs: `checkpoint_io` to `debug` have the names and the meaning that they have in
+            `CustomDDPStrategy`.
+
+    Raises:
+        ConfigurationError: an argument cannot be used.
+        TypeError: an argument is unknown.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Any | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: HookSpec | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        *,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        broadcast_buffers: bool | Literal["auto"] = "auto",
+        init_sync: bool = True,
+        forward_sync_buffers: bool | None = None,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        heartbeat_timeout_s: float = 15.0,
+        failure_grace_s: float = 30.0,
+        stall_timeout: timedelta | None = None,
+        model_averaging: str | Mapping[str, Any] | None = None,
+        transport: Transport = "auto",
+        init_method: str | None = None,
+        store: dist.Store | None = None,
+        debug: Debug | None = None,
+    ) -> None:
+        self._take_options(
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+            start_method=start_method,
+            transport=transport,
+            init_method=init_method,
+            store=store,
+            debug=debug,
+        )
+        self._take_wrapper_options(
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
+        self._communicates = (ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging)
+        self._averages = Communication(*self._communicates).averager_plan is not None  # and checks them
+        self._set_up: list[tuple[BucketedDDP, Communication, list[torch.optim.Optimizer]]] = []
+        self._reconcile_settings = ReconcileSettings(
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            failure_grace_s=failure_grace_s,
+            stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **self._wrapper_options,
+        )
+        self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]  # has its one method
+
+    # ------------------------------------------------------------------ launch and set-up
+
+    @property
+    def accelerator(self) -> Any:
+        """Fabric's. It is set before anything else, and so says which Lightning uses this."""
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        adopt(self, accelerator)
+        fabrics_own: Any = super(CustomFabricStrategy, type(self)).accelerator
+        fabrics_own.fset(self, accelerator)
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        pass_for_fabrics(self.launcher)
+
+    def _setup_distributed(self) -> None:
+        from lightning_ddp.launch.session import session_of_process
+
+        self._set_world_ranks()
+        self._session = session_of_process()
+        self._join(self._session)
+        self._session.control.follow_script(is_whole=self._chosen_start_method == "popen")
+
+    def setup_module(self, module: torch.nn.Module) -> Any:
+        """Wraps a model, with a communication hook of its own. All ranks call it; communicates."""
+        return self._wrap_and_register(module)[0]
+
+    def _wrap_and_register(self, module: torch.nn.Module) -> tuple[BucketedDDP, Communication]:
+        wrapper, communication = self._wrap(module), Communication(*self._communicates)
+        self._register_hook(wrapper, communication)
+        self._set_up.append((wrapper, communication, []))
+        return wrapper, communication
+
+    def setup_module_and_optimizers(
+        self, module: torch.nn.Module, optimizers: Any, scheduler: Any = None
+    ) -> Any:
+        """Wraps a model; its averager counts steps of these optimizers. All ranks call it; communicates."""
+        wrapper, communication = self._wrap_and_register(module)
+        self._set_up[-1][2].extend(optimizers)
+        communication.start(module, optimizers, self._joined_group())
+        return wrapper, optimizers, scheduler
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns the optimizer of a model that was set up without it.
+
+        Raises:
+            ConfigurationError: there is an averager, which would not know to which model it belongs.
+        """
+        if self._averages:
+            raise ConfigurationError(
+                "model_averaging has to know which optimizer has which model: write model, optimizer ="
+                " fabric.setup(model, optimizer) in the place of setup_module and setup_optimizers"
+            )
+        return optimizer
+
+    # ------------------------------------------------------------------ steps
+
+    def _scaler(self) -> Any:
+        return getattr(self.precision, "scaler", None)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Takes a step; with model averaging, counts it and averages if it is time (then communicates)."""
+        averaging = [c for _, c, owned in self._set_up if c.averager and any(optimizer is o for o in owned)]
+        # in local training a step counts also if the loss scaler skips it
+        is_asked = any(c.averages_gradients for c in averaging)
+        before = self._loss_scale() if is_asked else 1.0
+        output = super().optimizer_step(optimizer, **kwargs)
+        for communication in averaging:
+            communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
+        return output
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """The state of the model itself, without the wrapper."""
+        return super().get_module_state_dict(_unwrapped(module))
+
+    def load_module_state_dict(
+        self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        """Loads the state of the model itself."""
+        super().load_module_state_dict(_unwrapped(module), state_dict, strict)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Writes a checkpoint; models of local training agree before. All ranks call it; may communicate.
+
+        What the hook and the averager of a model remember goes with it, as in `CustomDDPStrategy`.
+        """
+        communication = self._communication_of(state)
+        if communication is not None and not self._is_alone():
+            communication.agree()
+            state = dict(state)
+            rank_files.save_state(
+                communication, state, path, self._joined_group(), self.root_device, self._write_own
+            )
+        super().save_checkpoint(path, state, storage_options, filter)
+        if rank_files.KEY in state:
+            self.barrier("checkpoint with files of the ranks")
+            rank_files.remove_files(path, self.global_rank, keep={state[rank_files.KEY]["token"]})
+
+    def _write_own(self, state: dict[str, Any], path: str) -> None:
+        self.checkpoint_io.save_checkpoint(state, path)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint into models, optimizers, and what hook and averager remember."""
+        remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+        communication = self._communication_of(state) if isinstance(state, dict) else None
+        if communication is None or self._is_alone():
+            return remainder
+        names = [name for name, _ in self._model_of(communication).named_parameters()]
+        read = self.checkpoint_io.load_checkpoint
+        group = self._joined_group()
+        for note in rank_files.load_state(communication, remainder, path, group, names, read):
+            _log.warning("resuming from %s: %s", path, note)
+        remainder.pop(rank_files.KEY, None)
+        return remainder
+
+    def _communication_of(self, state: Mapping[str, Any]) -> Communication | None:
+        """That of the one model in what is saved or loaded which has something to be saved."""
+        found = [
+            c for wrapper, c, _ in self._set_up if c.has_state and any(v is wrapper for v in state.values())
+        ]
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"a checkpoint of {len(found)} models whose hook or averager remembers something: save each"
+                " model in a file of its own"
+            )
+        return found[0] if found else None
+
+    def _model_of(self, communication: Communication) -> torch.nn.Module:
+        return next(wrapper.module for wrapper, c, _ in self._set_up if c is communication)
+
+
+class _BackwardSync:
+    """What `fabric.no_backward_sync` calls."""
+
+    @contextlib.contextmanager
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Generator[None, None, None]:
+        """Gradients of backwards in here stay on their rank, and are averaged with those of the next one."""
+        from lightning_ddp.ddp.module import BucketedDDP
+
+        if not enabled:
+            yield
+            return
+        if not isinstance(module, BucketedDDP):
+            raise TypeError(
+                "no_backward_sync needs the model that fabric.setup has returned, which is wrapped in"
+                f" BucketedDDP; got a {type(module).__name__}"
+            )
+        with module.no_sync():
+            yield
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    from lightning_ddp.ddp.module import BucketedDDP
+
+    return module.module if isinstance(module, BucketedDDP) else module

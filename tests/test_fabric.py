@@ -1,0 +1,129 @@
+"""`Fabric(strategy="custom_ddp")`: weights of `ddp`, launchers, hooks, averagers, checkpoints, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ScriptResult, run_script
+
+from lightning_ddp import CustomFabricStrategy, available_variants
+from lightning_ddp.errors import ConfigurationError
+
+SCRIPT = Path(__file__).with_name("harness") / "fabric_script.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+REPORT = "failed first, and all ranks were stopped because of it."
+
+
+def run(namespace: str, folder: Path, *cases: str, **options: Any) -> ScriptResult:
+    return run_script(SCRIPT, [namespace, str(folder), *cases], **options)
+
+
+def results_of(folder: Path, case: str) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"{case}.{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def differing(one: dict[str, Any], other: dict[str, Any], *, but: str = "-") -> list[str]:
+    assert list(one) == list(other)
+    return [name for name in one if but not in name and not torch.equal(one[name], other[name])]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the results of Fabric's own strategy, of ours, of ours with a hook, with an averager."""
+    folder = tmp_path_factory.mktemp("fabric")
+    run("lightning_fabric", folder, "ddp").check()
+    result = run("lightning_fabric", folder, "custom_ddp", "hook", "averager").check()
+    assert "Warning" not in result.stderr
+    return folder
+
+
+@pytest.mark.xdist_group("fabric")
+class TestTrained:
+    def test_weights_equal_those_of_ddp_bit_for_bit(self, trained):
+        ours, theirs = results_of(trained, "custom_ddp"), results_of(trained, "ddp")
+        assert [result["wrapper"] for result in (ours[0], theirs[0])] == [
+            "BucketedDDP",
+            "DistributedDataParallel",
+        ]
+        assert differing(ours[0]["saved"], theirs[0]["saved"]) == []
+        assert differing(ours[1]["saved"], theirs[1]["saved"], but="running") == []
+        assert not torch.equal(ours[0]["saved"]["0.weight"], torch.zeros(16, 8))
+
+    @pytest.mark.parametrize("case", ["custom_ddp", "hook", "averager"])
+    def test_a_checkpoint_is_saved_and_loaded(self, trained, case):
+        for result in results_of(trained, case):
+            assert differing(result["saved"], result["loaded"], but="running") == []
+            assert (result["step"], result["remainder"]) == (16, {})
+            assert (float(result["sum"]), result["told"]) == (3.0, "by 1")
+
+    def test_what_a_hook_remembers_is_in_a_file_of_each_rank_beside_the_checkpoint(self, trained):
+        files = [name for name in results_of(trained, "hook")[0]["files"] if name.startswith("hook.")]
+        assert [name.rsplit(".", 2)[0] for name in files[1:]] == ["hook.ckpt.rank0", "hook.ckpt.rank1"]
+        assert torch.load(trained / "hook.ckpt")["lightning_ddp"]["hook"]["name"] == "powersgd"
+        sent = results_of(trained, "hook")[0]["saved"]
+        assert differing(sent, results_of(trained, "custom_ddp")[0]["saved"]) != []
+
+    def test_models_of_local_training_drift_apart_meet_and_agree_in_the_checkpoint(self, trained):
+        first, second = results_of(trained, "averager")
+        together = [apart == 0 for apart in first["apart"]]
+        assert together == [True, True, False, False, False, True, False, False]
+        assert differing(first["saved"], second["saved"]) == []
+
+
+@pytest.mark.parametrize(
+    ("namespace", "strategy", "launcher"),
+    [
+        ("lightning_fabric", "custom_ddp_fork", ()),
+        ("lightning.fabric", "custom_ddp", ()),
+        pytest.param("lightning.fabric", "custom_ddp_spawn", (), marks=pytest.mark.slow),
+        pytest.param("lightning_fabric", "custom_ddp", TORCHRUN, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.xdist_group("fabric")
+def test_every_launcher_and_namespace_gives_these_weights(trained, tmp_path, namespace, strategy, launcher):
+    run(namespace, tmp_path, strategy, launcher=launcher).check()
+    ours = results_of(tmp_path, strategy)[0]
+    assert (ours["wrapper"], ours["is_shared"]) == ("BucketedDDP", False)
+    assert differing(ours["saved"], results_of(trained, "ddp")[0]["saved"]) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("custom_ddp:kill", "the process was killed by SIGKILL"),
+        ("custom_ddp:raise", "ValueError: the picture 4711.png is broken"),
+        pytest.param(
+            "custom_ddp_spawn:raise", "ValueError: the picture 4711.png is broken", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_rank_that_fails_anywhere_in_the_script_ends_all_with_its_report(tmp_path, case, reason):
+    result = run("lightning_fabric", tmp_path, case)
+    assert result.returncode == 1
+    is_script = "spawn" not in case
+    report = result.stderr.rpartition("lightning_ddp: ")[2] if is_script else result.stderr
+    assert ("rank 1 (" in report and REPORT in report) or not is_script
+    assert reason in report
+    assert "PeerFailure: rank 1 (" in result.stderr
+
+
+def test_fabric_knows_the_names_but_those_for_loops_and_says_what_is_wrong():
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import STRATEGY_REGISTRY
+
+    ours = {name for name, entry in STRATEGY_REGISTRY.items() if entry["strategy"] is CustomFabricStrategy}
+    assert ours == {name for name in available_variants() if name != "custom_ddp_shrink"}
+    with pytest.raises(TypeError, match=r"'on_failure'"):
+        CustomFabricStrategy(on_failure="shrink")
+    with pytest.raises(ConfigurationError, match="no option 'rnak'"):
+        CustomFabricStrategy(ddp_comm_hook={"name": "powersgd", "rnak": 1})
+    with pytest.raises(TypeError, match="needs to be called with a function"):
+        Fabric(accelerator="cpu", devices=2, strategy="custom_ddp_spawn").launch()
+    averaging = CustomFabricStrategy(model_averaging="diloco")
+    with pytest.raises(ConfigurationError, match=r"fabric\.setup\(model, optimizer\)"):
+        averaging.setup_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    with pytest.raises(TypeError, match=r"model that fabric\.setup has returned"):
+        averaging._backward_sync_control.no_backward_sync(torch.nn.Linear(1, 1), True).__enter__()
