@@ -72,22 +72,28 @@ __all__ = [
     "Trainer",
     "accept_strategies",
     "adopt",
+    "after_schedulers",
     "at_step_boundaries",
     "batches_that_stepped",
     "bind",
     "bind_like",
     "check_can_start_children",
     "check_missing_main_guard",
+    "checkpoint_folder",
     "choose_backend",
+    "dump_checkpoint",
     "explain_refusals",
     "fetch_anew",
     "finish_batch",
+    "finish_step",
     "interrupt_trainer",
     "is_fitting",
     "layer_sync",
     "lightnings",
     "limit_epoch",
+    "limit_validation",
     "loaded_roots",
+    "loader_states",
     "loaders_of",
     "loop_counters",
     "note_sigterm",
@@ -98,15 +104,19 @@ __all__ = [
     "replace_signal_handlers",
     "reset_seed",
     "running_hook",
+    "saved_last",
+    "set_batches_that_stepped",
     "set_launcher",
     "set_num_threads_if_needed",
     "set_redirection",
     "set_training_results",
+    "settle_counters",
     "sigterm_exception",
     "stop_exceptions",
     "teardown_trainer",
     "training_results",
     "unshare",
+    "validates_now",
     "wrap_steps",
 ]
 
@@ -443,7 +453,9 @@ def set_training_results(trainer: Trainer, results: ResultCollection) -> None:
     _set(trainer.fit_loop.epoch_loop, "_results", results)
 
 
-def wrap_steps(trainer: Trainer, *, advance: Any, on_advance_end: Any, on_epoch_start: Any) -> None:
+def wrap_steps(
+    trainer: Trainer, *, advance: Any, on_advance_end: Any, on_epoch_start: Any, on_run_end: Any, others: Any
+) -> None:
     """Has the loops of training call functions with their own method, and its arguments, for each step.
 
     Args:
@@ -451,12 +463,23 @@ def wrap_steps(trainer: Trainer, *, advance: Any, on_advance_end: Any, on_epoch_
         advance: for `_TrainingEpochLoop.advance`.
         on_advance_end: for `_TrainingEpochLoop.on_advance_end`.
         on_epoch_start: for `_FitLoop.on_advance_start`.
+        on_run_end: for `_FitLoop.on_run_end`.
+        others: for `_FitLoop.on_advance_end`, and for `Trainer._run_sanity_check`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     loop.advance = functools.partial(advance, _get(loop, "advance"))
     loop.on_advance_end = functools.partial(on_advance_end, _get(loop, "on_advance_end"))
     outer: Any = trainer.fit_loop
     outer.on_advance_start = functools.partial(on_epoch_start, _get(outer, "on_advance_start"))
+    outer.on_run_end = functools.partial(on_run_end, _get(outer, "on_run_end"))
+    outer.on_advance_end = functools.partial(others, _get(outer, "on_advance_end"))
+    _set(trainer, "_run_sanity_check", functools.partial(others, _get(trainer, "_run_sanity_check")))
+
+
+def validates_now(trainer: Trainer) -> bool:
+    """Whether a validation follows the present batch: `_should_check_val_fx` of the loop."""
+    outer: Any = trainer.fit_loop
+    return bool(_get(outer.epoch_loop, "_should_check_val_fx")(_get(outer, "_data_fetcher")))
 
 
 def training_results(trainer: Trainer) -> dict[str, Any]:
@@ -495,20 +518,36 @@ def limit_epoch(trainer: Trainer, num_batches: int) -> None:
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
 
+def limit_validation(trainer: Trainer) -> None:
+    """Counts the batches of validation anew, whose samplers deal to others: `_max_batches` of its loop."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    limit: Any = trainer.limit_val_batches
+    for index, loader in enumerate(loaders_of(loop)):
+        if hasattr(getattr(loader, "sampler", None), "num_replicas"):
+            length = len(loader)
+            limited = min(length, limit) if isinstance(limit, int) else int(length * limit)
+            _get(loop, "_max_batches")[index] = limited
+
+
+def saved_last(callback: Any) -> int | None:
+    """The step at which a `ModelCheckpoint` has saved last, `_last_global_step_saved`; None for others."""
+    return getattr(callback, "_last_global_step_saved", None)
+
+
 def may_validate(trainer: Trainer, fetcher: Any) -> bool:
     """Whether validation may follow a batch of training: `_should_check_val_fx`, or it is time."""
     is_due: bool = _get(trainer.fit_loop.epoch_loop, "_should_check_val_fx")(fetcher)
     return is_due or trainer.val_check_batch is None
 
 
-def fetch_anew(trainer: Trainer, fetcher: Any, num_fetched: int) -> None:
+def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
     """Lets go of prefetched batches, and goes on with what the samplers give now.
 
     Args:
         trainer: whose loaders.
-        fetcher: of its training loop.
         num_fetched: batches of this epoch that are used already.
     """
+    fetcher = _get(trainer.fit_loop, "_data_fetcher")
     limit_epoch(trainer, num_fetched + max(len(loader) for loader in loaders_of(trainer.fit_loop)))
     iter(fetcher)
     fetcher.fetched = num_fetched
@@ -526,13 +565,7 @@ def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
     """
     loop: Any = trainer.fit_loop.epoch_loop
     progress, connector = loop.batch_progress, _get(trainer, "_logger_connector")
-    if progress.total.processed < progress.total.ready:
-        if progress.total.started < progress.total.ready:
-            progress.increment_started()
-        progress.increment_processed()
-        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    finish_step(trainer)
     kind = loop.automatic_optimization.output_result_cls
     outputs = kind.from_training_step_output(output, trainer.accumulate_grad_batches).asdict()
     calls = importlib.import_module(f"{_root_of(trainer) or _root_in_use()}.trainer.call")
@@ -544,10 +577,122 @@ def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
     connector.update_train_step_metrics()
 
 
+def finish_step(trainer: Trainer) -> None:
+    """Counts an optimizer step that is taken, and has the schedulers follow, as far as that is not done."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    steps = loop.automatic_optimization.optim_progress.optimizer.step
+    for tracker in (steps.total, steps.current):
+        tracker.completed = tracker.ready
+    if progress.total.processed < progress.total.ready:
+        if progress.total.started < progress.total.ready:
+            progress.increment_started()
+        progress.increment_processed()
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if loop._num_ready_batches_reached():
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
+def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -> None:
+    """Sets the counters so that a run which resumes from them goes on after the last optimizer step.
+
+    They are those of `on_train_batch_end`, of an interrupted validation, which begins anew, or of the begin
+    or the end of an epoch, as Lightning itself saves them there.
+
+    Args:
+        trainer: that is interrupted.
+        is_committed: whether the present batch is the last one of that step; else it is undone.
+        num_stepped: `_batches_that_stepped` when the step was committed.
+    """
+    outer: Any = trainer.fit_loop
+    loop = outer.epoch_loop
+    progress, epoch = loop.batch_progress, outer.epoch_progress.current
+    if is_committed:
+        finish_step(trainer)
+    else:
+        _rewind_batches(trainer)
+    if epoch.processed == epoch.started:
+        return
+    stepped = num_stepped
+    if trainer.validating and is_committed:
+        evaluated = loop.val_loop.batch_progress
+        evaluated.reset()
+        evaluated.increment_ready()
+        evaluated.increment_started()
+    elif progress.current.ready:
+        for tracker in (progress.total, progress.current):
+            tracker.completed = tracker.ready - 1
+    else:  # Lightning counts one more where it thinks that it comes from a validation
+        stepped = loop._batches_that_stepped - int(validates_now(trainer))
+    loop._batches_that_stepped = stepped
+
+
+def _rewind_batches(trainer: Trainer) -> None:
+    """Batches since the last optimizer step count as not begun."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    over = progress.current.completed % trainer.accumulate_grad_batches
+    for tracker in (progress.total, progress.current):
+        tracker.completed -= over
+        tracker.ready = tracker.started = tracker.processed = tracker.completed
+    progress.is_last_batch = False
+    steps = loop.automatic_optimization.optim_progress.optimizer
+    for tracker in (steps.step.total, steps.step.current, steps.zero_grad.total, steps.zero_grad.current):
+        tracker.ready = tracker.completed
+
+
+def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Has a function called after each batch, when the schedulers that step with it have: what is left of it
+    are the hooks of its end. It wraps `_TrainingEpochLoop.update_lr_schedulers`.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    update = _get(loop, "update_lr_schedulers")
+
+    def update_and_call(interval: str, update_plateau_schedulers: bool) -> None:
+        update(interval, update_plateau_schedulers=update_plateau_schedulers)
+        is_last = interval == "epoch" or not loop._num_ready_batches_reached()
+        if is_last and not update_plateau_schedulers:
+            function()
+
+    loop.update_lr_schedulers = update_and_call
+
+
+def loader_states(trainer: Trainer) -> list[Any]:
+    """The states of training dataloaders that have one, for a checkpoint: of `_combined_loader`."""
+    states: list[Any] = _get(trainer.fit_loop, "_combined_loader")._state_dicts()
+    return states
+
+
+def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[str, Any]:
+    """The state of training, as `Trainer.save_checkpoint` writes it: `_checkpoint_connector`.
+
+    Args:
+        trainer: whose.
+        states: of the dataloaders, from `loader_states`, if not the present ones.
+    """
+    checkpoint: dict[str, Any] = _get(trainer, "_checkpoint_connector").dump_checkpoint(weights_only=False)
+    if states:
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
+    return checkpoint
+
+
+def checkpoint_folder(trainer: Trainer) -> str | None:
+    """Where a Trainer saves checkpoints; None if it does not."""
+    callback = trainer.checkpoint_callback
+    if callback is None or getattr(trainer, "fast_dev_run", False):
+        return None
+    return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+
+
 def batches_that_stepped(trainer: Trainer) -> int:
     """The step under which Lightning logs, counting several optimizers as one: `_batches_that_stepped`."""
     number: int = _get(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
     return number
+
+
+def set_batches_that_stepped(trainer: Trainer, number: int) -> None:
+    """Sets the same."""
+    _set(trainer.fit_loop.epoch_loop, "_batches_that_stepped", number)
 
 
 def at_step_boundaries(trainer: Trainer, check: Callable[[], None]) -> None:

@@ -66,6 +66,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "use_count",
+    "version_of",
     "without_engine_context",
 ]
 
@@ -87,6 +88,8 @@ queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """From a hook: has something called at the end of this backward."""
 use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
 """How many hold a tensor in C++; 1 is its Python object."""
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Grows with each change of a tensor in place."""
 gradient_hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None]
 gradient_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 name_of_operator: Callable[[Any], str] = operator.attrgetter("_schema.name")

@@ -19,6 +19,7 @@ from lightning_ddp.tools import ToolError, draw_timeline, run_page
 from lightning_ddp.tools.bench.failures import FAILURES
 from lightning_ddp.tools.bench.hooks import HOOKS
 from lightning_ddp.tools.bench.launch import LAUNCH
+from lightning_ddp.tools.bench.recovery import RECOVERY
 from lightning_ddp.tools.bench.scaling import SCALING
 from lightning_ddp.tools.bench.step import STEP
 from lightning_ddp.tools.doctor import command as doctor
@@ -65,7 +66,7 @@ _COMMANDS: Mapping[str, Command] = {
     "timeline": draw_timeline,
     "report": run_page,
 }
-_BENCHMARKS = (STEP, LAUNCH, FAILURES, HOOKS, SCALING)
+_BENCHMARKS = (STEP, LAUNCH, FAILURES, RECOVERY, HOOKS, SCALING)
 
 
 def build_parser() -> argparse.ArgumentParser:

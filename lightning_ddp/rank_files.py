@@ -26,7 +26,7 @@ from lightning_ddp.comm.collectives import all_gather_objects, barrier, broadcas
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 
-__all__ = ["KEY", "load_state", "rank_file", "remove_files", "save_state"]
+__all__ = ["KEY", "header_of_one", "load_state", "rank_file", "remove_files", "save_state"]
 
 KEY = "lightning_ddp"
 """Entry of the checkpoint."""
@@ -86,6 +86,11 @@ def save_state(
         write({**header, "world_size": group.size, **own}, rank_file(path, group.rank, state["token"]))
         barrier(group, device, "files of the ranks")
     checkpoint[KEY] = state
+
+
+def header_of_one(path: str | Path) -> dict[str, Any]:
+    """What goes with the shared state in a checkpoint that one rank has written without the others."""
+    return {"token": uuid.uuid4().hex, "name": Path(path).name, "has_rank_files": False}
 
 
 def load_state(

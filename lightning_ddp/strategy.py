@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     # the other processes have been started, and do not wait for that. Together they take 25 ms.
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
+    from lightning_ddp.elastic.emergency import EmergencyCheckpoint
     from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.launch.session import Session
     from lightning_ddp.launch.step_stop import StepStop
@@ -141,6 +143,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             left. It does from the step that was interrupted, with the rest of the epoch dealt over them. A
             mapping with `name` and options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
 
+        emergency_checkpoint: whether the lowest rank that is left saves the last committed step before a
+            failure ends a fit, as `emergency-step=N.ckpt`, of which the report tells. True for the folder of
+            the Trainer's checkpoints, if it makes any; or a folder. On CPU.
+
     Raises:
         ConfigurationError: an argument cannot be used.
         TypeError: an argument is unknown.
@@ -150,6 +156,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
     _recovery: Recovery | None = None
+    _emergency: EmergencyCheckpoint | None = None
     _world: tuple[int, int] | None = None  # rank and size, once ranks were lost
     _resumed_from: Any = None
     _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest saving
@@ -190,6 +197,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         store: dist.Store | None = None,
         debug: Debug | None = None,
         on_failure: str | Mapping[str, Any] = "stop",
+        emergency_checkpoint: bool | str | Path = True,
     ) -> None:
         self._take_options(
             process_group_backend=process_group_backend,
@@ -219,6 +227,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             )
         if not divide_by_initial_world_size and uneven_inputs != "join":
             raise ConfigurationError('divide_by_initial_world_size=False needs uneven_inputs="join"')
+        if not isinstance(emergency_checkpoint, bool | str | Path):
+            raise ConfigurationError(
+                f"emergency_checkpoint={emergency_checkpoint!r}; expected True, False or a folder"
+            )
+        self._emergency_checkpoint = emergency_checkpoint
         self._uneven_inputs = uneven_inputs
         self._divide_by_initial_world_size = divide_by_initial_world_size
         self._communication = Communication(
@@ -308,6 +321,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self.configure_ddp()
             self.setup_optimizers(trainer)
             self._setup_recovery(trainer)
+            self._setup_emergency_checkpoint(trainer)
             self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper; yet all ranks must evaluate one model
             from lightning_ddp.ddp.module_sync import broadcast_coalesced
@@ -373,6 +387,30 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             meet=self._meet_again,
             boundary=self._stopping.check,
         )
+
+    def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
+        assert self._session is not None
+        folder = self._emergency_checkpoint
+        # after an abort of NCCL parameters may hold gradients that were averaged in part
+        if folder is False or self._session.control.watch is None or self.root_device.type != "cpu":
+            return
+        from lightning_ddp.elastic.emergency import EmergencyCheckpoint
+
+        if self._emergency is None or self._emergency.trainer is not trainer:
+            self._emergency = EmergencyCheckpoint(
+                trainer,
+                None if folder is True else str(folder),
+                complete=self._add_shared_state,
+                undo=self._recovery.undo if self._recovery is not None else lambda: True,
+                defers=self._recovery is None,
+            )
+        self._emergency.begin(self._session.control)
+
+    def _add_shared_state(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Adds what hooks and averagers share to a checkpoint of one rank alone."""
+        if self._communication.has_state:
+            state = self._communication.shared_state(self.world_size)
+            checkpoint[rank_files.KEY] = {**state, **rank_files.header_of_one(path)}
 
     def _meet_again(self, form: Form) -> Group:
         """Makes the process group of a generation, and what is made of it. All its ranks call it."""
@@ -496,6 +534,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._lockstep.restore()
         if self._recovery is not None:
             self._recovery.defer()
+        if self._emergency is not None:
+            self._emergency.note_backward()
         return closure_loss
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -515,7 +555,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         # in local training a step counts also if the loss scaler skips it
         is_asked = averager is not None and averager.averages_gradients
         before = self._loss_scale() if is_asked else 1.0
+        if self._emergency is not None:
+            self._emergency.note_update()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._emergency is not None:
+            self._emergency.commit()
         if averager is not None:  # a loss scaler that skips a step lowers its scale
             self._communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
         if self._recovery is not None:
@@ -683,12 +727,42 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     # ------------------------------------------------------------------ collectives
 
+    def _is_alone(self) -> bool:
+        """Whether nobody would answer; also where this rank finishes without the others."""
+        return (self._recovery is not None and self._recovery.is_alone) or super()._is_alone()
+
+    def _together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
+        """What a collective returns; this rank's own if the others have lost one after a committed step."""
+        try:
+            return call()
+        except Exception as error:
+            if self._recovery is None or not self._recovery.finishes_alone(error):
+                raise
+            return alone()
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
+        self._together(partial(super().barrier, name), lambda: None)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`."""
+        return self._together(partial(super().broadcast, obj, src), lambda: obj)
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """The tensors of all ranks, stacked along a new first dimension, in rank order."""
+        return self._together(
+            partial(super().all_gather, tensor, group, sync_grads), lambda: tensor.unsqueeze(0)
+        )
+
     def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
         """In a training step in which ranks have run out of batches over the others; all get the result."""
         if self._lockstep is not None and self._lockstep.is_partial:
             self._lockstep.reduce(group, tensors, reduce_op)
         else:
-            super()._reduce(group, tensors, reduce_op)
+            own = [tensor.clone() for tensor in tensors] if self._recovery is not None else []
+            self._together(partial(super()._reduce, group, tensors, reduce_op), lambda: _put(tensors, own))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so. A rank that repeats its last batch has no say in a step."""
@@ -710,6 +784,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._lockstep.forget()
             self._lockstep = None
         super().teardown()
+
+
+def _put(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Writes values into tensors."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def _as_wrapper(model: object) -> BucketedDDP | None:

@@ -224,11 +224,22 @@ def test_a_report_refuses_what_json_cannot_hold(tmp_path: Path) -> None:
         report_of({"m": {"ours": [math.nan]}}, "--json", str(tmp_path / "a.json"))
 
 
-@pytest.mark.parametrize("name", ["step", "launch", "failures", "hooks", "scaling"])
+@pytest.mark.parametrize("name", ["step", "launch", "failures", "recovery", "hooks", "scaling"])
 def test_every_benchmark_writes_a_report_and_a_picture(name: str, tmp_path: Path) -> None:
     options = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]
     args = build_parser().parse_args(["bench", name, *options])
     assert (args.json, args.plot) == (tmp_path / "a.json", tmp_path / "a.svg")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_costs_no_step_and_no_sample(tmp_path: Path, capsys) -> None:
+    files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
+    options = ["--rounds", "1", "--world-size", "2", "--contenders", "shrink", *files]
+    assert main(["bench", "recovery", *options]) == 0
+    assert "1 of 1" in capsys.readouterr().out
+    (run,) = json.loads((tmp_path / "a.json").read_text())["summary"]["runs"]["shrink"]
+    assert (run["is_recovered"], run["steps_again"], run["samples_lost"]) == (True, 0, 0)
+    assert (tmp_path / "a.png").stat().st_size > 0
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,17 @@ import lightning_ddp
 from lightning_ddp.averaging import averager_options, parse_averager
 from lightning_ddp.conf.check import explain
 from lightning_ddp.conf.pages import FOLDER, strategy_pages
-from lightning_ddp.conf.schema import AVERAGERS, HOOKS, SET_BY_THE_TRAINER, STRATEGY, all_schemas, known_keys
+from lightning_ddp.conf.schema import (
+    AVERAGERS,
+    HOOKS,
+    ON_FAILURE,
+    SET_BY_THE_TRAINER,
+    STRATEGY,
+    all_schemas,
+    known_keys,
+)
 from lightning_ddp.hooks import hook_options, parse_hook
+from lightning_ddp.supervise.settings import parse_on_failure
 from lightning_ddp.variants import BUILTIN, variant_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +71,7 @@ def constructed(monkeypatch) -> list[dict[str, Any]]:
             given["ddp_comm_hook"] = parse_hook(given["ddp_comm_hook"])
         if given["model_averaging"] is not None:
             given["model_averaging"] = parse_averager(given["model_averaging"])
+        given["on_failure"] = parse_on_failure(given["on_failure"])
         calls.append({name: value for name, value in given.items() if name != "self"})
 
     monkeypatch.setattr(lightning_ddp.CustomDDPStrategy, "__init__", recorded)
@@ -117,6 +127,14 @@ def test_every_hook_and_averager_can_be_chosen_and_is_that_of_the_code():
         node = composed(f"strategy/model_averaging={name}").strategy.model_averaging
         spec = {"name": name, "periods": {4: 2, 16: 0}} if name == "hierarchical_sgd" else name
         assert parse_averager(OmegaConf.to_container(node)) == parse_averager(spec)
+    for name in ON_FAILURE:
+        node = composed(f"strategy/on_failure={name}").strategy.on_failure
+        assert parse_on_failure(OmegaConf.to_container(node)) == parse_on_failure(name)
+    node = composed("strategy/on_failure=shrink", "strategy.on_failure.min_world_size=2").strategy.on_failure
+    assert parse_on_failure(OmegaConf.to_container(node)).min_world_size == 2
+    assert "did you mean 'min_world_size'" in message_of(
+        "strategy=shrink", "strategy.on_failure.min_worldsize=2"
+    )
 
 
 def test_the_files_are_package_data():
@@ -518,4 +536,4 @@ def test_lightning_cli_builds_the_strategy_from_its_yaml(tmp_path, capsys, monke
 
 
 def test_schemas_are_made_once():
-    assert len(all_schemas()) == len(HOOKS) + len(AVERAGERS) + 3
+    assert len(all_schemas()) == len(HOOKS) + len(AVERAGERS) + len(ON_FAILURE) + 3

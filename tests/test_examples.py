@@ -34,6 +34,16 @@ def table_of(result: ScriptResult) -> dict[str, str]:
     return dict(found)
 
 
+def test_two_of_four_processes_are_killed_and_the_others_go_on(tmp_path):
+    script = EXAMPLES / "kill_a_rank.py"
+    result = run_script(script, cwd=tmp_path, timeout_s=300, hidden_packages=()).check()
+    assert "rank 3 lost at step 60; 3 ranks go on" in result.stderr
+    assert "rank 1 lost at step 120; 2 ranks go on" in result.stderr
+    assert "240 steps, picture: kill_a_rank.png" in result.stdout
+    require_picture(tmp_path / "kill_a_rank.png")
+    assert len(script.read_text().splitlines()) < 80
+
+
 def require_picture(path: Path) -> None:
     with Image.open(path) as picture:
         assert picture.format == "PNG"

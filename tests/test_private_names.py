@@ -41,6 +41,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.strategies import DDPStrategy
 from torch.nn.parallel import distributed as torch_ddp
+from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_ddp
 from lightning_ddp import _lightning
@@ -184,6 +185,17 @@ def test_tensors_change_unseen_by_autograd() -> None:
         for buffer in buffers:
             buffer.mul_(3)
     assert [(buffer._version, buffer[0].item()) for buffer in buffers] == [(0, 3.0), (0, 3.0)]
+
+
+@canary("torch.Tensor._version")
+def test_each_step_of_an_optimizer_is_seen_in_the_parameters() -> None:
+    """An optimizer changes parameters in place, which is counted (but for a fused one's)."""
+    for foreach in (False, True):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        before = parameter._version
+        torch.optim.AdamW([parameter], foreach=foreach).step()
+        assert parameter._version > before
 
 
 @canary("torch.Tensor._post_accumulate_grad_hooks")
@@ -543,7 +555,7 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
         try:
             original(fetcher)
         except ArithmeticError:
-            _lightning.fetch_anew(trainer, fetcher, 2)
+            _lightning.fetch_anew(trainer, 2)
             _lightning.finish_batch(trainer, torch.ones(1, 1), torch.ones(()))
 
     def step(original: Any, *arguments: Any) -> None:
@@ -559,12 +571,83 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
             raise ArithmeticError
 
     trainer = new_trainer(max_epochs=1, limit_val_batches=0, callbacks=[Ends()])
-    _lightning.wrap_steps(trainer, advance=advance, on_advance_end=step, on_epoch_start=step)
+    _lightning.wrap_steps(
+        trainer, advance=advance, on_advance_end=step, on_epoch_start=step, on_run_end=step, others=step
+    )
     trainer.fit(Model(look))
     num_batches = trainer.num_training_batches
     assert seen == list(range(num_batches))
     counters = _lightning.loop_counters(trainer)
     assert [vars(counter)["completed"] for counter in counters[:2]] == [num_batches] * 2
+
+
+@canary(
+    "pytorch_lightning.Trainer._run_sanity_check",
+    "pytorch_lightning.loops.evaluation_loop._EvaluationLoop()._max_batches",
+    "pytorch_lightning.callbacks.ModelCheckpoint()._last_global_step_saved",
+)
+def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) -> None:
+    """The sanity check and the end of an epoch; a saved checkpoint is known, and batches are limited."""
+    called: list[str] = []
+
+    def note(original: Any, *arguments: Any) -> None:
+        called.append(original.__name__)
+        if original.__name__ == "_run_sanity_check":
+            _lightning.limit_validation(trainer)
+        original(*arguments)
+
+    saving = pl.callbacks.ModelCheckpoint(tmp_path)
+    options = {
+        "max_epochs": 1,
+        "num_sanity_val_steps": 1,
+        "enable_checkpointing": True,
+        "limit_val_batches": 2,
+    }
+    trainer = new_trainer(callbacks=[saving], **options)
+    _lightning.wrap_steps(
+        trainer, advance=note, on_advance_end=note, on_epoch_start=note, on_run_end=note, others=note
+    )
+    data = DataLoader(torch.ones(8, 32), sampler=DistributedSampler(range(8), 2, 0))
+    trainer.fit(Model(lambda model: None), val_dataloaders=data)
+    assert called[:2] == ["_run_sanity_check", "on_advance_start"]
+    assert called[-2:] == ["on_advance_end", "on_run_end"]
+    assert _lightning.saved_last(saving) == trainer.global_step
+    _lightning.limit_validation(trainer)
+    assert trainer.num_val_batches == [2]
+    data.sampler.num_samples = 1  # type: ignore[union-attr]
+    _lightning.limit_validation(trainer)
+    assert trainer.num_val_batches == [1]
+
+
+@canary(
+    "pytorch_lightning.loops.fit_loop._FitLoop()._data_fetcher",
+    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx",
+    "pytorch_lightning.trainer.Trainer()._checkpoint_connector",
+    "pytorch_lightning.utilities.combined_loader.CombinedLoader._state_dicts",
+)
+def test_an_interrupted_fit_is_saved_as_one_that_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+    """`training_step` of batch 1 raises; what `dump_checkpoint` returns is loaded by another Trainer."""
+    seen: list[int] = []
+    calls: list[int] = []
+
+    def look(model: Model) -> None:
+        index = trainer.fit_loop.epoch_loop.batch_idx
+        seen.append(index)
+        if len(seen) == 2:
+            raise ArithmeticError
+
+    trainer = new_trainer(max_epochs=1)
+    _lightning.after_schedulers(trainer, lambda: calls.append(trainer.fit_loop.epoch_loop.batch_idx))
+    with pytest.raises(ArithmeticError):
+        trainer.fit(Model(look))
+    assert calls == [0]
+    states = _lightning.loader_states(trainer)
+    _lightning.settle_counters(trainer, is_committed=False, num_stepped=0)
+    torch.save(_lightning.dump_checkpoint(trainer, states), tmp_path / "saved.ckpt")
+    trainer = new_trainer(max_epochs=1)
+    trainer.fit(Model(look), ckpt_path=tmp_path / "saved.ckpt")
+    assert seen == [0, 1, *range(1, trainer.num_training_batches)]
+    assert _lightning.batches_that_stepped(trainer) == trainer.num_training_batches
 
 
 @canary(

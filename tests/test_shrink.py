@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import itertools
 import json
@@ -37,7 +38,15 @@ MOMENTS = (
     "after backward",
     "optimizer",
     "batch end",
+    "validation",
+    "checkpoint",
+    "epoch end",
+    "sanity check",
 )
+STEP = {"validation": 6, "checkpoint": 4, "epoch end": 6, "sanity check": 0}
+"""At which step a moment comes; 3 for the others."""
+
+
 HOOKS = {
     "allreduce": "allreduce",
     "fp16": "fp16",
@@ -144,22 +153,37 @@ def fault(place: int, moment: str, step: int, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fits", ["again", pytest.param("with another Trainer", marks=pytest.mark.slow)])
 def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_begins(fits, tmp_path) -> None:
-    order = {"devices": 3, "faults": [fault(1, "forward", 3)], "tests": True, "fits": fits}
+    order = {"devices": 3, "faults": [fault(1, "forward", 3)], "tests": True, "fits": fits, "logs": True}
     ledger = train(tmp_path, refusal="ConfigurationError: on_failure='shrink': this script has lost", **order)
     ledger.check([0, 2])
     assert {(entry["world_size"], entry["mean"]) for entry in ledger.of("tests")} == {(2, (SAMPLES - 1) / 2)}
     assert [entry["is_deaf"] for entry in ledger.of("test begins")] == [False, False]
+    (metrics,) = tmp_path.glob("logs/*/version_0/metrics.csv")
+    rows = [row for row in csv.DictReader(metrics.read_text().splitlines()) if row["recovery/count"]]
+    assert [(row["recovery/count"], row["recovery/world_size"], row["step"]) for row in rows] == [
+        ("1.0", "2.0", "3")
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("moment", "place"), [cell for i, cell in enumerate(itertools.product(MOMENTS, (1, 2, 3))) if i % 2 == 0]
+    ("moment", "place"),
+    [
+        pytest.param(*cell, marks=pytest.mark.exhaustive if i % 2 else ())
+        for i, cell in enumerate(itertools.product(MOMENTS, (1, 2, 3)))
+    ],
 )
 def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_path) -> None:
-    ledger = train(tmp_path, faults=[fault(place, moment, 3)])
+    trainer = {"num_sanity_val_steps": 2 * (moment == "sanity check")}
+    order = {"validates": moment in STEP, "saves": {"every_n_train_steps": 2}, "trainer": trainer}
+    ledger = train(tmp_path, faults=[fault(place, moment, STEP.get(moment, 3))], **order)
     ledger.check([other for other in range(4) if other != place])
     assert {tuple(entry["sizes"]) for entry in ledger.changes} == {(4, 3)}
     assert {tuple(entry["lost"]) for entry in ledger.changes} == {(place,)}
+    for other in set(range(4)) - {place}:
+        ends = [entry["epoch"] for entry in ledger.of("ends epoch") if entry["place"] == other]
+        assert sorted(set(ends)) == [0, 1]
+        assert len(ends) <= 2 + (moment == "epoch end")
 
 
 @pytest.mark.slow
@@ -167,6 +191,42 @@ def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_pa
 def test_a_process_that_ends_with_code_0_or_is_stopped_is_lost_as_well(how, tmp_path) -> None:
     ledger = train(tmp_path, devices=3, faults=[fault(2, "forward", 3, how=how)], stall_s=5.0)
     ledger.check([0, 1])
+
+
+@pytest.mark.slow
+def test_one_recovery_after_the_other_holds_no_more_than_the_first(tmp_path) -> None:
+    kills = [fault(place, MOMENTS[place % 4 + 3], 2 * (6 - place)) for place in range(5, 0, -1)]
+    ledger = train(tmp_path, devices=6, faults=kills)
+    ledger.check([0])
+    changes = [entry for entry in ledger.changes if entry["place"] == 0]
+    assert [entry["sizes"] for entry in changes] == [[6, 5], [5, 4], [4, 3], [3, 2], [2, 1]]
+    held = [entry["held"] for entry in changes]
+    assert all(after <= before for before, after in zip(held[0], held[-1], strict=True)), held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["forward", "validation"])
+def test_a_rank_whose_code_raises_is_left_behind_where_that_is_allowed(moment, tmp_path) -> None:
+    step = 8 if moment == "validation" else 3
+    strategy = {"on_failure": {"name": "shrink", "exceptions": True}}
+    order = {"devices": 3, "validates": True, "strategy": strategy}
+    ledger = train(tmp_path, faults=[fault(2, moment, step, how="raise")], **order)
+    ledger.check([0, 1])
+    assert all("ValueError: a picture is broken" in entry["cause"] for entry in ledger.changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_the_last_step_is_saved_where_the_others_do_not_go_on(how, tmp_path) -> None:
+    limits = {"name": "shrink", "min_world_size": 3, "exceptions": True}
+    strategy = {"on_failure": limits, "emergency_checkpoint": str(tmp_path / "last")}
+    order = {"devices": 3, "strategy": strategy}
+    ledger = train(tmp_path, "fewer than min_world_size", faults=[fault(1, "forward", 3, how=how)], **order)
+    checkpoint = torch.load(tmp_path / "last" / "emergency-step=3.ckpt", weights_only=False)
+    assert checkpoint["global_step"] == 3
+    commits = [entry for entry in ledger.of("commits") if entry["place"] == 0]
+    names = [name for name in checkpoint["state_dict"] if "running" not in name and "num_batches" not in name]
+    assert hash_of(checkpoint["state_dict"][name] for name in names) == commits[-1]["parameters"]
 
 
 @pytest.mark.slow

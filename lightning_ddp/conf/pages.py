@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ddp.conf.options import REQUIRED, Option
-from lightning_ddp.conf.schema import AVERAGERS, HOOKS, STRATEGY, Schema
+from lightning_ddp.conf.schema import AVERAGERS, HOOKS, ON_FAILURE, STRATEGY, Schema
 from lightning_ddp.variants import BUILTIN
 
 __all__ = ["FOLDER", "strategy_pages"]
@@ -20,7 +20,11 @@ __all__ = ["FOLDER", "strategy_pages"]
 FOLDER = Path(__file__).parent
 _WIDTH = 108
 _BASE = "custom_ddp"
-_SUBGROUPS: Mapping[str, Mapping[str, Schema]] = {"ddp_comm_hook": HOOKS, "model_averaging": AVERAGERS}
+_SUBGROUPS: Mapping[str, Mapping[str, Schema]] = {
+    "ddp_comm_hook": HOOKS,
+    "model_averaging": AVERAGERS,
+    "on_failure": ON_FAILURE,
+}
 _EXAMPLES: Mapping[str, Any] = {"periods": {4: 2, 16: 0}}
 """Values for options that have no default."""
 
@@ -43,7 +47,8 @@ def _base_page() -> str:
         *_comment(f"{STRATEGY.description} The fields of `lightning_ddp.CustomDDPStrategy`."),
         *_comment(
             "`strategy/ddp_comm_hook=NAME` and `strategy/model_averaging=NAME` choose a hook and an averager"
-            " with their own options, as in `strategy/ddp_comm_hook=powersgd strategy.ddp_comm_hook.rank=4`."
+            " with their own options, `strategy/on_failure=NAME` what happens when a rank fails, as in"
+            " `strategy/ddp_comm_hook=powersgd strategy.ddp_comm_hook.rank=4`."
         ),
         *_defaults("strategy", {}),
         "",

@@ -17,9 +17,10 @@ from lightning_ddp.averaging import available_averagers, averager_options
 from lightning_ddp.conf.options import Option, options_of_dataclass, options_of_signature
 from lightning_ddp.hooks import available_hooks, hook_options
 from lightning_ddp.strategy import CustomDDPStrategy
+from lightning_ddp.supervise.settings import RecoverySettings
 from lightning_ddp.trainer import Trainer
 
-__all__ = ["AVERAGERS", "HOOKS", "STRATEGY", "TRAINER", "Schema", "all_schemas"]
+__all__ = ["AVERAGERS", "HOOKS", "ON_FAILURE", "STRATEGY", "TRAINER", "Schema", "all_schemas"]
 
 SET_BY_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin")
 """Arguments of the strategy that are none of the user's."""
@@ -135,6 +136,21 @@ AVERAGERS = {
 }
 
 
+ON_FAILURE = {
+    name: _make(
+        f"on_failure/{name}",
+        options,
+        description,
+        class_name=f"{_class_name(name)}OnFailureConfig",
+        constants={"name": name},
+    )
+    for name, options, description in (
+        ("stop", [], "The run ends on all ranks."),
+        ("shrink", options_of_dataclass(RecoverySettings), "Goes on with the ranks that are left."),
+    )
+}
+
+
 DURATION = Schema(
     name="duration",
     cls=Duration,
@@ -145,7 +161,7 @@ DURATION = Schema(
 
 def all_schemas() -> dict[type, Schema]:
     """Every schema, by its class."""
-    schemas = (STRATEGY, TRAINER, DURATION, *HOOKS.values(), *AVERAGERS.values())
+    schemas = (STRATEGY, TRAINER, DURATION, *HOOKS.values(), *AVERAGERS.values(), *ON_FAILURE.values())
     return {schema.cls: schema for schema in schemas}
 
 

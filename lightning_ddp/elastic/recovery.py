@@ -6,6 +6,7 @@ and the batch is finished, where its optimizer step is committed, or done again 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import torch
 
 from lightning_ddp._lightning import (
     Trainer,
+    batches_that_stepped,
     fetch_anew,
     finish_batch,
     limit_epoch,
+    limit_validation,
     loaders_of,
     may_validate,
     wrap_steps,
@@ -28,7 +31,7 @@ from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.snapshot import ModuleSnapshot
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
-from lightning_ddp.elastic.undo import Mark, RandomStates, put_scale
+from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates, put_scale
 from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.reconciliation import Reconciliation
@@ -37,6 +40,13 @@ from lightning_ddp.supervise.protocol import Form
 __all__ = ["Recovery"]
 
 _log = logging.getLogger("lightning_ddp")
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Lets go of what the functions that an error has come through hold: groups, with their threads."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 class Recovery:
@@ -73,13 +83,22 @@ class Recovery:
         self.committed = self.taken = 0
         """Optimizer steps of this fit that are finished: by all ranks, and by this one in local training."""
         self._deal_after: int | None = None
+        self.is_alone = False
+        """Whether this rank finishes what the others have finished already, without them."""
+        self._is_finishing = False
+        self._phase = self._last_phase = 0
         self._is_clean = True
         self._mark: Mark | None = None
         self._snapshot: ModuleSnapshot | None = None
         self._batch: Any = None
         self._output: Any = None
         wrap_steps(
-            trainer, advance=self._advance, on_advance_end=self._end_advance, on_epoch_start=self._start_epoch
+            trainer,
+            advance=self._advance,
+            on_advance_end=self._end_advance,
+            on_epoch_start=self._start_epoch,
+            on_run_end=self._end_run,
+            others=self._repeat,
         )
 
     # ------------------------------------------------------------------ told by the strategy
@@ -98,6 +117,7 @@ class Recovery:
         """An optimizer step is finished. In local training it is one of all ranks if they have averaged."""
         self.taken += 1
         self.committed += self._communication.has_met
+        self._is_finishing = True
 
     def note_batch(self, batch: Any) -> None:
         """The batch that is about to be used."""
@@ -106,6 +126,22 @@ class Recovery:
     def note_output(self, output: Any) -> None:
         """What `training_step` has returned for it."""
         self._output = output
+
+    def undo(self) -> bool:
+        """Where the run ends: puts back what the interrupted step has changed; returns if all is whole."""
+        if self._is_clean and self._mark is not None and self._mark.step == self.taken:
+            self._mark.restore()
+        return self._is_clean
+
+    def finishes_alone(self, error: Exception) -> bool:
+        """Whether the hooks after a committed step go on without others, one of which is lost.
+
+        All meet again at the end of the batch; a hook is not called twice.
+        """
+        if not self._is_finishing or not self._ours.is_call(error):
+            return False
+        self.is_alone = True
+        return True
 
     # ------------------------------------------------------------------ Lightning's steps
 
@@ -122,18 +158,29 @@ class Recovery:
         if self._deal_after is not None:
             self._deal_after = None
             self.dealer.set_ranks(self._calls.member.rank, self._trainer.world_size)
-        start()
-        if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks than before
-            limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
+
+        def start_whole() -> None:
+            start()
+            if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks
+                limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
+
+        self._repeat(start_whole, is_new_epoch=True)
 
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
         def attempt() -> None:
-            self._begin(fetcher)
+            self._begin()
             advance(fetcher)
 
         while not self._is_through(attempt):
-            if self._go_on(fetcher):
-                return
+            if self._go_on():
+                break
+        self._end_phase()
+
+    def _end_phase(self) -> None:
+        """A part of the loops is finished; where the others were here already, all go on together."""
+        self._is_finishing = False
+        self._phase += 1
+        self.is_alone = self._phase < self._last_phase
 
     def _is_through(self, attempt: Callable[[], None]) -> bool:
         """Calls a function; returns False if it was interrupted, and the ranks that are left are to meet."""
@@ -149,47 +196,63 @@ class Recovery:
             self._calls.defer(True)
             if not self._ours.is_call(error):
                 raise
+        _forget_frames(self._calls.error)
         return False
 
-    def _begin(self, fetcher: Any) -> None:
+    def _begin(self) -> None:
         """A boundary. What has come before is committed; the alarm may ring again."""
         self._calls.defer(True)
         progress = self._loop.batch_progress.current
         if progress.completed % self._trainer.accumulate_grad_batches == 0:
             self._batch = self._output = None
             if self._deal_after is not None and self.committed > self._deal_after:
-                self._deal(fetcher, progress.completed, anew=True)
+                self._deal(progress.completed, anew=True)
             self._snapshot = self._snapshot or ModuleSnapshot(self._trainer.lightning_module)
             self._mark = Mark(self._trainer, self._snapshot, self._communication, self.taken)
         self._calls.defer(False)
         self._boundary()
 
     def _end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
-        """Validation, if it is time. It is repeated from its beginning."""
-        if not may_validate(self._trainer, fetcher):
+        """Validation, if it is time."""
+        if may_validate(self._trainer, fetcher):
+            self._repeat(lambda: end(fetcher))
+        else:
             end(fetcher)
-            return
-        modes = [(module, module.training) for module in self._trainer.lightning_module.modules()]
-        states = RandomStates()
+            self._end_phase()
+
+    def _end_run(self, end: Callable[[], None]) -> None:
+        self._repeat(end)
+        self._calls.defer(False)  # nothing that follows is repeated
+
+    def _repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> None:
+        """A part of the loops that takes no steps. It is repeated from its beginning.
+
+        Args:
+            phase: what is done.
+            is_new_epoch: whether the batches that are counted are those of the epoch before.
+        """
+        mark = PhaseMark(self._trainer, self._trainer.lightning_module)
 
         def attempt() -> None:
             self._calls.defer(False)
             self._ours.interrupt.check()
-            end(fetcher)
+            phase()
             self._calls.defer(True)
 
         while not self._is_through(attempt):
             self._mark = None  # the step is over
-            self._go_on(fetcher)
-            for module, is_training in modes:
-                module.training = is_training
-            self._trainer.training = True
-            states.restore()
+            self._go_on(num_batches=0 if is_new_epoch else None)
+            mark.restore()
+        self._end_phase()
 
     # ------------------------------------------------------------------ recovery
 
-    def _go_on(self, fetcher: Any) -> bool:
-        """Meets the others again; returns whether the batch is finished, so that it is not done again."""
+    def _go_on(self, num_batches: int | None = None) -> bool:
+        """Meets the others again; returns whether the batch is finished, so that it is not done again.
+
+        Args:
+            num_batches: that are used of the epoch; None for what the loop has counted.
+        """
         old_rank = self._calls.member.rank
         step, mark = self.committed, self._mark
         error = self._calls.error
@@ -198,20 +261,23 @@ class Recovery:
         form = self._regroup(is_trying=not is_over and (in_round or not self._communication.is_local))
         is_lifted = form.step > step
         self.committed = form.step
+        self._last_phase = form.phase
+        self.is_alone = self._phase < form.phase
         self.taken += is_lifted
         is_undone = not is_over and not is_lifted and not in_round
-        num_batches = self._loop.batch_progress.current.ready
+        if num_batches is None:
+            num_batches = self._loop.batch_progress.current.ready
         if is_undone and mark is not None:
             mark.restore()
             num_batches = mark.num_batches
         elif (is_lifted or in_round) and mark is not None:
             self._count_lifted(mark)
-        self._deal(fetcher, num_batches, anew=not self._communication.is_local)
+        self._deal(num_batches, anew=not self._communication.is_local)
         self._tell(form, old_rank, error)
         if in_round and not is_lifted:
             self._calls.defer(True)
             if not self._is_through(self._communication.complete_round):
-                return self._go_on(fetcher)
+                return self._go_on()
             self.commit()
         if is_undone and mark is not None:
             mark.restore_random()
@@ -221,6 +287,7 @@ class Recovery:
             and self._loop.batch_progress.total.completed < self._loop.batch_progress.total.ready
         ):
             self._calls.defer(True)
+            self.is_alone = True  # the others have done so, and would not answer
             finish_batch(self._trainer, self._batch, self._output)
         return True
 
@@ -235,10 +302,22 @@ class Recovery:
         """Answers the call, and enters the generation that follows; anew if another rank is lost."""
         calls = self._calls
         entered: list[Form] = []
+        has_collected = False
+
+        def look() -> None:
+            nonlocal has_collected
+            if not has_collected:  # what was left of an earlier group, while the server waits for all anyway
+                gc.collect()
+            has_collected = True
+            self._ours.check_end()
 
         def attempt() -> None:
             form = calls.wait_for_form(
-                self.committed, is_clean=self._is_clean, is_trying=is_trying, check=self._ours.check_end
+                self.committed,
+                is_clean=self._is_clean,
+                is_trying=is_trying,
+                phase=0 if self._communication.is_local else self._phase,
+                check=look,
             )
             calls.enter(form)
             group = self._meet(form)
@@ -276,7 +355,7 @@ class Recovery:
         self._communication.copy_state(group, source, device, is_behind=is_behind)
         self._is_clean = True
 
-    def _deal(self, fetcher: Any, num_batches: int, *, anew: bool) -> None:
+    def _deal(self, num_batches: int, *, anew: bool) -> None:
         """Deals the rest of the epoch; if not anew, each rank goes on with its part until ranks have met."""
         member = self._calls.member
         world_size = self._trainer.world_size
@@ -286,12 +365,14 @@ class Recovery:
             self.dealer.deal(num_batches, member.rank, world_size)
         else:
             self.dealer.deal_as_before(num_batches)
-        fetch_anew(self._trainer, fetcher, num_batches)
+        if loaders_of(self._trainer.fit_loop):  # not so in the sanity check
+            fetch_anew(self._trainer, num_batches)
         states.restore()
         for loader in loaders_of(self._loop.val_loop):
             sampler = getattr(loader, "sampler", None)
             if hasattr(sampler, "num_replicas"):
                 set_ranks(sampler, member.rank, world_size)
+        limit_validation(self._trainer)
 
     def _tell(self, form: Form, old_rank: int, error: Any) -> None:
         seconds = time.monotonic() - self._calls.heard_at
@@ -316,3 +397,9 @@ class Recovery:
                 seconds,
             )
         tell_of_change(self._trainer, self._trainer.lightning_module, change)
+        metrics = {"count": form.generation, "seconds": seconds, "world_size": change.new_world_size}
+        for logger in self._trainer.loggers:
+            logger.log_metrics(
+                {f"recovery/{name}": float(value) for name, value in metrics.items()},
+                step=batches_that_stepped(self._trainer),
+            )

@@ -56,8 +56,6 @@ def check_arguments(
         )
     if averager is not None:
         _check_averager(settings, averager)
-    if settings.exceptions:
-        _refuse("exceptions=True", "only ranks whose processes end are left behind yet", "exceptions=False")
 
 
 def _check_averager(settings: RecoverySettings, averager: AveragerPlan) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from typing import Any
 
 import torch
 
-from lightning_ddp._lightning import Trainer, loop_counters, training_results
+from lightning_ddp._lightning import (
+    Trainer,
+    batches_that_stepped,
+    loop_counters,
+    saved_last,
+    set_batches_that_stepped,
+    training_results,
+)
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.snapshot import ModuleSnapshot, copy_states, put_states
 
-__all__ = ["Mark", "RandomStates", "put_scale"]
+__all__ = ["Mark", "PhaseMark", "RandomStates", "put_scale"]
 
 
 def put_scale(scaler: Any, state: dict[str, Any]) -> None:
@@ -93,4 +101,52 @@ class Mark:
 
     def restore_random(self) -> None:
         """Puts the random number generators back: the last thing before the step is done again."""
+        self._random.restore()
+
+
+class PhaseMark:
+    """The beginning of a part of the loops that takes no steps: a validation, the end of an epoch.
+
+    Args:
+        trainer: whose.
+        module: what it trains.
+    """
+
+    def __init__(self, trainer: Trainer, module: torch.nn.Module) -> None:
+        self._trainer = trainer
+        self._random = RandomStates()
+        self._stage = trainer.state.stage
+        self._modes = [(part, part.training) for part in module.modules()]
+        epochs: Any = trainer.fit_loop.epoch_progress
+        self._counters = [
+            (owner, dict(vars(owner))) for owner in (*loop_counters(trainer), epochs.total, epochs.current)
+        ]
+        self._num_stepped = batches_that_stepped(trainer)
+        self._schedulers = [
+            (config.scheduler, copy.deepcopy(config.scheduler.state_dict()))
+            for config in trainer.lr_scheduler_configs
+        ]
+        self._rates = [
+            (group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups
+        ]
+        self._callbacks: list[Any] = [
+            (callback, copy.deepcopy(callback.state_dict()), saved_last(callback))
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        ]
+
+    def restore(self) -> None:
+        """Undoes what has happened since, but for checkpoints that were saved."""
+        for owner, values in self._counters:
+            vars(owner).update(values)
+        set_batches_that_stepped(self._trainer, self._num_stepped)
+        for scheduler, state in self._schedulers:
+            scheduler.load_state_dict(copy.deepcopy(state))
+        for group, rate in self._rates:
+            group["lr"] = rate
+        for callback, state, saved in self._callbacks:
+            if state and saved_last(callback) == saved:
+                callback.load_state_dict(copy.deepcopy(state))
+        for part, is_training in self._modes:
+            part.training = is_training
+        self._trainer.state.stage = self._stage
         self._random.restore()

@@ -109,20 +109,23 @@ class Calls:
             self._interrupt.clear()
             abort_groups()
 
-    def wait_for_form(self, step: int, *, is_clean: bool, is_trying: bool, check: Callable[[], None]) -> Form:
+    def wait_for_form(
+        self, step: int, *, is_clean: bool, is_trying: bool, phase: int, check: Callable[[], None]
+    ) -> Form:
         """Answers the call, and each one that follows; returns the generation that this process is to enter.
 
         Args:
             step: optimizer steps that are committed.
             is_clean: whether the state is that after this step.
             is_trying: whether the next one had begun.
+            phase: parts of the loops that are finished.
             check: called now and then; raises where the run ends.
         """
         assert self.watch is not None
         posted = None
         while True:
             self._changed.clear()
-            answer = self.member.answer(step, is_clean=is_clean, is_trying=is_trying)
+            answer = self.member.answer(step, is_clean=is_clean, is_trying=is_trying, phase=phase)
             if answer is not posted:
                 self.watch.post(answer)
                 posted = answer

@@ -46,7 +46,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.failure_report import write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
-from lightning_ddp.supervise.protocol import Exited, Message, Stopped
+from lightning_ddp.supervise.protocol import Exited, Message, Saved, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
@@ -63,6 +63,8 @@ _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _RING_EVERY_S = 0.5
 _ABORT_AFTER_S = 0.3
 _MOST_INTERRUPTIONS = 3
+_LONGEST_STEP_S = 1.0
+"""How long an optimizer step may take that is not to be interrupted."""
 _LONGEST_END_S = 1800.0
 _LATER_S = 1.0
 """By how much the launching process outlives the others, which print their stacks and end by themselves."""
@@ -98,6 +100,8 @@ class Reconciliation:
         self.calls: Calls | None = None
         """Where the run goes on without ranks that it loses."""
         self.inspector = Inspector(self.interrupt, self._position)
+        self.save_last: Callable[[], str | None] | None = None
+        """Saves a checkpoint where a failure ends a fit, and returns its place."""
         self.is_over = False
         """Whether this process has failed or unwinds from a failure: then nobody answers collectives."""
         self._children = children
@@ -258,6 +262,7 @@ class Reconciliation:
             self.alarm.silence()
             self._has_raised.set()
             failure = self._end(error)
+            self._save_last(error, is_own=failure is None)
             if failure is not None:  # the echo itself explains nothing, but where it was raised does
                 raise failure.with_traceback(error.__traceback__) from None
             raise
@@ -342,13 +347,14 @@ class Reconciliation:
             restore(self._variables)
             self._variables = {}
             self.alarm.silence()
+            self.save_last = None
             if not self.is_over:
                 self.inspector.leave()
 
     def _end(self, error: BaseException) -> PeerFailure | None:
         """Reports what ended the run on this rank, and makes its collectives fail instead of waiting."""
         failure = None
-        if self.calls is not None:
+        if self.calls is not None and not self._is_left_behind(error):
             self.calls.decline(f"rank {self.identity.rank if self.identity else -1} cannot go on: {error}")
         for _ in range(_MOST_INTERRUPTIONS):
             try:
@@ -370,6 +376,31 @@ class Reconciliation:
                 waiting.start()
                 atexit.register(waiting.join)
         return failure
+
+    def _is_left_behind(self, error: BaseException) -> bool:
+        """Whether the others go on without this rank, whose code has raised."""
+        recovery = self._settings.recovery
+        return recovery is not None and recovery.exceptions and not isinstance(error, LightningDDPError)
+
+    def _save_last(self, error: BaseException, *, is_own: bool) -> None:
+        """Saves a checkpoint, if this is the lowest rank that has not failed first.
+
+        Args:
+            error: what has ended the run here.
+            is_own: whether that is this rank's own; a process that died meanwhile is no better reason.
+        """
+        if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
+            return
+        with suppress(BaseException):  # whatever comes now, the failure itself is what is raised
+            first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0)
+            if first is None or first.exception_type == "KeyboardInterrupt":
+                return
+            if is_own and first.exception_type is None:
+                return
+            path = self.save_last() if self.watch.identity.rank == int(first.rank == 0) else None
+            if path is not None:
+                self.watch.post(Saved(path))
+                self.watch.flush()
 
     def _require_answer(self, watch: Watch, launcher: Identity) -> None:
         """In a thread: ends the launching process if it does not hear of this rank's failure in time.
@@ -462,9 +493,8 @@ class Reconciliation:
 
     def first_failure(self) -> FailureRecord | None:
         """The first failure of the run, as far as this process knows."""
-        if self.watch is not None and self.watch.failure is not None:
-            return self.watch.failure
-        return self.server.first_failure if self.server is not None else None
+        known = self.server.first_failure if self.server is not None else None
+        return known or (self.watch.failure if self.watch is not None else None)
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
         """As `first_failure`, waiting up to `timeout_s` seconds for it."""
@@ -584,6 +614,8 @@ class Reconciliation:
             self.interrupt.set(error)
         start, has_aborted = time.monotonic(), False
         while not self.alarm.is_silent:
+            if time.monotonic() - start >= _LONGEST_STEP_S:
+                self.alarm.force()
             self.alarm.ring(error)
             time.sleep(_ABORT_AFTER_S if not has_aborted else _RING_EVERY_S)
             if not has_aborted and time.monotonic() - start >= _ABORT_AFTER_S and not self.alarm.is_silent:

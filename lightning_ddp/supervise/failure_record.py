@@ -26,6 +26,7 @@ _LONGEST = {
     "phase": 1_200,
     "exception_type": 1_200,
     "exception_class": 1_200,
+    "checkpoint": 4_100,
 }
 """In bytes as JSON, where a character takes up to twelve; together they fit into a message of the channel."""
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -76,7 +77,7 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """The first failure of a run; the fields are those of `PeerFailure`."""
+    """The first failure of a run; the first fields are those of `PeerFailure`."""
 
     rank: int
     message: str
@@ -89,6 +90,8 @@ class FailureRecord:
     exception_class: str | None = None
     traceback: str | None = None
     exit_code: int | None = None
+    checkpoint: str | None = None
+    """Where a rank that was left has saved the last step."""
     time: float = field(default_factory=time.time)
     """Seconds since the epoch when it was noticed."""
 
@@ -134,7 +137,9 @@ class FailureRecord:
             healthy_rank: its rank.
             is_rank: False for a launching process that is none.
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "time"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("checkpoint", "time")}
+        if self.checkpoint is not None:
+            values["message"] += f"\n  The last step was saved: {self.checkpoint}"
         return PeerFailure(**values, is_own=healthy_rank == self.rank if is_rank else None)
 
     def with_exit(self, exit_code: int, description: str) -> FailureRecord:

@@ -31,6 +31,8 @@ def render(record: FailureRecord) -> str:
         lines.append("  " + " in ".join(filter(None, (step, record.phase))))
     cause = f"{record.exception_type}: {record.message}" if record.exception_type else record.message
     lines.append(f"  {cause}")
+    if record.checkpoint:
+        lines.append(f"  The last step was saved: {record.checkpoint}")
     if record.traceback:
         lines.append(f"Traceback of {name}:\n{_shortened(record.traceback).rstrip()}")
     return "\n".join(lines) + "\n"

@@ -36,6 +36,8 @@ class Alarm:
         self._is_silent = True
         self.is_deferred = False
         """Whether a ring does nothing for now, as the main thread must not be interrupted half-way."""
+        self.is_forced = False
+        """Whether it has interrupted in spite of that, as the main thread took too long."""
         self._call: Callable[[], object] | None = None
         self._main = threading.main_thread().ident
         self._sending = threading.Lock()
@@ -72,6 +74,11 @@ class Alarm:
             return
         if not self._send() and not self._is_silent:
             _raise_asynchronously(self._main, error)
+
+    def force(self) -> None:
+        """From now on a ring raises even if it was deferred. Any thread."""
+        if self.is_deferred:
+            self.is_forced, self.is_deferred = True, False
 
     def call(self, function: Callable[[], object]) -> None:
         """Has the main thread call `function` as soon as it runs Python; it must not raise. Any thread."""

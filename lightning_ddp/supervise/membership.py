@@ -53,6 +53,7 @@ class _Answer:
     step: int
     is_clean: bool
     is_trying: bool
+    phase: int
 
 
 class Membership:
@@ -85,7 +86,7 @@ class Membership:
         self._joined: set[int] = set()
         self._form: Form | None = None
         self._settles_at = self._answer_by = self._repeat_at = 0.0
-        self._recovered_at: int | None = None
+        self._recovered_at: tuple[int, int] | None = None
 
     @property
     def remaining(self) -> tuple[int, ...]:
@@ -131,7 +132,8 @@ class Membership:
     def present(self, place: int, answer: Present) -> None:
         """A process has stopped, and says where."""
         if self.phase is Phase.CALLING and answer.call == self._call and place in self.remaining:
-            self._answers.setdefault(place, _Answer(answer.step, answer.is_clean, answer.is_trying))
+            known = _Answer(answer.step, answer.is_clean, answer.is_trying, answer.phase)
+            self._answers.setdefault(place, known)
 
     def joined(self, place: int, generation: int) -> None:
         """A process is in a generation, and has its state."""
@@ -200,6 +202,7 @@ class Membership:
             source=sources[0],
             behind=tuple(behind),
             is_retried=any(answer.is_trying and answer.step == step for answer in answers.values()),
+            phase=max(answer.phase for answer in answers.values()),
         )
         self.phase, self.members = Phase.FORMING, places
         self._lost, self._joined = set(), set()
@@ -215,11 +218,12 @@ class Membership:
             return f"the ranks that are left have committed {sorted(set(steps))} steps, and no state fits all"
         if self._form is not None:  # one more was lost while the generation was formed: the same recovery
             return None
-        before, self._recovered_at = self._recovered_at, step
+        place = (step, max(answer.phase for answer in answers.values()))
+        before, self._recovered_at = self._recovered_at, place
         is_retried = any(answer.is_trying and answer.step == step for answer in answers.values())
-        if before == step and is_retried:
+        if before == place and is_retried:
             return f"step {step} failed twice: the data or the code is at fault, and not the machine"
-        if before is not None and step - before >= STEPS_TO_FORGET:
+        if before is not None and step - before[0] >= STEPS_TO_FORGET:
             self.num_recoveries = 0
         self.num_recoveries += 1
         most = self._settings.max_recoveries
@@ -265,16 +269,17 @@ class Member:
         self._heard, self._answer = muster.call, None
         return True
 
-    def answer(self, step: int, *, is_clean: bool, is_trying: bool) -> Present:
+    def answer(self, step: int, *, is_clean: bool, is_trying: bool, phase: int = 0) -> Present:
         """The answer to the last call, which is given once: until `enter` nothing may be committed.
 
         Args:
             step: optimizer steps that are committed here.
             is_clean: whether the state is that after this step, and nothing else.
             is_trying: whether the next step had begun.
+            phase: parts of the loops that are finished.
         """
         if self._answer is None:
-            self._answer = Present(self._heard, step, is_clean, is_trying)
+            self._answer = Present(self._heard, step, is_clean, is_trying, phase)
         return self._answer
 
     def repeat(self) -> Present | None:

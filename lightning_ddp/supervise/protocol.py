@@ -115,6 +115,13 @@ class Exited(Message):
 
 
 @dataclass(frozen=True)
+class Saved(Message):
+    """A rank has saved the last checkpoint of a run that a failure ends."""
+
+    path: Annotated[str, 4000]
+
+
+@dataclass(frozen=True)
 class Stop(Message):
     """A signal asks for the end of the run at a step boundary."""
 
@@ -146,6 +153,8 @@ class Present(Message):
     """Whether its state is that after this step."""
     is_trying: bool
     """Whether the next step had begun."""
+    phase: int = 0
+    """Parts of the loops (batches, validations, ends of epochs ...) that it has finished."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +300,8 @@ class Form(Message):
     """Who copies it."""
     is_retried: bool
     """Whether the next step had begun, and is done again."""
+    phase: int = 0
+    """The most that a member has finished: the others finish theirs alone, and then all go on together."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hmac
 import logging
+import os
 import selectors
 import socket
 import threading
@@ -44,6 +45,7 @@ from lightning_ddp.supervise.protocol import (
     Present,
     Progress,
     ProtocolError,
+    Saved,
     Stop,
     Stopped,
     Vanished,
@@ -115,6 +117,7 @@ class ControlServer:
         self._num_left = 0
         """Runs that all ranks have ended, and so may leave."""
         self._is_told = False
+        self._checkpoint: str | None = None
         self._peers: dict[int, Peer] = {}
         self._ranks: dict[int, Peer] = {}
         self._strangers: dict[Peer, None] = {}  # the oldest first
@@ -143,8 +146,9 @@ class ControlServer:
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """The first failure of the run, once it is certain."""
-        return self._verdict.first
+        """The first failure of the run, once it is certain, with the checkpoint that was saved then."""
+        first = self._verdict.first
+        return first if first is None else replace(first, checkpoint=self._checkpoint)
 
     @property
     def identities(self) -> list[Identity]:
@@ -154,7 +158,7 @@ class ControlServer:
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
         """The first failure, waiting up to `timeout_s` seconds for it to be certain."""
         self._decided.wait(timeout_s)
-        return self._verdict.first
+        return self.first_failure
 
     def tell(self, message: Message) -> None:
         """Handles a message of this very process, as if a peer had sent it."""
@@ -261,6 +265,8 @@ class ControlServer:
                 self._inspection.entered(rank, message)
             case Stopped():
                 self._send_all(self._stop.left(rank))
+            case Saved(path):
+                self._checkpoint = path
             case Progress(where):
                 if self._stall is not None and peer.is_active:
                     self._stall.report(peer.identity, where, now)
@@ -378,6 +384,14 @@ class ControlServer:
 
     # ------------------------------------------------------------------ going on without a rank
 
+    def _is_of_one_rank(self, record: FailureRecord) -> bool:
+        """Whether the others may go on: a process has ended, or its code has raised where that is allowed."""
+        recovery = self._settings.recovery
+        if record.exception_class is None or recovery is None or not recovery.exceptions:
+            return _is_of_a_process(record)
+        is_of_user = not record.exception_class.startswith("lightning_ddp.")
+        return is_of_user and record.exception_type != "KeyboardInterrupt" and record.pid != os.getpid()
+
     def _place_of(self, rank: int) -> int:
         return next((place for place, known in self._identities.items() if known.rank == rank), rank)
 
@@ -431,7 +445,7 @@ class ControlServer:
         membership = self._membership
         if membership is None or self._is_told:
             return
-        while (first := self._verdict.decide(now)) is not None and _is_of_a_process(first):
+        while (first := self._verdict.decide(now)) is not None and self._is_of_one_rank(first):
             if not self._lose(first, now, has_ended=first.exit_code is not None):
                 break
             self._verdict.set_aside(first.rank)

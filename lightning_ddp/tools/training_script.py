@@ -33,11 +33,17 @@ def main(
     fault: str | None = None,
     victim: int = 0,
     preload: str | None = None,
+    fault_step: int = 3,
+    on_failure: str | None = None,
+    folder: str | None = None,
+    step_s: float = 0.0,
 ) -> None:
     """Trains, and prints `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
 
     Strategy, devices, accelerator and number of steps are the Trainer's; a model of `models.py` has its steps
-    timed. The victim has its fault, "exception" or "kill", in the fourth step; a file to preload runs first.
+    timed. The victim has its fault, "exception" or "kill", in the fourth step or another one, once; a file to
+    preload runs first. With `on_failure`, or a folder to save each step in and to go on from, all ranks print
+    `COMMIT` with the time, the step and the samples of each batch.
     """
     models: Any = importlib.import_module("models") if model else None  # "ddp" runs without the package
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # whose names are common
@@ -46,7 +52,11 @@ def main(
 
     if strategy == "custom_ddp":
         sys.path.insert(0, package_root)
-        import lightning_ddp  # noqa: F401 (registers the strategy)
+        import lightning_ddp
+
+    has_ledger = on_failure is not None or folder is not None
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    place = int(os.environ.get("LOCAL_RANK", "0"))
     if preload:
         runpy.run_path(preload)
     if model:
@@ -72,7 +82,8 @@ def main(
                 self.started_at = self.now()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if fault and batch_idx == 3 and self.global_rank == victim:
+            time.sleep(step_s)
+            if fault and self.global_step == fault_step and place == victim and attempt == 0:
                 _say(f"FAULT {time.time():.6f}")
                 if fault == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -82,6 +93,9 @@ def main(
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if models:
                 self.seconds.append(self.now() - self.started_at)
+            if has_ledger:
+                ids = " ".join(map(str, batch[:, 0].int().tolist()))
+                _say(f"COMMIT {time.time():.6f} {self.trainer.global_step} {self.global_rank} {ids}")
 
         def now(self) -> float:
             if self.device.type == "cuda":
@@ -98,18 +112,28 @@ def main(
                 _say(f"RANK {trainer.global_rank} RAISED {said}: LEARNED {time.time():.6f}")
 
     probe = Probe()
+    callbacks: list[Any] = [Witness()] if fault else []
+    if folder is not None:
+        callbacks.append(pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_last=True))
+    chosen: Any = strategy
+    if on_failure is not None:
+        chosen = lightning_ddp.CustomDDPStrategy(on_failure=on_failure)
     trainer = pl.Trainer(
-        strategy=strategy,
+        strategy=chosen,
         accelerator=accelerator,
         devices=devices,
-        max_steps=num_steps,
+        max_steps=-1 if has_ledger and fault else num_steps,
+        max_epochs=1 if has_ledger and fault else None,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=folder is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Witness()] if fault else [],
+        callbacks=callbacks,
     )
-    trainer.fit(probe, torch.utils.data.DataLoader(torch.zeros(devices * num_steps, 1)))  # type: ignore[arg-type]  # a tensor has length and items
+    data: Any = torch.arange(float(devices * num_steps)).unsqueeze(1)  # a tensor has length and items
+    last = Path(folder, "last.ckpt") if folder is not None else None
+    resumed = str(last) if last is not None and last.exists() else None
+    trainer.fit(probe, torch.utils.data.DataLoader(data), ckpt_path=resumed)
     if trainer.global_rank == 0:
         _say(f"STEP_SECONDS {json.dumps(probe.seconds)}")
 

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -38,6 +39,8 @@ def die_if(moment: str, step: int) -> None:
     for fault in ORDER.get("faults", []):
         if (fault["place"], fault["moment"], fault["step"]) == (PLACE, moment, step):
             note(event="dies", time=time.time())
+            if fault.get("how") == "raise":
+                raise ValueError("a picture is broken")
             if fault.get("how") == "exit":
                 os._exit(0)
             if "delay_s" in fault:  # the kernel ends it, at whatever it is doing then
@@ -153,8 +156,15 @@ class Model(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        die_if("validation", self.global_step)
+        die_if("sanity check" if self.trainer.sanity_checking else "validation", self.global_step)
         self.log("val", self.net(batch[0]).mean(), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        die_if("epoch end", self.global_step)
+        self.log("end of epoch", 1.0, sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        die_if("checkpoint", self.global_step)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -232,6 +242,12 @@ class Ledger(pl.Callback):
             seconds=change.seconds,
             retried=change.retried,
             cause=str(change.cause),
+            held=[
+                len(os.listdir("/proc/self/fd")),
+                threading.active_count(),
+                len(os.listdir("/proc/self/task")),
+                Path("/proc/self/maps").read_text().count("/memfd:"),
+            ],
         )
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -287,6 +303,7 @@ def more_callbacks() -> list[Any]:
 def new_trainer() -> pl.Trainer:
     """As the order says."""
     stall_timeout = timedelta(seconds=ORDER["stall_s"]) if "stall_s" in ORDER else None
+    saving = [pl.callbacks.ModelCheckpoint(FOLDER / "saved", **ORDER["saves"])] if "saves" in ORDER else []
     return pl.Trainer(
         accelerator="cpu",
         devices=ORDER.get("devices", 4),
@@ -295,10 +312,10 @@ def new_trainer() -> pl.Trainer:
             stall_timeout=stall_timeout,
             **{"on_failure": "shrink", **ORDER.get("strategy", {})},
         ),
-        callbacks=[Ledger(), *more_callbacks()] if "ends" not in NOTED else [],
-        logger=False,
+        callbacks=[Ledger(), *saving, *more_callbacks()] if "ends" not in NOTED else [],
+        logger=pl.loggers.CSVLogger(FOLDER / "logs") if ORDER.get("logs") else False,
         plugins=MixedPrecision("16-mixed", "cpu") if "overflows" in ORDER else None,
-        enable_checkpointing=bool(more_callbacks()),
+        enable_checkpointing=bool(saving or more_callbacks()),
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_epochs": 2, "num_sanity_val_steps": 0, **ORDER.get("trainer", {})},
