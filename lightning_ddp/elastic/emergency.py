@@ -56,6 +56,7 @@ class EmergencyCheckpoint:
         self._committed_batch = -1
         self._touched_batch = -1
         self._stepped_before = 0
+        self._parameters: list[Any] = []
         self._versions: int | None = None
         self._loaders: list[Any] | None = None
         after_schedulers(trainer, self._end_step)
@@ -68,6 +69,7 @@ class EmergencyCheckpoint:
         """
         self._ours = ours
         self._num_steps, self._versions, self._loaders = 0, None, None
+        self._parameters = []
         self._committed_batch = self._touched_batch = -1
         ours.save_last = self.save
 
@@ -84,6 +86,7 @@ class EmergencyCheckpoint:
     def note_backward(self) -> None:
         """A backward is over."""
         if self._is_automatic and self._versions is None:
+            self._parameters = self._parameters or list(self.trainer.lightning_module.parameters())
             self._versions = self._version_of_parameters()
             if self._defers and self._ours is not None:
                 self._ours.alarm.is_deferred = True
@@ -114,7 +117,7 @@ class EmergencyCheckpoint:
 
     def _version_of_parameters(self) -> int:
         """Grows with each change of a parameter."""
-        return sum(map(version_of, self.trainer.lightning_module.parameters()))
+        return sum(map(version_of, self._parameters))
 
     # ------------------------------------------------------------------ the end
 
