@@ -656,7 +656,6 @@ def test_an_interrupted_fit_is_saved_as_one_that_goes_on_with_the_next_batch(tmp
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._batches_that_stepped",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._results",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop()._should_check_val_fx",
-    "?pytorch_lightning.Trainer()._val_check_time_interval",
     "pytorch_lightning.trainer.connectors.logger_connector.result._ResultCollection",
 )
 def test_a_fit_tells_where_it_is_and_logs_into_the_results_it_was_given() -> None:
