@@ -19,7 +19,7 @@ from lightning_ddp.tools import ToolError, draw_timeline, run_page
 from lightning_ddp.tools.bench.failures import FAILURES
 from lightning_ddp.tools.bench.hooks import HOOKS
 from lightning_ddp.tools.bench.launch import LAUNCH
-from lightning_ddp.tools.bench.recovery import RECOVERY
+from lightning_ddp.tools.bench.recoveries import RECOVERY
 from lightning_ddp.tools.bench.scaling import SCALING
 from lightning_ddp.tools.bench.step import STEP
 from lightning_ddp.tools.doctor import command as doctor

@@ -175,7 +175,7 @@ def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_beg
 )
 def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_path) -> None:
     trainer = {"num_sanity_val_steps": 2 * (moment == "sanity check")}
-    order = {"validates": moment in STEP, "saves": {"every_n_train_steps": 2}, "trainer": trainer}
+    order = {"validates": moment in STEP, "checkpoints": {"every_n_train_steps": 2}, "trainer": trainer}
     ledger = train(tmp_path, faults=[fault(place, moment, STEP.get(moment, 3))], **order)
     ledger.check([other for other in range(4) if other != place])
     assert {tuple(entry["sizes"]) for entry in ledger.changes} == {(4, 3)}

@@ -303,7 +303,9 @@ def more_callbacks() -> list[Any]:
 def new_trainer() -> pl.Trainer:
     """As the order says."""
     stall_timeout = timedelta(seconds=ORDER["stall_s"]) if "stall_s" in ORDER else None
-    saving = [pl.callbacks.ModelCheckpoint(FOLDER / "saved", **ORDER["saves"])] if "saves" in ORDER else []
+    saving = []
+    if "checkpoints" in ORDER:
+        saving.append(pl.callbacks.ModelCheckpoint(FOLDER / "saved", **ORDER["checkpoints"]))
     return pl.Trainer(
         accelerator="cpu",
         devices=ORDER.get("devices", 4),
