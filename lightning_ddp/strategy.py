@@ -142,10 +142,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         on_failure: 'stop' ends the run on all ranks; 'shrink' goes on in the same `fit` with those that are
             left. It does from the step that was interrupted, with the rest of the epoch dealt over them. A
             mapping with `name` and options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
-
         emergency_checkpoint: whether the lowest rank that is left saves the last committed step before a
-            failure ends a fit, as `emergency-step=N.ckpt`, of which the report tells. True for the folder of
-            the Trainer's checkpoints, if it makes any; or a folder. On CPU.
+            failure ends a fit; or a folder. As `emergency-step=N.ckpt`, of which the report tells; True for
+            the folder of the Trainer's checkpoints, if it makes any. On CPU.
 
     Raises:
         ConfigurationError: an argument cannot be used.
