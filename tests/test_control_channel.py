@@ -286,6 +286,26 @@ def test_a_rank_that_leaves_while_asked_is_not_waited_for() -> None:
     assert agreement.deadline() is None
 
 
+def test_ranks_that_go_on_without_one_that_was_asked_stop_at_once() -> None:
+    agreement = StopAgreement(grace_s=30.0)
+    assert agreement.restart({0, 1}) == []  # nobody is to stop
+    agreement.request({0, 1, 2}, 0.0, Stop(15, is_requeue=False))
+    agreement.report(0, 4)
+    assert agreement.restart({0, 1}) == [StopAfter(0, 15, is_requeue=False)]
+    assert agreement.report(1, 3) == []  # of the ranks that there were
+    agreement.left(0)
+    agreement.left(1)
+    assert agreement.deadline() is None
+
+    boundary = StepBoundary()
+    assert not boundary.reached(lambda: None)
+    assert boundary.hold() == 1
+    boundary.release(7, 15, False)
+    boundary.restart()
+    boundary.release(0, 15, False)
+    assert boundary.reached(lambda: None)
+
+
 def test_ranks_at_different_steps_stop_at_the_same_one() -> None:
     boundaries = [StepBoundary() for _ in range(3)]
     passed = [5, 4, 6]

@@ -323,7 +323,6 @@ class Recovery:
             group = self._meet(form)
             if form.behind:
                 self._copy_state(form, group)
-            self._ours.boundary.restart()
             calls.go_on()
             entered.append(form)
 

@@ -11,6 +11,7 @@ from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.client import Watch
+from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.membership import Member
 from lightning_ddp.supervise.protocol import Declined, Form, Joined, Message, Muster
@@ -29,16 +30,17 @@ class Calls:
         place: the rank that this process had in the beginning.
         interrupt: what the waits of this process look at.
         alarm: what raises in its main thread.
+        boundary: counts the step boundaries of a generation.
     """
 
-    def __init__(self, place: int, interrupt: Interrupt, alarm: Alarm) -> None:
+    def __init__(self, place: int, interrupt: Interrupt, alarm: Alarm, boundary: StepBoundary) -> None:
         self.member = Member(place)
         self.error: PeerFailure | None = None
         """What the main thread is stopped by, from a call until the generation that it leads to."""
         self.heard_at = 0.0
         """When the first call since then came, of `time.monotonic`."""
         self.watch: Watch | None = None
-        self._interrupt, self._alarm = interrupt, alarm
+        self._interrupt, self._alarm, self._boundary = interrupt, alarm, boundary
         self._form: Form | None = None
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -55,6 +57,8 @@ class Calls:
                 elif (again := self.member.repeat()) is not None and self.watch is not None:
                     self.watch.post(again)
             case Form(generation=generation):
+                if self._form is None or generation > self._form.generation:
+                    self._boundary.restart()  # on all ranks before the server asks for anything else
                 self._form = message
                 if generation == self.member.generation and self.error is None and self.watch is not None:
                     self.watch.post(Joined(generation))

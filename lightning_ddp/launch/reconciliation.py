@@ -154,7 +154,7 @@ class Reconciliation:
             elif parent.node_rank == server.identity.node_rank:
                 parent = None  # it has a supervisor, which tells the server of its end
         if settings.recovery is not None:
-            self.calls = Calls(identity.rank, self.interrupt, self.alarm)
+            self.calls = Calls(identity.rank, self.interrupt, self.alarm, self.boundary)
         self.watch = Watch(
             server,
             identity,

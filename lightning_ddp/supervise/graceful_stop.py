@@ -51,6 +51,14 @@ class StopAgreement:
         self._positions[rank] = position
         return self._settle()
 
+    def restart(self, ranks: set[int]) -> list[Message]:
+        """The run goes on with these ranks, which count from 0: if they are to stop it is at once."""
+        if self._deadline is None:
+            return []
+        self._expected, self._running = set(ranks), set(ranks)
+        self._is_settled = True
+        return [StopAfter(0, self._reason.signal, self._reason.is_requeue)]
+
     def left(self, rank: int) -> list[Message]:
         """A rank has stopped, or had reached its end anyway."""
         self._running.discard(rank)
@@ -96,9 +104,13 @@ class StepBoundary:
         self._known = threading.Event()
 
     def restart(self) -> None:
-        """Counts from 0 again, on all ranks alike."""
+        """Counts from 0 again, on all ranks alike; what was agreed is forgotten. Any thread.
+
+        The main thread passes no boundary meanwhile.
+        """
         with self._lock:
-            self._position = 0
+            self._position, self._target = 0, None
+            self._known.clear()
 
     def hold(self) -> int:
         """From now on no boundary is passed until `release`; returns how many were. Any thread."""

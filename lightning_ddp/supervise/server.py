@@ -455,9 +455,12 @@ class ControlServer:
             self._lose(FailureRecord.of_identity(identity, message), now, has_ended=False)
         before = membership.generation
         outgoing = membership.due(now)
-        if membership.generation != before:
+        has_formed = membership.generation != before
+        if has_formed:
             self._renumber(membership.members)
         self._send_to_places(outgoing)
+        if has_formed:
+            self._send_all(self._stop.restart(set(range(self._world_size))))
         if membership.phase is Phase.OVER and membership.cause is not None and self._verdict.first is None:
             self._verdict.accuse(replace(membership.cause, message=_with_reason(membership)))
 
