@@ -16,7 +16,7 @@ from lightning_ddp.ddp.bucket import Bucket
 from lightning_ddp.ddp.layout import BucketLayout
 from lightning_ddp.ddp.plan import ParameterSpec, plan_buckets
 from lightning_ddp.ddp.reducer_options import ReducerOptions
-from lightning_ddp.launch import children
+from lightning_ddp.supervise import failure_record
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 DEVICES = [torch.device("cpu"), torch.device("meta")]
@@ -121,7 +121,7 @@ def test_a_hook_may_replace_the_buffer() -> None:
 
 
 def test_doctests() -> None:
-    for module in (buckets, children, layout, reducer_options):
+    for module in (buckets, failure_record, layout, reducer_options):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0
