@@ -323,6 +323,18 @@ def test_what_lightning_has_beside_a_step_goes_on_as_well(cell, tmp_path) -> Non
         assert num_steps == (6 if "max_steps" in cell else 2 * 5)
 
 
+@pytest.mark.slow
+def test_weights_that_a_callback_swaps_for_validation_are_in_their_places_after_it(tmp_path) -> None:
+    order = {"devices": 3, "validates": True, "callbacks": True}
+    ledger = train(tmp_path, faults=[fault(1, "validation", 8)], **order)
+    ledger.check([0, 2], rates="any")
+    weighed = defaultdict(list)
+    for entry in ledger.of("weighs"):
+        weighed[entry["place"], entry["step"]].append(tuple(entry["weights"]))
+    assert {place: len(weighed[place, 8]) for place in range(3)} == {0: 3, 1: 1, 2: 3}
+    assert all(len(set(weights)) == 1 for weights in weighed.values())
+
+
 def repeat_without_losses(rank: int, world_size: int, folder: Path, batches: list[list[Any]]) -> str:
     """The steps of a run by those that were left of it, from its state before the step that was lost."""
     net = nn.Sequential(

@@ -19,6 +19,7 @@ from lightning_ddp._lightning import (
     settle_counters,
 )
 from lightning_ddp._torch import version_of
+from lightning_ddp.elastic.undo import models_of_callbacks
 from lightning_ddp.launch.reconciliation import Reconciliation
 
 __all__ = ["EmergencyCheckpoint"]
@@ -143,6 +144,8 @@ class EmergencyCheckpoint:
         is_forced = self._ours.alarm.is_forced  # perhaps within an update, which not all count
         if self._versions is not None and (is_forced or self._versions != self._version_of_parameters()):
             return "an optimizer step or an average of parameters was interrupted"
+        if not self.trainer.training and models_of_callbacks(self.trainer):
+            return "validation was interrupted, in which a callback may have exchanged weights"
         is_committed = self._committed_batch == self._batch
         if is_committed:
             self._loaders = None  # the present ones are right

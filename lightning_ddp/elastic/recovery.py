@@ -241,6 +241,7 @@ class Recovery:
 
         while not self._is_through(attempt):
             self._mark = None  # the step is over
+            mark.restore_weights()  # others may copy them
             self._go_on(num_batches=0 if is_new_epoch else None)
             mark.restore()
         self._end_phase()

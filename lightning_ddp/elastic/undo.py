@@ -20,7 +20,7 @@ from lightning_ddp._lightning import (
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.snapshot import ModuleSnapshot, copy_states, put_states
 
-__all__ = ["Mark", "PhaseMark", "RandomStates", "put_scale"]
+__all__ = ["Mark", "PhaseMark", "RandomStates", "models_of_callbacks", "put_scale"]
 
 
 def put_scale(scaler: Any, state: dict[str, Any]) -> None:
@@ -104,6 +104,18 @@ class Mark:
         self._random.restore()
 
 
+def models_of_callbacks(trainer: Trainer) -> list[torch.nn.Module]:
+    """Those that callbacks keep, such as moving averages, which may stand in for the model."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    values = [value for callback in callbacks for value in vars(callback).values()]
+    models = [value for value in values if isinstance(value, torch.nn.Module)]
+    return [
+        model
+        for model in models
+        if model is not trainer.lightning_module and next(model.parameters(), None) is not None
+    ]
+
+
 class PhaseMark:
     """The beginning of a part of the loops that takes no steps: a validation, the end of an epoch.
 
@@ -133,9 +145,20 @@ class PhaseMark:
             (callback, copy.deepcopy(callback.state_dict()), saved_last(callback))
             for callback in trainer.callbacks  # type: ignore[attr-defined]
         ]
+        models = models_of_callbacks(trainer)
+        self._weights = [
+            (tensor, tensor.detach().clone())
+            for model in ([module, *models] if models else [])
+            for tensor in (*model.parameters(), *model.buffers())
+        ]
+
+    def restore_weights(self) -> None:
+        """Puts those back that callbacks exchange for validation; no committed step is undone."""
+        for tensor, value in self._weights:
+            tensor.data.copy_(value)
 
     def restore(self) -> None:
-        """Undoes what has happened since, but for checkpoints that were saved."""
+        """Undoes what has happened since, but for weights, and for checkpoints that were saved."""
         for owner, values in self._counters:
             vars(owner).update(values)
         set_batches_that_stepped(self._trainer, self._num_stepped)

@@ -229,10 +229,16 @@ class Ledger(pl.Callback):
             parameters=hash_of(module.parameters()),
             optimizer=hash_of(moments),
             outer=outer_state(trainer),
-            average=hash_of(p for c in trainer.callbacks for p in average_of(c)),
+            average=weights_of(trainer, module)[1],
             time=time.time(),
         )
         die_if("batch end", trainer.global_step)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        note(event="weighs", step=trainer.global_step, weights=weights_of(trainer, module))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        note(event="weighs", step=trainer.global_step, weights=weights_of(trainer, module))
 
     def on_world_changed(self, trainer: Any, module: Any, change: Any) -> None:
         note(
@@ -289,6 +295,12 @@ def average_of(callback: Any) -> list[Tensor]:
     """The parameters that a callback for moving averages has."""
     model = getattr(callback, "_average_model", None)
     return [] if model is None else list(model.parameters())
+
+
+def weights_of(trainer: Any, module: Any) -> list[str]:
+    """Hashes of the model, and of averages that a callback has."""
+    averages = [average for callback in trainer.callbacks for average in average_of(callback)]
+    return [hash_of(module.state_dict().values()), hash_of(averages)]
 
 
 def more_callbacks() -> list[Any]:
