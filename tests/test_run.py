@@ -385,7 +385,8 @@ print("foreground", os.tcgetpgrp(0) == os.getpgid(0), flush=True)
 print("read", input(), flush=True)
 six = 6
 import pdb; pdb.Pdb(nosigint=True).set_trace()
-signal.signal(signal.SIGCONT, lambda *_: print("continued", os.tcgetpgrp(0) == os.getpgid(0), flush=True))
+# not by print, which the signal may interrupt
+signal.signal(signal.SIGCONT, lambda *_: os.write(1, b"continued %r" % (os.tcgetpgrp(0) == os.getpgid(0))))
 print("ready", flush=True)
 while True:
     time.sleep(0.05)
