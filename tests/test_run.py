@@ -400,6 +400,9 @@ def test_the_terminal_is_the_programs(tmp_path) -> None:
     script.write_text(AT_TERMINAL)
     pid, terminal = pty.fork()
     if pid == 0:
+        for number in (signal.SIGINT, signal.SIGQUIT):  # which background jobs ignore
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.chdir(ROOT)
         os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment({"PS1": ""}))
     text = b""
