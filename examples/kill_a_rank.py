@@ -57,11 +57,11 @@ def draw(witness: Witness, path: str) -> None:
     start = witness.steps[0][0]
     seconds, losses, sizes = zip(*((t - start, loss, size) for t, loss, size in witness.steps), strict=True)
     figure = Figure(figsize=(10, 5), layout="constrained")
-    left = figure.add_subplot(xlabel="seconds", ylabel="loss", yscale="log")
-    left.plot(seconds, losses)
+    left = figure.add_subplot(title="Two of four are killed (dashed)", xlabel="seconds", ylabel="loss (blue)")
+    left.semilogy(seconds, losses)
     right = left.twinx()
     right.step(seconds, sizes, where="post", color="C1")
-    right.set(ylabel="processes", ylim=(0, max(sizes) + 1))
+    right.set(ylabel="processes (orange)", ylim=(0, max(sizes) + 1))
     for kill in witness.kills:
         left.axvline(kill - start, color="red", linestyle="--")
     figure.savefig(path)
