@@ -157,6 +157,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     _recovery: Recovery | None = None
     _emergency: EmergencyCheckpoint | None = None
     _world: tuple[int, int] | None = None  # rank and size, once ranks were lost
+    _local_rank = 0  # then
     _resumed_from: Any = None
     _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest saving
 
@@ -262,7 +263,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
             check_arguments(
                 self._reconcile_settings.recovery,
-                start_method=start_method,
                 uneven_inputs=uneven_inputs,
                 hook=self._communication.kind,
                 hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
@@ -355,6 +355,17 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         self.cluster_environment.set_global_rank(rank)
 
     @property
+    def local_rank(self) -> int:
+        """Which rank of its node this is: the lowest that is left prepares data, and returns results."""
+        return super().local_rank if self._world is None else self._local_rank
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device, which stays when ranks are lost."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[super().local_rank]
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """To how many ranks a sampler deals, and which one this is."""
         arguments = super().distributed_sampler_kwargs
@@ -419,6 +430,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         ours = self._session.control
         assert ours.calls is not None
         self._world = rank, world_size = ours.calls.member.rank, len(form.members)
+        node = ours.calls.member.place // self.num_processes
+        on_node = [place for place in form.members if place // self.num_processes == node]
+        self._local_rank = on_node.index(ours.calls.member.place)
         self.set_world_ranks()
         ours.set_while_running({"WORLD_SIZE": str(world_size)})
         group = meet_again(

@@ -92,7 +92,7 @@ class Ledger:
         self, survivors: list[int], window: int = 1, rates: Any = None, *, is_whole: bool = True
     ) -> None:
         """The invariants: one state, no step or sample twice or lost, counters without a gap."""
-        assert self.ended == survivors
+        assert self.ended in (survivors, [-1])
         # all refuse another fit, and one may hear of another's refusal first
         assert [entry for entry in self.of("excepts") if "has lost ranks in a fit" not in entry["text"]] == []
         assert len(self.of("starts")) == len({entry["place"] for entry in self.of("starts")})
@@ -193,6 +193,28 @@ def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_pa
         ends = [entry["epoch"] for entry in ledger.of("ends epoch") if entry["place"] == other]
         assert sorted(set(ends)) == [0, 1]
         assert len(ends) <= 2 + (moment == "epoch end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("start_method", "place"),
+    [("spawn", 0), ("spawn", 2), ("fork", 0), pytest.param("fork", 2, marks=pytest.mark.exhaustive)]
+    + [("forkserver", 0), pytest.param("forkserver", 2, marks=pytest.mark.exhaustive)],
+)
+def test_the_process_that_waits_for_its_ranks_gets_what_the_lowest_of_those_left_has(
+    start_method, place, tmp_path
+) -> None:
+    order = {"devices": 3, "strategy": {"start_method": start_method}, "checkpoints": {"monitor": "val"}}
+    moments = {0: "between buckets", 2: "optimizer"}
+    how = {} if start_method == "spawn" else {"how": "exit"}
+    ledger = train(tmp_path, faults=[fault(place, moments[place], 3, **how)], validates=True, **order)
+    ledger.check([other for other in range(3) if other != place])
+    (result,) = ledger.of("ends")
+    assert result["place"] == -1
+    *_, last = ledger.by_step().values()
+    assert result["parameters"] == last[0]["parameters"]
+    assert {"loss_epoch", "val", "end of epoch"} <= set(result["metrics"])
+    assert Path(result["best"]).is_file()
 
 
 @pytest.mark.slow
@@ -431,7 +453,6 @@ def test_a_global_batch_that_is_split_gives_the_losses_of_a_run_without_losses(t
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"start_method": "spawn"}, "ends all processes"),
         ({"uneven_inputs": "join"}, "agreed over the group"),
         ({"ddp_comm_hook": "noop"}, "a model of its own"),
         ({"ddp_comm_hook": print, "ddp_comm_state": 1}, "cannot be undone"),

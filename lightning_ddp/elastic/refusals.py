@@ -23,7 +23,6 @@ def _refuse(what: str, why: str, instead: str) -> None:
 def check_arguments(
     settings: RecoverySettings,
     *,
-    start_method: str,
     uneven_inputs: str | None,
     hook: str | None,
     hook_has_state: bool,
@@ -34,12 +33,6 @@ def check_arguments(
     Raises:
         ConfigurationError: what they ask for cannot go on without a rank.
     """
-    if start_method != "popen":
-        _refuse(
-            f"start_method={start_method!r}",
-            "torch.multiprocessing ends all processes when one has died",
-            "start_method='popen'",
-        )
     if uneven_inputs is not None:
         _refuse(
             "uneven_inputs",

@@ -230,17 +230,46 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         settings: ReconcileSettings | None = None,
         init_method: str | None = None,
     ) -> None:
+        self._server: ControlServer | None = None
         super().__init__(strategy, start_method=start_method)
         self._made_by = start_method
         self._owner = strategy
         self._init_method = init_method
         self._settings = settings or ReconcileSettings()
         self._all_forked: Barrier | None = None
+        self._output: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is sent to the processes."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_processes": [], "_server": None}
+
+    @property
+    def procs(self) -> list[Any]:
+        """The processes."""
+        return self._processes
+
+    @procs.setter
+    def procs(self, processes: list[Any]) -> None:
+        server = self._server
+        if server is not None and self._settings.recovery is not None:
+            places = range(self._first_rank, self._first_rank + len(processes))
+            # in the list of torch, which ends all when one of them has ended with an exit code
+            processes[:] = [
+                _MayBeLost(process, place, server) for process, place in zip(processes, places, strict=True)
+            ]
+        self._processes = processes
+
+    @property
+    def _first_rank(self) -> int:
+        return _node_rank_of(self._owner.cluster_environment, self._owner.num_nodes) * int(
+            self._owner.num_processes
+        )
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Runs `function` in all processes and returns what rank 0 returned.
+        """Runs `function` in all processes and returns what rank 0 returned, the lowest that is left.
 
         Raises:
             PeerFailure: a process raised or died; with its traceback where there is one. It is torch's
@@ -268,9 +297,11 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         server = self._open_server(session, node_rank) if is_enabled() and node_rank == 0 else None
+        self._server = server
+        tells_all = self._settings.recovery is not None
         ending = None
-        if server is not None and hasattr(os, "waitid"):
-            ending = _EarlyEnds(self, server, node_rank * strategy.num_processes)
+        if server is not None and (tells_all or hasattr(os, "waitid")):
+            ending = _Ends(self, server, node_rank * strategy.num_processes, tells_all=tells_all)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
@@ -291,6 +322,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         finally:
             if ending is not None:
                 ending.close()
+            self._server = None
             if server is not None:
                 server.close()
             rendezvous.close()
@@ -328,6 +360,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             num_nodes=strategy.num_nodes,
             settings=self._settings,
             on_failure=self._wake,
+            on_condemned=self._kill_one,
         )
         assert isinstance(server, ControlServer)  # only scripts have it in a control process
         return server
@@ -347,47 +380,131 @@ class MultiprocessLauncher(MultiProcessingLauncher):
                 with suppress(ProcessLookupError):  # the main thread has just waited for it
                     os.kill(process.pid, signal.SIGCONT)
 
+    def _kill_one(self, identity: Identity) -> None:
+        """Ends a process that the others go on without."""
+        for process in self.procs:
+            if process.pid == identity.pid and process.is_alive():
+                process.kill()
+
     def _wrapping_function(
-        self, process_idx: int, trainer: Trainer | None, function: Any, args: Any, kwargs: Any, *rest: Any
+        self,
+        process_idx: int,
+        trainer: Trainer | None,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        results: Any,
+        *rest: Any,
     ) -> None:
         die_with_parent(os.getppid())
         if self._all_forked is not None:
             self._all_forked.wait()
         wrapped = _Unwinding(function, trainer)
-        if trainer is None and self._made_by == "spawn":  # Fabric: the Trainer's launcher does it by itself
+        if self._made_by != "fork":  # Lightning does not for all of them
             args, kwargs = unshare((args, kwargs))
-        super()._wrapping_function(process_idx, trainer, wrapped, args, kwargs, *rest)
+        super()._wrapping_function(process_idx, trainer, wrapped, args, kwargs, results, *rest)
+        if process_idx != 0 and self._output is not None:
+            results.put(self._output)  # in the place of a process that is lost
         session_of_process().control.close()
 
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        self._output = super()._collect_rank_zero_results(trainer, results)
+        return self._output
 
-class _EarlyEnds:
+
+class _MayBeLost:
+    """A process whose end is none of the run where the others go on without it: its exit code is 0 then.
+
+    Args:
+        process: of `multiprocessing`.
+        place: the rank that it has in the beginning.
+        server: knows whether the others go on.
+    """
+
+    def __init__(self, process: Any, place: int, server: ControlServer) -> None:
+        self._process, self._place, self._server = process, place, server
+        self._lock = (
+            threading.Lock()
+        )  # two threads that wait for a process take its exit code from each other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for its end."""
+        with self._lock:
+            self._process.join(timeout)
+
+    @property
+    def own_code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        with self._lock:
+            code: int | None = self._process.exitcode
+        return code
+
+    @property
+    def exitcode(self) -> int | None:
+        """As torch is to see it. Waits for the word of the server if the process has failed."""
+        code = self.own_code
+        while code and not self._server.goes_on_without(self._place):
+            if self._server.wait_for_verdict(_LOOK_AGAIN_S) is not None:
+                return code
+        return code and 0
+
+
+class _Ends:
     """Looks for processes that end well before all ranks have found each other: the others wait for them.
 
     One that ends otherwise is noticed by torch, and one that has connected by the server. If all have ended
     well and there is a failure, nobody but this process is left to be told of it.
+
+    Args:
+        launcher: whose processes they are.
+        server: the control server.
+        first_rank: of these processes.
+        tells_all: whether the server is told of each that ends, as the others may go on without it.
     """
 
-    def __init__(self, launcher: MultiprocessLauncher, server: ControlServer, first_rank: int) -> None:
+    def __init__(
+        self, launcher: MultiprocessLauncher, server: ControlServer, first_rank: int, *, tells_all: bool
+    ) -> None:
         self._launcher, self._server, self._first_rank = launcher, server, first_rank
+        self._told: set[int] | None = set() if tells_all else None
         self._alarm = Alarm()
         self._alarm.arm()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True, name="early-ends")
+        self._thread = threading.Thread(target=self._look, daemon=True, name="process-ends")
         self._thread.start()
 
     def _look(self) -> None:
         failure: FailureRecord | None = None
         while not self._is_over.wait(_LOOK_AGAIN_S):
             codes = [_exit_code(process) for process in self._launcher.procs]
+            if self._told is not None:
+                codes = [self._tell(local_rank, code) for local_rank, code in enumerate(codes)]
             failure = failure or self._server.wait_for_verdict(0.0)
             if 0 in codes and failure is None and not self._server.has_met:
-                rank = self._first_rank + codes.index(0)
-                identity = Identity(rank=rank, node_rank=0, pid=self._launcher.procs[codes.index(0)].pid or 0)
                 message = "the process exited with code 0 before it had joined the others"
-                failure = FailureRecord.of_identity(identity, message, exit_code=0)
+                failure = self._record(codes.index(0), 0, message)
                 self._server.tell(Exited(failure))
             if failure is not None and not any(code != 0 for code in codes):
                 self._alarm.ring(failure.to_error())  # the main thread waits for what rank 0 returns
+
+    def _tell(self, local_rank: int, code: int | None) -> int | None:
+        """Tells the server of an end; returns the exit code, 0 where the others have gone on."""
+        assert self._told is not None
+        if code is None or (code == 0 and not self._server.has_met):
+            return code
+        if local_rank not in self._told:
+            self._told.add(local_rank)
+            record = self._record(local_rank, code, f"the process {describe_exit(code)}")
+            self._server.tell(Exited(record))
+        return 0 if self._server.goes_on_without(self._first_rank + local_rank) else code
+
+    def _record(self, local_rank: int, code: int, message: str) -> FailureRecord:
+        rank, pid = self._first_rank + local_rank, self._launcher.procs[local_rank].pid or 0
+        identity = Identity(rank=rank, node_rank=0, pid=pid)
+        return FailureRecord.of_identity(identity, message, exit_code=code)
 
     def close(self) -> None:
         """Called when the processes have been joined."""
@@ -398,6 +515,8 @@ class _EarlyEnds:
 
 def _exit_code(process: Any) -> int | None:
     """Of a process that has ended, which is left to be waited for; None for one that runs."""
+    if isinstance(process, _MayBeLost):
+        return process.own_code
     try:
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:  # it has been waited for

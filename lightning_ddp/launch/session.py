@@ -102,6 +102,7 @@ class Session:
         num_nodes: int,
         settings: ReconcileSettings,
         on_failure: Callable[[FailureRecord], None] | None = None,
+        on_condemned: Callable[[Identity], None] | None = None,
     ) -> ControlServer | ServerElsewhere:
         """Opens the control server of the run, and says in the run's store where it is.
 
@@ -115,6 +116,7 @@ class Session:
             num_nodes: nodes of the run.
             settings: times.
             on_failure: called in the server's thread with the first failure.
+            on_condemned: ends a process that the others go on without; None for a child of this one.
 
         Raises:
             RendezvousError: `address` is none of this host.
@@ -136,7 +138,7 @@ class Session:
             server = ControlServer(
                 address,
                 on_failure=on_failure,
-                on_condemned=lambda identity: self.children.kill_one(identity.pid),
+                on_condemned=on_condemned or (lambda identity: self.children.kill_one(identity.pid)),
                 **options,
             )
         self.control.server = server

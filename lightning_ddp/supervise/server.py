@@ -160,6 +160,10 @@ class ControlServer:
         self._decided.wait(timeout_s)
         return self.first_failure
 
+    def goes_on_without(self, place: int) -> bool:
+        """Whether there is a generation of ranks without the one that had the rank `place` at first."""
+        return self._membership is not None and place not in self._membership.members
+
     def tell(self, message: Message) -> None:
         """Handles a message of this very process, as if a peer had sent it."""
         with self._lock:

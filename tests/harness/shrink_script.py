@@ -29,15 +29,22 @@ from lightning_ddp.launch.session import session_of_process
 warnings.filterwarnings("ignore")
 ORDER: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(ORDER["folder"])
-PLACE = int(os.environ.get("LOCAL_RANK", "0"))
 NOTED: set[str] = set()
 NUM_SAMPLES = ORDER.get("samples", 96)
+
+
+def place() -> int:
+    """The rank that this process had at first; -1 for one that only waits for its ranks."""
+    num_processes = ORDER.get("devices", 4)
+    if "LOCAL_RANK" not in os.environ:
+        return -1 if "start_method" in ORDER.get("strategy", {}) else 0
+    return int(os.environ.get("NODE_RANK", "0")) * num_processes + int(os.environ["LOCAL_RANK"])
 
 
 def die_if(moment: str, step: int) -> None:
     """The fault of this place, if this is its moment."""
     for fault in ORDER.get("faults", []):
-        if (fault["place"], fault["moment"], fault["step"]) == (PLACE, moment, step):
+        if (fault["place"], fault["moment"], fault["step"]) == (place(), moment, step):
             note(event="dies", time=time.time())
             if fault.get("how") == "raise":
                 raise ValueError("a picture is broken")
@@ -55,8 +62,9 @@ def die_if(moment: str, step: int) -> None:
 def note(**entry: Any) -> None:
     """A line in this place's ledger."""
     NOTED.add(entry["event"])
-    descriptor = os.open(FOLDER / f"ledger-{PLACE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(descriptor, (json.dumps({"place": PLACE, **entry}) + "\n").encode())
+    entry = {"place": place(), **entry}
+    descriptor = os.open(FOLDER / f"ledger-{entry['place']}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, (json.dumps(entry) + "\n").encode())
     os.close(descriptor)
 
 
@@ -144,10 +152,10 @@ class Model(pl.LightningModule):
             parameter.register_post_accumulate_grad_hook(sleep)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if ORDER.get("slow") == [PLACE, self.global_step]:
+        if ORDER.get("slow") == [place(), self.global_step]:
             time.sleep(1)
         die_if("forward", self.global_step)
-        if ORDER.get("late") == [PLACE, self.global_step]:
+        if ORDER.get("late") == [place(), self.global_step]:
             self.be_late()
         time.sleep(ORDER.get("step_s", 0.0))
         loss = self.net(batch[0]).square().mean() + self.net[0].weight.square().mean()
@@ -196,7 +204,7 @@ class Ledger(pl.Callback):
     generation = step = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if PLACE == 0 and trainer.global_step == ORDER.get("saves"):
+        if place() == 0 and trainer.global_step == ORDER.get("saves"):
             torch.save([module.net.state_dict(), trainer.optimizers[0].state_dict()], FOLDER / "state.pt")
         calls = session_of_process().control.calls
         self.generation = calls.member.generation if calls is not None else 0
@@ -260,7 +268,7 @@ class Ledger(pl.Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         note(event="starts")
-        if ORDER.get("late_in_round") == PLACE:
+        if ORDER.get("late_in_round") == place():
             be_late_in_round(trainer)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -347,7 +355,14 @@ def main() -> None:
     loader = DataLoader(data, batch_size=4, shuffle=True, **ORDER.get("loader", {}))
     evaluated = DataLoader(Samples(), batch_size=4) if ORDER.get("validates") else None
     trainer.fit(model, loader, evaluated)
-    note(event="ends", step=trainer.global_step)
+    saving = trainer.checkpoint_callback
+    note(
+        event="ends",
+        step=trainer.global_step,
+        parameters=hash_of(model.parameters()),
+        metrics=sorted(trainer.callback_metrics),
+        best=saving.best_model_path if saving is not None else None,
+    )
     if "tests" in ORDER:
         (means,) = trainer.test(model, DataLoader(Samples(), batch_size=4), verbose=False)
         note(event="tests", mean=means["test"], world_size=trainer.world_size)
