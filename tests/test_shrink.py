@@ -198,8 +198,14 @@ def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start_method", "place"),
-    [("spawn", 0), ("spawn", 2), ("fork", 0), pytest.param("fork", 2, marks=pytest.mark.exhaustive)]
-    + [("forkserver", 0), pytest.param("forkserver", 2, marks=pytest.mark.exhaustive)],
+    [
+        ("spawn", 0),
+        ("spawn", 2),
+        ("fork", 0),
+        ("forkserver", 0),
+        pytest.param("fork", 2, marks=pytest.mark.exhaustive),
+        pytest.param("forkserver", 2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_process_that_waits_for_its_ranks_gets_what_the_lowest_of_those_left_has(
     start_method, place, tmp_path
