@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+import signal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -221,9 +223,7 @@ class World:
                 break
         if self.server.phase is Phase.OVER:
             assert self.server.reason is not None
-            assert self.server.reason.endswith("machine") or not any(
-                process.is_clean for process in map(self.processes.__getitem__, self.server.remaining)
-            )
+            assert not any(self.processes[place].is_clean for place in self.server.remaining)
             return
         assert self.server.phase is Phase.RUNNING
         for place in self.server.members:
@@ -283,8 +283,12 @@ def at_rest(membership: Membership, step: int, now: float, *, is_trying: bool = 
         membership.joined(place, membership.generation)
 
 
-def fail(membership: Membership, place: int, step: int) -> None:
-    membership.lost(place, record(place), 0.0, has_ended=True)
+def fail(membership: Membership, place: int, step: int, **how: Any) -> None:
+    """A process is lost, at a step that it may have begun again; the others meet."""
+    if how.pop("has_begun", True):
+        membership.begun(place, membership.generation)
+    cause = replace(record(place), **how)
+    membership.lost(place, cause, 0.0, has_ended=True)
     if membership.phase is not Phase.OVER:
         at_rest(membership, step, 0.0)
 
@@ -300,14 +304,61 @@ def test_too_few_ranks_end_the_run() -> None:
     assert membership.cause.rank == 1
 
 
-def test_a_step_that_fails_twice_ends_the_run() -> None:
-    membership = Membership(range(4), MANY, ANSWER_S)
-    fail(membership, 3, 5)
-    fail(membership, 2, 6)
+EXITED, RAISED = {"exit_code": 3}, {"exception_class": "builtins:ValueError", "exit_code": None}
+CRASHED, VANISHED = {"exit_code": -signal.SIGSEGV}, {"exit_code": None}
+
+
+@pytest.mark.parametrize("how", [EXITED, RAISED, CRASHED], ids=str)
+@pytest.mark.parametrize("step", [6, 7], ids="step {}".format)
+def test_samples_that_end_two_processes_alike_end_the_run(step, how) -> None:
+    """With fewer ranks a part of the samples of a step comes one step later."""
+    membership = Membership(range(5), MANY, ANSWER_S)
+    fail(membership, 4, 3, **how)
+    fail(membership, 3, 6, **how)
     assert membership.phase is Phase.RUNNING
-    fail(membership, 1, 6)
+    fail(membership, 2, step, **how)
     assert membership.phase is Phase.OVER
-    assert "failed twice" in str(membership.reason)
+    assert f"step {step} failed twice alike: the data" in str(membership.reason)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [{}, CRASHED, {**EXITED, "has_begun": False}, {**EXITED, "step": 8}],
+    ids=["killed", "otherwise", "before it began", "later"],
+)
+def test_chance_that_ends_a_second_process_at_one_step_does_not_end_the_run(second) -> None:
+    membership = Membership(range(5), MANY, ANSWER_S)
+    fail(membership, 4, 6, **EXITED)
+    fail(membership, 3, **{"step": 6, **second})
+    assert (membership.phase, membership.members) == (Phase.RUNNING, (0, 1, 2))
+
+
+@pytest.mark.parametrize("how", [{}, VANISHED, {"exit_code": -signal.SIGTERM}], ids=str)
+def test_what_comes_from_outside_ends_the_run_at_the_third_time(how) -> None:
+    membership = Membership(range(7), MANY, ANSWER_S)
+    for step in (5, 6, 6, 7):
+        fail(membership, membership.members[-1], step, **how)
+    fail(membership, 2, 7, **how, has_begun=False)
+    assert membership.phase is Phase.RUNNING
+    fail(membership, 1, 7, **how)
+    assert membership.phase is Phase.RUNNING
+    assert membership.members == (0,)
+    membership = Membership(range(4), MANY, ANSWER_S)
+    for place in (3, 2, 1):
+        fail(membership, place, 6, **how)
+    assert "step 6 failed three times alike" in str(membership.reason)
+
+
+def test_a_process_that_has_begun_again_while_others_still_meet_is_another_failure() -> None:
+    membership = Membership(range(4), MANY, ANSWER_S)
+    for place in (3, 2):
+        membership.begun(place, membership.generation)
+        membership.lost(place, replace(record(place), **EXITED), 0.0, has_ended=True)
+        assert membership.phase is Phase.CALLING
+        for other in membership.remaining:
+            membership.present(other, Present(membership._call, 6, is_clean=True, is_trying=True))
+        membership.due(SETTLE_S)  # and nobody says yet that it is in the generation
+    assert "failed twice alike" in str(membership.reason)
 
 
 def test_another_loss_while_a_generation_is_formed_is_the_same_recovery() -> None:
@@ -316,7 +367,7 @@ def test_another_loss_while_a_generation_is_formed_is_the_same_recovery() -> Non
     for place in (0, 1, 2):
         membership.present(place, Present(1, 5, is_clean=True, is_trying=True))
     assert [form.generation for _, form in membership.due(SETTLE_S)] == [1, 1, 1]
-    fail(membership, 2, 5)
+    fail(membership, 2, 5, has_begun=False)
     assert (membership.phase, membership.members, membership.generation) == (Phase.RUNNING, (0, 1), 2)
     assert membership.num_recoveries == 1
 

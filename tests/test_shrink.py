@@ -47,6 +47,10 @@ STEP = {"validation": 6, "checkpoint": 4, "epoch end": 6, "sanity check": 0}
 """At which step a moment comes; 3 for the others."""
 
 
+def fault(place: int, moment: str, step: int, **more: Any) -> dict[str, Any]:
+    return {"place": place, "moment": moment, "step": step, **more}
+
+
 HOOKS = {
     "allreduce": "allreduce",
     "fp16": "fp16",
@@ -147,10 +151,6 @@ def train(folder: Path, refusal: str | None = None, **order: Any) -> Ledger:
     return Ledger(folder)
 
 
-def fault(place: int, moment: str, step: int, **more: Any) -> dict[str, Any]:
-    return {"place": place, "moment": moment, "step": step, **more}
-
-
 @pytest.mark.parametrize("fits", ["again", pytest.param("with another Trainer", marks=pytest.mark.slow)])
 def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_begins(fits, tmp_path) -> None:
     order = {"devices": 3, "faults": [fault(1, "forward", 3)], "tests": True, "fits": fits, "logs": True}
@@ -239,6 +239,41 @@ def test_one_recovery_after_the_other_holds_no_more_than_the_first(tmp_path) -> 
     assert [entry["sizes"] for entry in changes] == [[6, 5], [5, 4], [4, 3], [3, 2], [2, 1]]
     held = [entry["held"] for entry in changes]
     assert all(after <= before for before, after in zip(held[0], held[-1], strict=True)), held
+
+
+TWO = {
+    "at once, and 50 ms apart": (
+        [fault(4, "forward", 1), fault(3, "forward", 1)],
+        [fault(2, "forward", 3), fault(1, "forward", 3, delay_s=0.05)],
+    ),
+    "while the others meet, and as soon as they have": (
+        [fault(4, "forward", 1), fault(3, "regroup", 1)],
+        [fault(2, "forward", 3), fault(1, "forward", 3, generation=3)],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", TWO)
+def test_two_that_are_killed_close_to_each_other_are_left_behind(when, tmp_path) -> None:
+    first, second = TWO[when]
+    ledger = train(tmp_path, devices=5, faults=[*first, *second])
+    ledger.check([0])
+    assert len(ledger.of("dies")) == 4
+    changes = [(*entry["sizes"], *entry["lost"]) for entry in ledger.changes if entry["place"] == 0]
+    if "meet" in when:
+        assert changes == [(5, 3, 3, 4), (3, 2, 2), (2, 1, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "where", "step"), [("exit", 14, 4), ("raise", 7, 3)])
+def test_samples_that_end_whoever_reads_them_end_the_run(how, where, step, tmp_path) -> None:
+    """The second time they come to another rank, in the same step or, with fewer ranks, in the next one."""
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1))
+    limits = {"on_failure": {"name": "shrink", "exceptions": True}, "emergency_checkpoint": str(tmp_path)}
+    poison = {"poison": int(order[3 * 16 + where]), "poison is": how}
+    train(tmp_path, f"step {step} failed twice alike: the data or the code", strategy=limits, **poison)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"emergency-step={step}.ckpt"]
 
 
 @pytest.mark.slow

@@ -87,7 +87,11 @@ class Recovery:
         """Whether this rank finishes what the others have finished already, without them."""
         self._is_finishing = False
         self._phase = self._last_phase = 0
+        self._members = tuple(range(trainer.world_size))
+        """Places of the generation that was told of last, by rank."""
         self._is_clean = True
+        self._is_again = False
+        """Whether what follows was interrupted by a failure before."""
         self._mark: Mark | None = None
         self._snapshot: ModuleSnapshot | None = None
         self._batch: Any = None
@@ -169,12 +173,19 @@ class Recovery:
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
         def attempt() -> None:
             self._begin()
+            self._tell_begun()
             advance(fetcher)
 
         while not self._is_through(attempt):
             if self._go_on():
                 break
+            self._is_again = not self._communication.is_local  # else each has samples of its own
         self._end_phase()
+
+    def _tell_begun(self) -> None:
+        if self._is_again:
+            self._is_again = False
+            self._calls.begin_again()
 
     def _end_phase(self) -> None:
         """A part of the loops is finished; where the others were here already, all go on together."""
@@ -236,6 +247,7 @@ class Recovery:
         def attempt() -> None:
             self._calls.defer(False)
             self._ours.interrupt.check()
+            self._tell_begun()
             phase()
             self._calls.defer(True)
 
@@ -244,6 +256,7 @@ class Recovery:
             mark.restore_weights()  # others may copy them
             self._go_on(num_batches=0 if is_new_epoch else None)
             mark.restore()
+            self._is_again = True
         self._end_phase()
 
     # ------------------------------------------------------------------ recovery
@@ -254,7 +267,6 @@ class Recovery:
         Args:
             num_batches: that are used of the epoch; None for what the loop has counted.
         """
-        old_rank = self._calls.member.rank
         step, mark = self.committed, self._mark
         error = self._calls.error
         is_over = mark is None or mark.step < self.taken
@@ -274,7 +286,7 @@ class Recovery:
         elif (is_lifted or in_round) and mark is not None:
             self._count_lifted(mark)
         self._deal(num_batches, anew=not self._communication.is_local)
-        self._tell(form, old_rank, error)
+        self._tell(form, error)
         if in_round and not is_lifted:
             self._calls.defer(True)
             if not self._is_through(self._communication.complete_round):
@@ -374,13 +386,14 @@ class Recovery:
                 set_ranks(sampler, member.rank, world_size)
         limit_validation(self._trainer)
 
-    def _tell(self, form: Form, old_rank: int, error: Any) -> None:
+    def _tell(self, form: Form, error: Any) -> None:
         seconds = time.monotonic() - self._calls.heard_at
-        lost = tuple(form.before.index(place) for place in form.lost)
+        before, self._members = self._members, form.members  # generations that were never whole are not told
+        lost = tuple(rank for rank, place in enumerate(before) if place not in form.members)
         change = WorldChange(
-            old_world_size=len(form.before),
+            old_world_size=len(before),
             new_world_size=len(form.members),
-            old_rank=old_rank,
+            old_rank=before.index(self._calls.member.place),
             new_rank=self._calls.member.rank,
             lost_ranks=lost,
             step=self._trainer.global_step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +15,15 @@ from lightning_ddp.supervise.client import Watch
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.membership import Member
-from lightning_ddp.supervise.protocol import Declined, Form, Joined, Message, Muster
+from lightning_ddp.supervise.protocol import Begun, Declined, Form, Joined, Message, Muster
 
 __all__ = ["Calls"]
 
 _RING_EVERY_S = 0.1
 _ABORT_AFTER_S = 0.3
 _LOOK_EVERY_S = 0.05
+_DECLINE_AFTER_S = 10.0
+"""How long a process that could not meet the others waits for the call that says why."""
 
 
 class Calls:
@@ -44,7 +47,7 @@ class Calls:
         self._form: Form | None = None
         self._lock = threading.Lock()
         self._changed = threading.Event()
-        self._has_stopped = True
+        self._has_stopped = False
 
     # ------------------------------------------------------------------ the thread of the channel
 
@@ -72,20 +75,25 @@ class Calls:
         with self._lock:
             if self.error is None:
                 self.heard_at = time.monotonic()
-            self.error, self._has_stopped = error, False
-        self._interrupt.clear()
-        self._interrupt.set(error)
+            self.error = error
+            if self._has_stopped:  # it waits for a generation to enter, and hears of the call there
+                return
+            self._interrupt.clear()
+            self._interrupt.set(error)
         threading.Thread(target=self._ring, args=(error,), daemon=True, name="muster-alarm").start()
 
     def _ring(self, error: PeerFailure) -> None:
-        """Until the main thread has stopped; one that is blocked in C++ is freed."""
-        start, has_aborted = time.monotonic(), False
+        """Until the main thread has stopped; one that is blocked in C++ is freed.
+
+        Again and again, as it may be about to open connections in which it is blocked then.
+        """
+        abort_at = time.monotonic() + _ABORT_AFTER_S
         while True:
             with self._lock:
                 if self._has_stopped or self.error is not error:
                     return
-                if not has_aborted and time.monotonic() - start >= _ABORT_AFTER_S:
-                    has_aborted = True
+                if time.monotonic() >= abort_at:
+                    abort_at = time.monotonic() + _ABORT_AFTER_S
                     abort_groups()
             self._alarm.ring(error)
             time.sleep(_RING_EVERY_S)
@@ -127,6 +135,7 @@ class Calls:
         """
         assert self.watch is not None
         posted = None
+        declines_at = time.monotonic() + _DECLINE_AFTER_S
         while True:
             self._changed.clear()
             answer = self.member.answer(step, is_clean=is_clean, is_trying=is_trying, phase=phase)
@@ -136,16 +145,25 @@ class Calls:
             form = self._form
             if form is not None and self.member.fits(form):
                 return form
+            if time.monotonic() >= declines_at and not self.member.is_called:
+                declines_at = math.inf
+                self.decline("the ranks that are left could not connect to each other")
             self._changed.wait(_LOOK_EVERY_S)
             check()
 
     def enter(self, form: Form) -> None:
-        """From now on this process belongs to a generation; what fails in it is another failure."""
+        """From now on this process belongs to a generation; what fails in it is another failure.
+
+        Raises:
+            PeerFailure: another rank is lost already.
+        """
         assert self.watch is not None
         with self._lock:
             self.member.enter(form)
-            if self.member.is_called:  # another one is lost already
-                return
+            if self.member.is_called:
+                assert self.error is not None
+                raise self.error
+            self._has_stopped = False
             self._interrupt.clear()
         self.watch.identity = replace(self.watch.identity, rank=self.member.rank)
 
@@ -163,6 +181,12 @@ class Calls:
             self.error = None
         self._alarm.arm()
         self.watch.post(Joined(self.member.generation))
+
+    def begin_again(self) -> None:
+        """What was interrupted is about to be done again: if that fails alike, it is no chance."""
+        assert self.watch is not None
+        self.watch.post(Begun(self.member.generation))
+        self.watch.flush()  # this process may end at once, and its thread with it
 
     def decline(self, why: str) -> None:
         """This process cannot go on, so that the run ends on all."""

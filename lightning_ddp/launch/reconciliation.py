@@ -200,7 +200,8 @@ class Reconciliation:
         if isinstance(error, PeerFailure):
             return self.calls.error is not None
         text = str(error)
-        is_echo = _is_of_backend(error, text) and _LOST_CONNECTION.search(text) is not None
+        is_aborted = self.calls.error is not None  # connections to the store as well, in many words
+        is_echo = _is_of_backend(error, text) and (is_aborted or _LOST_CONNECTION.search(text) is not None)
         return is_echo and self.calls.wait_for_call(ECHO_WAIT_S + 1.0)
 
     def check_end(self) -> None:

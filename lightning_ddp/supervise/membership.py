@@ -14,6 +14,7 @@ Processes are known here by their places: the ranks that they had in the beginni
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -30,6 +31,10 @@ REPEAT_S = 1.0
 """How often what has not been answered is said again."""
 STEPS_TO_FORGET = 100
 """Committed steps after which earlier recoveries count no more."""
+_OWN_SIGNALS = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
+)
+"""What a process dies of by its own doing. Others come from outside: from people, schedulers, the kernel."""
 
 Outgoing = list[tuple[int, Message]]
 """Place -> message."""
@@ -54,6 +59,28 @@ class _Answer:
     is_clean: bool
     is_trying: bool
     phase: int
+
+
+@dataclass
+class _Repetition:
+    """Failures of one kind that met the same samples."""
+
+    step: int
+    count: int = 1
+
+
+def _kind_of(record: FailureRecord) -> tuple[str, bool]:
+    """How a process has failed, and whether it may be by chance: from outside, and not of its code or data.
+
+    >>> _kind_of(FailureRecord(rank=1, message="", exit_code=3))
+    ('exit code 3', False)
+    """
+    error = record.exception_class or record.exception_type
+    if error is not None:
+        return error, False
+    if record.exit_code is None:  # it was stopped, or its node is gone
+        return "no word", True
+    return f"exit code {record.exit_code}", record.exit_code < 0 and -record.exit_code not in _OWN_SIGNALS
 
 
 class Membership:
@@ -84,9 +111,12 @@ class Membership:
         self._answers: dict[int, _Answer] = {}
         self._lost: set[int] = set()
         self._joined: set[int] = set()
+        self._begun: set[int] = set()
+        self._kinds: dict[int, tuple[str, bool]] = {}
+        self._repetitions: dict[str, _Repetition] = {}
         self._form: Form | None = None
         self._settles_at = self._answer_by = self._repeat_at = 0.0
-        self._recovered_at: tuple[int, int] | None = None
+        self._recovered_at: int | None = None
 
     @property
     def remaining(self) -> tuple[int, ...]:
@@ -115,6 +145,7 @@ class Membership:
         else:
             to_call = []
         self._lost.add(place)
+        self._kinds[place] = _kind_of(cause)
         self._answers.pop(place, None)
         self._settles_at = now + SETTLE_S
         self._repeat_at = now + REPEAT_S
@@ -143,9 +174,15 @@ class Membership:
                 self.phase = Phase.RUNNING
                 self.cause = self._form = None
 
+    def begun(self, place: int, generation: int) -> None:
+        """A process begins again what the failure before this generation has interrupted."""
+        if generation == self.generation:
+            self._begun.add(place)
+
     def declined(self, place: int, call: int, why: str) -> Outgoing:
         """A process cannot go on with others than those it had."""
-        if self.phase is not Phase.CALLING or call != self._call or place not in self.remaining:
+        is_forming = self.phase in (Phase.CALLING, Phase.FORMING)
+        if not is_forming or call != self._call or place not in self.remaining:
             return []
         return self._give_up(why)
 
@@ -205,7 +242,7 @@ class Membership:
             phase=max(answer.phase for answer in answers.values()),
         )
         self.phase, self.members = Phase.FORMING, places
-        self._lost, self._joined = set(), set()
+        self._lost, self._joined, self._begun = set(), set(), set()
         self._repeat_at = now + REPEAT_S
         return [(place, self._form) for place in places]
 
@@ -216,20 +253,39 @@ class Membership:
             return "no rank that is left holds a whole state: all were interrupted while they changed theirs"
         if max(steps) > step or min(steps) < step - 1:
             return f"the ranks that are left have committed {sorted(set(steps))} steps, and no state fits all"
-        if self._form is not None:  # one more was lost while the generation was formed: the same recovery
-            return None
-        place = (step, max(answer.phase for answer in answers.values()))
-        before, self._recovered_at = self._recovered_at, place
-        is_retried = any(answer.is_trying and answer.step == step for answer in answers.values())
-        if before == place and is_retried:
-            return f"step {step} failed twice: the data or the code is at fault, and not the machine"
-        if before is not None and step - before[0] >= STEPS_TO_FORGET:
+        times = self._count_repetitions(step)
+        if times is not None:
+            return f"step {step} failed {times}: the data or the code is at fault, and not the machine"
+        if self._form is not None and not self._lost & self._begun:
+            return None  # one more was lost while the generation was formed: the same recovery
+        before, self._recovered_at = self._recovered_at, step
+        if before is not None and step - before >= STEPS_TO_FORGET:
             self.num_recoveries = 0
         self.num_recoveries += 1
         most = self._settings.max_recoveries
         if self.num_recoveries > most:
             return f"{most} recoveries (max_recoveries) without {STEPS_TO_FORGET} steps in between"
         return None
+
+    def _count_repetitions(self, step: int) -> str | None:
+        """Counts failures that are alike and met the same samples; how often, if that is no chance.
+
+        Only that of a process counts which had begun to do again what was interrupted. With fewer ranks a
+        part of a step's samples comes one step later. What comes from outside may be chance once more; or the
+        kernel kills whoever asks for too much memory.
+        """
+        seen = {self._kinds[place]: False for place in self._lost}
+        seen |= {self._kinds[place]: True for place in self._lost & self._begun}
+        worst = None
+        for (kind, is_by_chance), has_begun in seen.items():
+            known = self._repetitions.get(kind)
+            if known is None or step - known.step > (0 if is_by_chance else 1):
+                self._repetitions[kind] = _Repetition(step)
+            elif has_begun:
+                known.step, known.count = step, known.count + 1
+                if known.count > 1 + is_by_chance:
+                    worst = "three times alike" if is_by_chance else "twice alike"
+        return worst
 
     def _give_up(self, reason: str) -> Outgoing:
         self.phase, self.reason = Phase.OVER, reason

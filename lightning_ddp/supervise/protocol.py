@@ -165,6 +165,13 @@ class Joined(Message):
 
 
 @dataclass(frozen=True)
+class Begun(Message):
+    """This process begins again what a failure has interrupted; told before it does anything of it."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Declined(Message):
     """Answers `Muster`: this process cannot go on."""
 

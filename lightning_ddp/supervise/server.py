@@ -29,6 +29,7 @@ from lightning_ddp.supervise.protocol import (
     Active,
     AllHere,
     Beat,
+    Begun,
     Bye,
     Closing,
     Declined,
@@ -285,7 +286,7 @@ class ControlServer:
                 self._send_all(self._stop.report(rank, position))
             case Failed() | Echoed() | Vanished() | Exited():
                 self._handle_report(message)
-            case Present() | Joined() | Declined():
+            case Present() | Joined() | Begun() | Declined():
                 self._handle_member(self._place_of(rank), message)
             case _:
                 self._deliver(self._inspection.handle(rank, message, now))
@@ -441,6 +442,8 @@ class ControlServer:
                 membership.present(place, message)
             case Joined(generation):
                 membership.joined(place, generation)
+            case Begun(generation):
+                membership.begun(place, generation)
             case Declined(call, why):
                 self._send_to_places(membership.declined(place, call, why))
 

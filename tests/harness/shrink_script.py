@@ -45,11 +45,13 @@ def die_if(moment: str, step: int) -> None:
     """The fault of this place, if this is its moment."""
     for fault in ORDER.get("faults", []):
         if (fault["place"], fault["moment"], fault["step"]) == (place(), moment, step):
+            if fault.get("generation", generation()) != generation():
+                continue
             note(event="dies", time=time.time())
             if fault.get("how") == "raise":
                 raise ValueError("a picture is broken")
             if fault.get("how") == "exit":
-                os._exit(0)
+                os._exit(fault.get("code", 0))
             if fault.get("how") == "preempted":
                 os.kill(os.getppid(), signal.SIGTERM)  # rank 0
             if "delay_s" in fault:  # the kernel ends it, at whatever it is doing then
@@ -57,6 +59,12 @@ def die_if(moment: str, step: int) -> None:
                 signal.setitimer(signal.ITIMER_REAL, fault["delay_s"])
                 return
             os.kill(os.getpid(), signal.SIGSTOP if fault.get("how") == "stop" else signal.SIGKILL)
+
+
+def generation() -> int:
+    """How often the run has gone on without ranks that it lost."""
+    calls = session_of_process().control.calls
+    return calls.member.generation if calls is not None else 0
 
 
 def note(**entry: Any) -> None:
@@ -117,6 +125,11 @@ class Samples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if self.module is not None:
             die_if("loader", self.module.global_step)
+            if index == ORDER.get("poison"):
+                note(event="dies", step=self.module.global_step)
+                if ORDER["poison is"] == "exit":
+                    os._exit(3)
+                raise ValueError("a picture is broken")
         generator = torch.Generator().manual_seed(index)
         return torch.randn(8, generator=generator), index
 
@@ -206,8 +219,7 @@ class Ledger(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if place() == 0 and trainer.global_step == ORDER.get("saves"):
             torch.save([module.net.state_dict(), trainer.optimizers[0].state_dict()], FOLDER / "state.pt")
-        calls = session_of_process().control.calls
-        self.generation = calls.member.generation if calls is not None else 0
+        self.generation = generation()
         self.step = trainer.global_step
         note(
             event="tries",
@@ -328,14 +340,22 @@ def new_trainer() -> pl.Trainer:
     saving = []
     if "checkpoints" in ORDER:
         saving.append(pl.callbacks.ModelCheckpoint(FOLDER / "saved", **ORDER["checkpoints"]))
-    return pl.Trainer(
+    strategy = lightning_ddp.CustomDDPStrategy(
+        bucket_cap_mb_list=[0.0001],
+        stall_timeout=stall_timeout,
+        **{"on_failure": "shrink", **ORDER.get("strategy", {})},
+    )
+    meet = strategy._meet_again
+
+    def meet_or_die(form: Any) -> Any:
+        die_if("regroup", trainer.global_step)
+        return meet(form)
+
+    strategy._meet_again = meet_or_die
+    trainer = pl.Trainer(
         accelerator="cpu",
         devices=ORDER.get("devices", 4),
-        strategy=lightning_ddp.CustomDDPStrategy(
-            bucket_cap_mb_list=[0.0001],
-            stall_timeout=stall_timeout,
-            **{"on_failure": "shrink", **ORDER.get("strategy", {})},
-        ),
+        strategy=strategy,
         callbacks=[Ledger(), *saving, *more_callbacks()] if "ends" not in NOTED else [],
         logger=pl.loggers.CSVLogger(FOLDER / "logs") if ORDER.get("logs") else False,
         plugins=MixedPrecision("16-mixed", "cpu") if "overflows" in ORDER else None,
@@ -344,6 +364,7 @@ def new_trainer() -> pl.Trainer:
         enable_model_summary=False,
         **{"max_epochs": 2, "num_sanity_val_steps": 0, **ORDER.get("trainer", {})},
     )
+    return trainer
 
 
 def main() -> None:
