@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import user_script
-from harness import ScriptResult, free_port, run_script, start_script
+from harness import RUN, ScriptResult, free_port, run_script, start_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from user_script import STEPS, order, read_notes, wait_for_notes
 
@@ -26,7 +27,7 @@ from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import interface, rendezvous, session
 from lightning_ddp.launch.children import ChildExit, Children
-from lightning_ddp.supervise.failure_record import Identity
+from lightning_ddp.supervise.failure_record import GONE, Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
 DEADLINE_S = 180.0
@@ -172,11 +173,18 @@ def test_processes_vanish_with_a_launcher_that_is_killed(strategy, tmp_path) -> 
         assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
 
 
-RAISES_BETWEEN_RUNS = """
-import os
+BETWEEN_RUNS = """
+import os, signal, sys, threading
 import pytorch_lightning as pl
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
+
+def state():
+    ours = [name for name in os.environ if "LIGHTNING_DDP" in name or "GLOO" in name]
+    return sorted(thread.name for thread in threading.enumerate()), ours
+
+def tell(when):
+    print(f"rank {rank}, {when}:", "as before" if state() == before else state(), flush=True)
 
 def fit():
     trainer = pl.Trainer(
@@ -184,21 +192,77 @@ def fit():
         limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
     )
     trainer.fit(BoringModel())
+    tell("fitted")
+    trainer.validate(BoringModel(), verbose=False)
+    tell("validated")
 
+def fail():
+    if how == "raise":
+        raise ValueError("no such column: 'age'")
+    if how == "leave":
+        os._exit(3)
+    if how:
+        os.kill(os.getpid(), getattr(signal, how))
+
+rank, before = int(os.environ.get("LOCAL_RANK", 0)), state()
+victim, how, has_more = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "more"
 try:
     fit()
-    if os.environ["LOCAL_RANK"] == "0":
-        raise ValueError("no such column: 'age'")
-    fit()
+    if rank == victim:
+        fail()
+    if has_more:
+        fit()
 except lightning_ddp.PeerFailure as failure:
-    print(f"heard {failure.message}", flush=True)
+    print(f"heard {failure}", flush=True)
+    raise
+print("ended well", flush=True)
 """
 
 
-def test_what_the_launching_process_raises_between_two_runs_is_heard_by_the_others() -> None:
-    result = run_script(RAISES_BETWEEN_RUNS, timeout_s=DEADLINE_S)
-    assert result.returncode == 1
-    assert "heard ValueError: no such column: 'age'" in result.stdout, result.stderr
+@pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["own", "run"])
+def test_between_two_runs_the_process_is_as_before(launcher) -> None:
+    arguments = ["-1", "", "more"]
+    result = run_script(BETWEEN_RUNS, arguments, timeout_s=DEADLINE_S, launcher=launcher).check()
+    for rank, when in itertools.product(range(2), ("fitted", "validated")):
+        assert result.stdout.count(f"rank {rank}, {when}: as before") == 2, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "has_more", "words"),
+    [
+        (0, "raise", True, "ValueError: no such column: 'age'"),
+        (1, "SIGKILL", False, "the process was killed by SIGKILL"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (0, "SIGKILL", True, GONE),
+                (0, "SIGTERM", True, GONE),
+                (0, "leave", True, GONE),
+                (1, "raise", True, "the process exited with code 1"),
+                (1, "raise", False, "the process exited with code 1"),
+                (1, "SIGKILL", True, "the process was killed by SIGKILL"),
+                (1, "SIGTERM", True, "the process was killed by SIGTERM"),
+                (1, "leave", True, "the process exited with code 3"),
+            )
+        ),
+    ],
+)
+def test_who_fails_between_two_runs_is_named(victim, how, has_more, words) -> None:
+    """At the beginning of the next one, or at the end of the launching process."""
+    arguments = [str(victim), how, "more" if has_more else "end"]
+    result = run_script(BETWEEN_RUNS, arguments, timeout_s=DEADLINE_S)
+    context = f"{result.stdout}\n{result.stderr}"
+    assert f"rank {1 - victim}, validated: as before" in result.stdout, context
+    if has_more:
+        assert f"heard rank {victim} (host " in result.stdout, context
+    assert result.stdout.count("ended well") == (not has_more), context
+    if victim == 0 and how != "raise":
+        assert result.returncode == (3 if how == "leave" else -signal.Signals[how]), context
+        return
+    assert result.returncode == 1, context
+    report = result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith(f"rank {victim} (node 0, host "), context
+    assert words in report, context
 
 
 FORGETS_ITS_TRAINER = """

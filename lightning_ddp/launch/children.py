@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +24,8 @@ __all__ = ["ChildExit", "Children"]
 
 _LAST_LINES = 30
 _STOP_GRACE_S = 5.0
+_POLL_S = 0.05
+"""How often a child is looked at, where the kernel cannot tell of its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,17 @@ class ChildExit:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]) or None
 
 
+@dataclass(frozen=True)
+class _Child:
+    """One that has not ended, as far as is known."""
+
+    local_rank: int
+    process: subprocess.Popen[bytes] | ForkedChild
+    log: Path | None
+    end: int | socket.socket | None
+    """Becomes readable when it ends."""
+
+
 class Children:
     """Processes that run next to this one; none until the first is started.
 
@@ -71,10 +86,12 @@ class Children:
         """Whether `on_failure` is called with every child that ends, however it does."""
         self._on_failure = on_failure
         self._has_met = has_met
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._num_ended = 0
-        self._is_stopping = False
+        self._alive: list[_Child] = []
+        self._is_stopping = self._is_resting = False
+        self._may_leave = threading.Event()
+        self._wake_pair: tuple[socket.socket, socket.socket] | None = None
         self._first: ChildExit | None = None
 
     def start(
@@ -87,7 +104,7 @@ class Children:
         log: Path | None = None,
         inherited: IO[bytes] | None = None,
     ) -> None:
-        """Starts one child, and a thread that waits for its end.
+        """Starts one child, of whose end a thread hears.
 
         Args:
             local_rank: its rank on this node.
@@ -104,30 +121,77 @@ class Children:
             if log is not None:
                 options["stdout"] = stack.enter_context(log.open("ab"))
             proc = fork_child(command, env=env, cwd=cwd, **options) or _start_for_good(
-                command, env=child_environment(env), cwd=cwd, stderr=options.get("stdout"), **options
+                self._may_leave,
+                command,
+                env=child_environment(env),
+                cwd=cwd,
+                stderr=options.get("stdout"),
+                **options,
             )
         self.procs.append(proc)
-        thread = threading.Thread(
-            target=self._wait_for, args=(local_rank, proc, log), daemon=True, name=f"child-{local_rank}-watch"
-        )
-        self._threads.append(thread)
-        thread.start()
+        with self._changed:
+            self._alive.append(_Child(local_rank, proc, log, _open_end(proc)))
+            self._wake()
+        self.resume()
 
-    def _wait_for(
-        self, local_rank: int, proc: subprocess.Popen[bytes] | ForkedChild, log: Path | None
-    ) -> None:
-        code = proc.wait()
+    def rest(self) -> None:
+        """Ends the thread: the end of a child is noticed at `resume`. All children have joined the run."""
+        self._may_leave.set()
+        with self._changed:
+            self._is_resting, thread = True, self._thread
+            self._wake()
+        if thread is not None:
+            thread.join()
+
+    def resume(self) -> None:
+        """Starts the thread that waits for the ends of children, if there are any and none does."""
+        with self._changed:
+            self._is_resting = False
+            if self._alive and self._thread is None:
+                self._wake_pair = self._wake_pair or socket.socketpair()
+                self._thread = threading.Thread(target=self._watch, daemon=True, name="children-watch")
+                self._thread.start()
+
+    def _wake(self) -> None:
+        if self._wake_pair is not None:
+            self._wake_pair[1].send(b"x")
+
+    def _watch(self) -> None:
+        """In the thread."""
+        while (ends := self._awaited()) is not None:
+            known = [end for end in ends if end is not None]
+            if ends[0] in wait(known, None if len(known) == len(ends) else _POLL_S):
+                ends[0].recv(4096)
+            for child in list(self._alive):
+                code = child.process.poll()
+                if code is not None:
+                    self._ended(child, code)
+
+    def _awaited(self) -> list[Any] | None:
+        """What is readable when there is something to do; None if the thread ends."""
+        with self._changed:
+            assert self._wake_pair is not None  # made before the thread
+            if self._alive and not self._is_resting:
+                return [self._wake_pair[0], *(child.end for child in self._alive)]
+            for end in self._wake_pair:
+                end.close()
+            self._thread = self._wake_pair = None
+            return None
+
+    def _ended(self, child: _Child, code: int) -> None:
+        if isinstance(child.end, int):
+            os.close(child.end)
+        ended = ChildExit(local_rank=child.local_rank, pid=child.process.pid, code=code, log=child.log)
         has_failed, is_first = code != 0 or not self._has_met(), False
         with self._changed:
-            self._num_ended += 1
+            self._alive.remove(child)
             if has_failed and self._first is None and not self._is_stopping:
-                self._first = ChildExit(local_rank=local_rank, pid=proc.pid, code=code, log=log)
-                is_first = True
+                self._first, is_first = ended, True
+            if not self._alive:
+                self._may_leave.set()
             self._changed.notify_all()
-        if self.tells_all:
-            self._on_failure(ChildExit(local_rank=local_rank, pid=proc.pid, code=code, log=log))
-        elif is_first and self._first is not None:
-            self._on_failure(self._first)
+        if self.tells_all or is_first:
+            self._on_failure(ended)
 
     def first_failure(self, wait_s: float = 0.0) -> ChildExit | None:
         """The first child that failed, waiting up to `wait_s` seconds for one to end."""
@@ -138,7 +202,7 @@ class Children:
     def join(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` seconds for all children to end; returns whether they have."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._num_ended == len(self.procs), timeout=timeout_s)
+            return self._changed.wait_for(lambda: not self._alive, timeout=timeout_s)
 
     def end(self, grace_s: float) -> None:
         """Waits until all children have ended, and after `grace_s` seconds ends them.
@@ -178,11 +242,27 @@ class Children:
             proc.send_signal(number)
 
 
-def _start_for_good(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a process from a thread that does not end before it.
+def _open_end(process: subprocess.Popen[bytes] | ForkedChild) -> int | socket.socket | None:
+    """What becomes readable when a child ends; None where the kernel has none."""
+    if isinstance(process, ForkedChild):
+        return process.told
+    with contextlib.suppress(AttributeError, OSError):
+        return os.pidfd_open(process.pid)
+    return None
+
+
+def _start_for_good(
+    may_leave: threading.Event, command: Sequence[str], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Starts a process from a thread that does not end before that has joined the run, or has ended.
 
     Linux sends the death signal of a process when the thread that has started it ends. That of the caller may
     end long before the run does, where the Trainer is not called in the main thread.
+
+    Args:
+        may_leave: set when the thread may end.
+        command: the command line of the process.
+        options: of `subprocess.Popen`.
     """
     if sys.platform != "linux" or threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **options)
@@ -195,8 +275,7 @@ def _start_for_good(command: Sequence[str], **options: Any) -> subprocess.Popen[
             started.set_exception(error)
             return
         started.set_result(proc)
-        with contextlib.suppress(ChildProcessError):  # it has been waited for
-            os.waitid(os.P_PID, proc.pid, os.WEXITED | os.WNOWAIT)
+        may_leave.wait()
 
     threading.Thread(target=start_and_stay, daemon=True, name="child-parent").start()
     return started.result()

@@ -292,6 +292,12 @@ class ServerElsewhere:
         """As `ControlServer.tell`."""
         self._process.ask("tell", message)
 
+    def rest(self) -> None:
+        """As `ControlServer.rest`, but its thread is none of this process's, and goes on."""
+
+    def resume(self) -> None:
+        """As `ControlServer.resume`: there is nothing to do."""
+
     def close(self) -> None:
         """As `ControlServer.close`; the failure, if there was one, is this process's to report."""
         self._process.ask("close_server")

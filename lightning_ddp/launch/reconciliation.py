@@ -41,6 +41,7 @@ from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.launch.terminal import show_report
+from lightning_ddp.shm.background import end_idle_workers
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.failure_report import write_error_file
@@ -471,6 +472,7 @@ class Reconciliation:
         """Tells all ranks that this one has failed, as the text `trace` says."""
         if self.watch is None:
             return
+        self.resume()
         where = self._position()
         cause = trace.strip().splitlines()[-1] if trace.strip() else "reconciliate_processes was called"
         record = FailureRecord.of_identity(
@@ -512,6 +514,35 @@ class Reconciliation:
         failure = self.wait_for_verdict(ECHO_WAIT_S + 1.0)
         # after a collective that has failed, threads of the backend may never return
         return failure is not None and "Collective" not in (failure.exception_type or "Collective")
+
+    # ------------------------------------------------------------------ between two runs
+
+    def rest(self) -> None:
+        """Ends the threads of supervision, if all ranks have left the run well.
+
+        What happens until `resume` is heard of then: connections and the ends of children wait in the kernel.
+        Who looks for stalls, goes on without lost ranks or compares collectives keeps the threads.
+        """
+        settings = self._settings
+        is_needed = settings.recovery is not None or settings.stall_timeout_s is not None
+        if self._depth or self.is_over or is_needed or self.interrupt.compare is not None:
+            return
+        if self.watch is None or not self.watch.rest():
+            return
+        if self.server is not None:
+            self.server.rest()
+        self._children.rest()
+        if self._device_watch is not None:
+            self._device_watch.rest()
+        end_idle_workers()
+
+    def resume(self) -> None:
+        """Starts the threads again that rest: the next run begins, or the process ends."""
+        if self.server is not None:
+            self.server.resume()
+        if self.watch is not None:
+            self.watch.resume()
+        self._children.resume()
 
     def close(self) -> None:
         """Leaves the run: the end of this process is no failure from now on."""

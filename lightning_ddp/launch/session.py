@@ -235,6 +235,7 @@ class Session:
     def _leave(self, error: BaseException | None) -> FailureRecord | None:
         """Waits for the end of the children and leaves the control channel; returns the first failure."""
         ours = self.control
+        ours.resume()
         if error is not None and not ours.has_failed:  # outside of a Trainer: nobody has heard of it
             ours.fail("".join(traceback.format_exception(error)))
         has_failed = error is not None or ours.has_failed

@@ -22,7 +22,7 @@ _POLL_S = 0.02
 
 
 class StopSignals:
-    """Handles SIGTERM for the life of this process.
+    """Handles SIGTERM for the life of this process; between two runs as if it were not there.
 
     The handler only asks: the answer comes over the control channel, and the main thread looks for it where
     a step begins. Made in the main thread; in another one it does nothing.
@@ -48,7 +48,11 @@ class StopSignals:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        if self.is_inherited:
+        if self._watch.is_resting and self._previous not in (None, signal.SIG_DFL):
+            if callable(self._previous):
+                self._previous(number, frame)
+            return
+        if self.is_inherited or self._watch.is_resting:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

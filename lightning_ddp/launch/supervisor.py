@@ -559,7 +559,8 @@ class ForkedChild:
         self.pid = pid
         self.returncode: int | None = None
         """As in `subprocess`, once `wait` or `poll` has seen the end."""
-        self._told = told
+        self.told = told
+        """Readable once it has ended."""
 
     def wait(self) -> int:
         """Waits for its end. Any number of threads."""
@@ -581,7 +582,7 @@ class ForkedChild:
 
     def _read(self, flags: int = 0) -> int:
         if self.returncode is None:
-            answer = self._told.recv(64, socket.MSG_PEEK | flags)  # left there for other threads
+            answer = self.told.recv(64, socket.MSG_PEEK | flags)  # left there for other threads
             self.returncode = (
                 int(answer) if answer else -signal.SIGKILL
             )  # the supervisor is gone, and all end

@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import ClassVar
 
-__all__ = ["Deferred", "Work", "Worker", "check_not_ending"]
+__all__ = ["Deferred", "Work", "Worker", "check_not_ending", "end_idle_workers"]
 
 _IDLE_S = 5.0
 _END_S = 1.0
@@ -134,9 +134,14 @@ class Worker:
             thread.join(_END_S)
 
 
+def end_idle_workers() -> None:
+    """Has the threads end once their jobs are done; the next job starts one again."""
+    for worker in list(Worker.workers):
+        worker.end()
+
+
 @atexit.register
 def _end_all() -> None:
     """A thread that is inside of a torch operation when the interpreter is finalised ends the process."""
     Worker.is_ending.set()
-    for worker in list(Worker.workers):
-        worker.end()
+    end_idle_workers()

@@ -1,7 +1,8 @@
 """The control server: every process of the run is connected to it, and it says what happened first.
 
 It runs in one thread of the process that started the run (rank 0, the launching process of spawned ranks, or
-a supervisor's control process) and sleeps until a message comes. It never takes part in a collective.
+a supervisor's control process) and sleeps until a message comes. It never takes part in a collective. Between
+two runs (a fit, a test ...) the thread can rest: what the others say waits in the kernel.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class ControlServer:
         self._strangers: dict[Peer, None] = {}  # the oldest first
         self._injected: list[Message] = []
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._is_resting = False
         self._decided = threading.Event()
         self._listener = listen("" if any_interface else address)
         self._num_descriptors = NumDescriptors(2 * world_size + _SPARE_CONNECTIONS)  # with the store's
@@ -135,8 +136,12 @@ class ControlServer:
         for sock in (self._listener, self._wake_receiver):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="control-server")
-        self._thread.start()
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, daemon=True, name="control-server")
+        thread.start()
+        return thread
 
     def _membership_of(self, settings: ReconcileSettings) -> Membership | None:
         if settings.recovery is None:
@@ -171,8 +176,21 @@ class ControlServer:
             self._injected.append(message)
         self._wake()
 
+    def rest(self) -> None:
+        """Ends the thread; nobody is heard until `resume`. No deadline is judged meanwhile."""
+        self._is_resting = True
+        self._wake()
+        self._thread.join()
+
+    def resume(self) -> None:
+        """Starts the thread again, if it rests. What has come meanwhile it takes as coming now."""
+        if self._is_resting:
+            self._is_resting = False
+            self._thread = self._start()
+
     def close(self) -> None:
         """Tells the processes that are connected that this is no failure, ends the thread, frees the port."""
+        self.resume()
         self._is_closed = True
         self._wake()
         self._thread.join(timeout=5)
@@ -184,7 +202,7 @@ class ControlServer:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        while not self._is_closed:
+        while not (self._is_closed or self._is_resting):
             for key, events in self._selector.select(self._timeout()):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -197,8 +215,9 @@ class ControlServer:
             for message in injected:
                 self._handle_report(message)
             self._decide()
-        self._send_all([Closing()])
-        self.close_sockets()
+        if self._is_closed:
+            self._send_all([Closing()])
+            self.close_sockets()
 
     def _timeout(self) -> float | None:
         deadlines = [self._verdict.deadline(), self._stop.deadline(), self._inspection.deadline()]
