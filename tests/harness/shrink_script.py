@@ -334,25 +334,26 @@ def more_callbacks() -> list[Any]:
     ]
 
 
+class Strategy(lightning_ddp.CustomDDPStrategy):
+    """With a moment at which the ranks that are left meet."""
+
+    def _meet_again(self, form: Any) -> Any:
+        die_if("regroup", self.lightning_module.global_step)
+        return super()._meet_again(form)
+
+
 def new_trainer() -> pl.Trainer:
     """As the order says."""
     stall_timeout = timedelta(seconds=ORDER["stall_s"]) if "stall_s" in ORDER else None
     saving = []
     if "checkpoints" in ORDER:
         saving.append(pl.callbacks.ModelCheckpoint(FOLDER / "saved", **ORDER["checkpoints"]))
-    strategy = lightning_ddp.CustomDDPStrategy(
+    strategy = Strategy(
         bucket_cap_mb_list=[0.0001],
         stall_timeout=stall_timeout,
         **{"on_failure": "shrink", **ORDER.get("strategy", {})},
     )
-    meet = strategy._meet_again
-
-    def meet_or_die(form: Any) -> Any:
-        die_if("regroup", trainer.global_step)
-        return meet(form)
-
-    strategy._meet_again = meet_or_die
-    trainer = pl.Trainer(
+    return pl.Trainer(
         accelerator="cpu",
         devices=ORDER.get("devices", 4),
         strategy=strategy,
@@ -364,7 +365,6 @@ def new_trainer() -> pl.Trainer:
         enable_model_summary=False,
         **{"max_epochs": 2, "num_sanity_val_steps": 0, **ORDER.get("trainer", {})},
     )
-    return trainer
 
 
 def main() -> None:
