@@ -173,6 +173,43 @@ def test_processes_vanish_with_a_launcher_that_is_killed(strategy, tmp_path) -> 
         assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    ("strategy", "stuck"),
+    [
+        pytest.param("custom_ddp", "lock", marks=pytest.mark.slow),
+        pytest.param("custom_ddp", "expression", marks=pytest.mark.exhaustive),
+        pytest.param("custom_ddp_spawn", "expression", marks=pytest.mark.slow),
+        pytest.param("custom_ddp_fork", "lock", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_process_that_cannot_hear_of_its_launchers_death_ends_all_the_same(
+    strategy, stuck, tmp_path
+) -> None:
+    arguments = order(tmp_path, strategy=strategy, stuck=stuck, stuck_rank=1)
+    with start_script(SCRIPT, arguments) as script:
+        child = wait_for_notes(script, tmp_path, ["stuck-1"])["stuck-1"]["pid"]
+        os.kill(script.pid, signal.SIGKILL)
+        result = script.wait(DEADLINE_S, leftover_grace_s=90.0)
+    assert result.returncode == -signal.SIGKILL
+    assert f"the process {child} did not hear that the one which had launched it was gone" in result.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["popen", "spawn"])
+def test_a_process_that_hears_of_its_launchers_death_has_all_the_time_that_it_may_take(
+    strategy, tmp_path
+) -> None:
+    (tmp_path / "hang").touch()
+    options = {"start_method": strategy, "failure_grace_s": 30.0}
+    with start_script(SCRIPT, order(tmp_path, strategy=options, pause="fit")) as script:
+        wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
+        os.kill(script.pid, signal.SIGKILL)
+        result = script.wait(DEADLINE_S, leftover_grace_s=90.0)
+    assert "hanging-1" in read_notes(tmp_path)
+    assert "Timeout (0:00:3" in result.stderr, "its own limit has ended it, with its stacks"
+    assert "did not hear" not in result.stderr
+
+
 BETWEEN_RUNS = """
 import os, signal, sys, threading
 import pytorch_lightning as pl

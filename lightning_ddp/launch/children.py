@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_ddp.launch.orphan_guard import Guard
 from lightning_ddp.launch.prelude import child_environment
 from lightning_ddp.launch.supervisor import ForkedChild, fork_child
 from lightning_ddp.supervise.failure_record import describe_exit
@@ -91,6 +92,7 @@ class Children:
         self._alive: list[_Child] = []
         self._is_stopping = self._is_resting = False
         self._may_leave = threading.Event()
+        self._guard: Guard | None = None
         self._wake_pair: tuple[socket.socket, socket.socket] | None = None
         self._first: ChildExit | None = None
 
@@ -133,6 +135,15 @@ class Children:
             self._alive.append(_Child(local_rank, proc, log, _open_end(proc)))
             self._wake()
         self.resume()
+
+    def guard(self) -> None:
+        """From now on children that do not end after a death of this process are killed. Called once.
+
+        Those of a supervisor are that supervisor's to kill.
+        """
+        with self._changed:  # none is waited for meanwhile
+            started = [child.process for child in self._alive if isinstance(child.process, subprocess.Popen)]
+            self._guard = Guard(process.pid for process in started) if started else None
 
     def rest(self) -> None:
         """Ends the thread: the end of a child is noticed at `resume`. All children have joined the run."""
@@ -179,12 +190,12 @@ class Children:
             return None
 
     def _ended(self, child: _Child, code: int) -> None:
-        if isinstance(child.end, int):
-            os.close(child.end)
         ended = ChildExit(local_rank=child.local_rank, pid=child.process.pid, code=code, log=child.log)
         has_failed, is_first = code != 0 or not self._has_met(), False
         with self._changed:
             self._alive.remove(child)
+            if isinstance(child.end, int):
+                os.close(child.end)
             if has_failed and self._first is None and not self._is_stopping:
                 self._first, is_first = ended, True
             if not self._alive:
@@ -209,8 +220,12 @@ class Children:
 
         By SIGINT, so that their finalisers run, and then by SIGKILL, of which it tells.
         """
-        if self.join(grace_s):
-            return
+        if not self.join(grace_s):
+            self._end_late()
+        if self._guard is not None:
+            self._guard.end()
+
+    def _end_late(self) -> None:
         with self._changed:
             self._is_stopping = True
         self.send_signal(signal.SIGINT)

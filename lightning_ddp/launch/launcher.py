@@ -35,6 +35,7 @@ from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.child_command import ChildCommand, child_command
 from lightning_ddp.launch.control_process import ControlProcess
 from lightning_ddp.launch.init_method import tcp_address
+from lightning_ddp.launch.orphan_guard import Guard
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.prelude import begin_run
 from lightning_ddp.launch.reconciliation import is_enabled
@@ -163,6 +164,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             session.children.start(
                 local_rank, command.arguments, env, command.cwd, log=log, inherited=command.handed
             )
+        session.children.guard()
         if command.handed is not None:
             command.handed.close()
             if first_rank == 0:
@@ -234,6 +236,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         init_method: str | None = None,
     ) -> None:
         self._server: ControlServer | None = None
+        self._guard: Guard | None = None
         super().__init__(strategy, start_method=start_method)
         self._made_by = start_method
         self._owner = strategy
@@ -245,7 +248,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
     def __getstate__(self) -> dict[str, Any]:
         """What is sent to the processes."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_processes": [], "_server": None}
+        return {**state, "_processes": [], "_server": None, "_guard": None}
 
     @property
     def procs(self) -> list[Any]:
@@ -262,6 +265,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
                 _MayBeLost(process, place, server) for process, place in zip(processes, places, strict=True)
             ]
         self._processes = processes
+        self._guard = Guard(process.pid for process in processes) if processes else None
 
     @property
     def _first_rank(self) -> int:
@@ -325,7 +329,9 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         finally:
             if ending is not None:
                 ending.close()
-            self._server = None
+            if self._guard is not None:
+                self._guard.end()
+            self._server = self._guard = None
             if server is not None:
                 server.close()
             rendezvous.close()

@@ -38,6 +38,7 @@ from lightning_ddp.launch.calls import Calls
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.control_process import ServerElsewhere
 from lightning_ddp.launch.desync_probe import Inspector
+from lightning_ddp.launch.orphan_guard import tell_guard
 from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.launch.terminal import show_report
@@ -556,6 +557,7 @@ class Reconciliation:
     def restore_handlers(self) -> None:
         """Gives the signals and the last-resort timer back that this process has taken for the run."""
         faulthandler.cancel_dump_traceback_later()
+        tell_guard(ends_itself=False)
         if self._timer is not None:
             self._timer.cancel()
         before_gloo_ends_the_process(None)
@@ -609,6 +611,7 @@ class Reconciliation:
         starts_others = self._children.first_rank is not None
         is_needed = starts_others or (self.watch is not None and self.watch.failure is None)
         limit_last_words(grace_s + (2 * _LATER_S if is_needed else 0.0))
+        tell_guard(ends_itself=True)
         if starts_others and self._timer is None:
             self._timer = threading.Timer(grace_s + _LATER_S, self._end_late)
             self._timer.daemon = True
