@@ -6,6 +6,8 @@ import csv
 import hashlib
 import itertools
 import json
+import math
+import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +20,7 @@ from harness import run_ranks, start_script
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import nn
-from torch.utils.data import DistributedSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.elastic.redeal import DealtSampler
@@ -367,6 +369,10 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rates": "any", "is_whole": False},
     ),
     "limit_train_batches": ({"trainer": {"limit_train_batches": 5}}, {"is_whole": False}),
+    "new loaders, each epoch, of a sampler that draws": (
+        {"draws": True, "trainer": {"reload_dataloaders_every_n_epochs": 1}},
+        {},
+    ),
 }
 
 
@@ -518,7 +524,6 @@ def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
         ({}, {"num_nodes": 2}, "of another host"),
         ({}, {"is_external": True}, "torchrun or SLURM"),
         ({}, {"device_type": "cuda"}, "communicators of NCCL"),
-        ({"reload_dataloaders_every_n_epochs": 1}, {}, "new loaders"),
     ],
     ids=str,
 )
@@ -565,10 +570,19 @@ def test_a_rest_is_dealt_once_to_each_number_of_ranks() -> None:
     def of_sampler(size: int, rank: int) -> Any:
         return DistributedSamplerWrapper(SequentialSampler(range(97)), num_replicas=size, rank=rank)
 
-    for sizes, make in itertools.product(([4, 3, 2, 1], [5, 2], [3, 2, 2]), (of_dataset, of_sampler)):
+    def of_generator(size: int, rank: int) -> Any:
+        drawn = RandomSampler(range(97), generator=torch.Generator().manual_seed(5))
+        return DistributedSamplerWrapper(drawn, num_replicas=size, rank=rank)
+
+    kinds = (of_dataset, of_sampler, of_generator)
+    for sizes, make in itertools.product(([4, 3, 2, 1], [5, 2], [3, 2, 2]), kinds):
         samplers = [DealtSampler(make(sizes[0], rank), 4) for rank in range(sizes[0])]
-        for sampler in samplers:
+        for rank, sampler in enumerate(samplers):
             sampler.set_epoch(1)
+            sampler.check()
+            undealt = make(sizes[0], rank)
+            undealt.set_epoch(1)
+            assert list(sampler) == list(undealt)
         used: Counter[int] = Counter()
         for number, size in enumerate(sizes):
             shares = [list(sampler) for sampler in samplers[:size]]
@@ -581,3 +595,51 @@ def test_a_rest_is_dealt_once_to_each_number_of_ranks() -> None:
                 sampler.deal(2 * (number + 1), rank, sizes[number + 1])
         assert set(used) == set(range(97))
         assert used.total() - 97 < sizes[-1]
+
+
+class Chunks(DistributedSampler):
+    """Deals the first samples to the first rank, and so on."""
+
+    def __iter__(self) -> Any:
+        return iter(range(self.rank * self.num_samples, (self.rank + 1) * self.num_samples))
+
+
+class Dice(SequentialSampler):
+    """Draws by a generator that nobody else knows."""
+
+    dice = random.Random(3)
+
+    def __iter__(self) -> Any:
+        return iter(self.dice.sample(range(96), 96))
+
+
+def test_samplers_whose_rest_nobody_knows_are_refused_and_others_are_left_as_they_were() -> None:
+    for inner in (
+        Chunks(range(96), 3, 1),
+        DistributedSamplerWrapper(Dice(range(96)), num_replicas=3, rank=1),
+    ):
+        with pytest.raises(ConfigurationError, match=r"does not deal one order.*on_failure='stop'"):
+            DealtSampler(inner, 4).check()
+    drawn = WeightedRandomSampler([1.0, 2.0] * 48, 96)
+    sampler = DealtSampler(DistributedSamplerWrapper(drawn, num_replicas=3, rank=1), 4)
+    states = []
+    for draw in (sampler.check, lambda: None):
+        torch.manual_seed(7)
+        draw()
+        states.append(list(sampler))
+    assert states[0] == states[1]
+
+
+def test_a_batch_of_one_sample_gets_another_one_for_batch_normalisation() -> None:
+    """Of 97 samples 16 are used; the rest, and all in the next epoch, are dealt to fewer ranks."""
+    for size, batch, lengths in ((3, 4, (27, 33 + 1)), (2, 4, (41 + 1, 49 + 1)), (3, 26, (27 + 1, 33))):
+        for avoids_one in (False, True):
+            sampler = DealtSampler(DistributedSampler(range(97), 4, 0), batch, avoids_one=avoids_one)
+            sampler._num_used = 16
+            sampler.deal(0, 0, size)
+            found = [len(sampler), len(list(sampler))]
+            sampler.set_epoch(1)
+            found += [len(sampler), len(list(sampler))]
+            plain = [math.ceil(81 / size), math.ceil(97 / size)]
+            expected = lengths if avoids_one else plain
+            assert found == [expected[0]] * 2 + [expected[1]] * 2

@@ -42,6 +42,10 @@ __all__ = ["Recovery"]
 _log = logging.getLogger("lightning_ddp")
 
 
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+"""They cannot be trained on a single sample."""
+
+
 def _forget_frames(error: BaseException | None) -> None:
     """Lets go of what the functions that an error has come through hold: groups, with their threads."""
     while error is not None:
@@ -78,7 +82,13 @@ class Recovery:
         self._communication = communication
         self._meet = meet
         self._boundary = boundary
-        self.dealer = Dealer(keeps_global=keeps_global)
+        module: Any = trainer.lightning_module
+        self.dealer = Dealer(
+            keeps_global=keeps_global,
+            num_ranks=trainer.world_size,
+            loaders=lambda: loaders_of(trainer.fit_loop),
+            avoids_one=any(isinstance(part, _BATCH_NORMS) for part in module.modules()),
+        )
         self._keeps_global = keeps_global
         self.committed = self.taken = 0
         """Optimizer steps of this fit that are finished: by all ranks, and by this one in local training."""
@@ -165,6 +175,7 @@ class Recovery:
 
         def start_whole() -> None:
             start()
+            self.dealer.check()
             if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks
                 limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
 

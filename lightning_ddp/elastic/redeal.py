@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+from lightning_ddp.elastic.undo import RandomStates
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["Dealer", "DealtSampler", "SplitBatches", "set_ranks", "share_of"]
@@ -46,24 +48,52 @@ class DealtSampler(Sampler[Any]):
     Args:
         inner: has `num_replicas`, `rank` and `set_epoch`, as torch's `DistributedSampler`.
         batch_size: samples of a batch of one rank.
+        avoids_one: whether a last batch of a single sample gets another one, which is repeated.
     """
 
-    def __init__(self, inner: Any, batch_size: int) -> None:
+    def __init__(self, inner: Any, batch_size: int, *, avoids_one: bool = False) -> None:
         self._inner = inner
         self._batch_size = batch_size
+        self._avoids_one = avoids_one and batch_size > 1
         self._rest: list[Any] | None = None
-        self._num_used = self.num_batches = 0
+        self._num_used = self.num_batches = self._epoch = 0
+        self._order: list[Any] | None = None
+        self._is_whole_order = False
+        self.has_changed = False
+        """Whether it deals to other ranks than at first."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._inner if self._rest is None else self._rest)
+        if self._rest is not None:
+            return iter(self._rest)
+        if type(self._inner) is DistributedSampler:  # its order follows from its seed and the epoch
+            return iter(self._filled(list(self._inner)) if self.has_changed else self._inner)
+        inner, self._is_whole_order = self._inner, False
+        return iter(
+            self._filled(share_of(self.order(), inner.rank, inner.num_replicas, drops_last=self.drops_last))
+        )
 
     def __len__(self) -> int:
-        return len(self._inner if self._rest is None else self._rest)
+        if self._rest is not None:
+            return len(self._rest)
+        length = len(self._inner)
+        return length + self._is_one_over(length)
+
+    def _is_one_over(self, length: int) -> bool:
+        return self._avoids_one and self.has_changed and length % self._batch_size == 1
+
+    def _filled(self, share: list[Any]) -> list[Any]:
+        """A rank's part, with one sample more where its last batch would have a single one."""
+        return share + share[:1] if self._is_one_over(len(share)) else share
 
     @property
     def inner(self) -> Any:
         """The sampler inside."""
         return self._inner
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether what does not go up in the number of ranks is dropped; else the first ones fill it up."""
+        return bool(getattr(self._inner, "drop_last", False))
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the sampler inside."""
@@ -75,7 +105,44 @@ class DealtSampler(Sampler[Any]):
         """A new epoch begins, whole."""
         self._rest = None
         self._num_used = self.num_batches = 0
+        if epoch != self._epoch:  # else a loader with workers may have begun to read it
+            self._epoch, self._is_whole_order = epoch, False
         self._inner.set_epoch(epoch)
+
+    def order(self) -> list[Any]:
+        """The samples of the whole epoch in their order, which may be drawn only once."""
+        if type(self._inner) is DistributedSampler:
+            return _order_of(self._inner)
+        if self._order is None or not self._is_whole_order:
+            self._order, self._is_whole_order = _order_of(self._inner), True
+        return self._order
+
+    def check(self) -> None:
+        """Looks whether the rest of an epoch can be dealt anew; draws nothing.
+
+        Raises:
+            ConfigurationError: it does not deal one order to the ranks in turn, or draws it by something that
+                is not known here.
+        """
+        inner = self._inner
+        if type(inner) is DistributedSampler:
+            return
+        generators = _generators_of(inner)
+        random, states = RandomStates(), [generator.get_state() for generator in generators]
+        found = []
+        for is_whole in (False, True):
+            found.append(_order_of(inner) if is_whole else list(inner))
+            random.restore()
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+        mine, order = found
+        if mine != share_of(order, inner.rank, inner.num_replicas, drops_last=self.drops_last):
+            raise ConfigurationError(
+                f"on_failure='shrink' cannot deal the rest of an epoch of {type(inner).__name__} anew: it"
+                " does not deal one order of samples to the ranks in turn, or draws another one each time it"
+                " is asked. Use torch's DistributedSampler, a sampler that draws by a torch.Generator, or"
+                " on_failure='stop'."
+            )
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         """Deals what is left of the epoch over other ranks.
@@ -85,14 +152,12 @@ class DealtSampler(Sampler[Any]):
             rank: this rank among the new ones.
             world_size: number of the new ones.
         """
-        inner = self._inner
-        self._num_used += (num_batches - self.num_batches) * self._batch_size * inner.num_replicas
+        self._num_used += (num_batches - self.num_batches) * self._batch_size * self._inner.num_replicas
         self.num_batches = num_batches
-        whole = _order_of(inner)
-        set_ranks(inner, rank, world_size)
-        self._rest = share_of(
-            whole[self._num_used :], rank, world_size, drops_last=bool(getattr(inner, "drop_last", False))
-        )
+        rest = self.order()[self._num_used :]
+        set_ranks(self._inner, rank, world_size)
+        self.has_changed = True
+        self._rest = self._filled(share_of(rest, rank, world_size, drops_last=self.drops_last))
 
 
 class SplitBatches:
@@ -100,19 +165,26 @@ class SplitBatches:
 
     Args:
         inner: whose `sampler` is distributed.
+        num_ranks: that there were at first, whose batches together are the global batch.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, num_ranks: int) -> None:
         self.sampler = DealtSampler(inner.sampler, int(inner.batch_size))
         self.batch_size, self.drop_last = inner.batch_size, inner.drop_last
+        inner.sampler = self.sampler
         self._inner = inner
-        self._num_ranks = inner.sampler.num_replicas
+        self._num_ranks = num_ranks
         self._part: tuple[int, int] | None = None
+
+    @property
+    def _num_samples(self) -> int:
+        """Of an epoch, of all ranks."""
+        parts = len(self.sampler.dataset) / self._num_ranks
+        return self._num_ranks * (math.floor(parts) if self.sampler.drops_last else math.ceil(parts))
 
     def _all(self) -> list[list[Any]]:
         """The samples of each step of the epoch, as all ranks that there were at first would use them."""
-        order = _order_of(self._inner.sampler)
-        drops_last = bool(getattr(self._inner.sampler, "drop_last", False))
+        order, drops_last = self.sampler.order(), self.sampler.drops_last
         shares = [share_of(order, r, self._num_ranks, drops_last=drops_last) for r in range(self._num_ranks)]
         dealt = [sample for row in zip(*shares, strict=True) for sample in row]
         size = self._num_ranks * int(self.batch_size)
@@ -126,7 +198,10 @@ class SplitBatches:
         return iter([batch[rank::world_size] for batch in self._all()[self.sampler.num_batches :]])
 
     def __len__(self) -> int:
-        return len(self._inner) if self._part is None else len(self._all()) - self.sampler.num_batches
+        if self._part is None:
+            return len(self._inner)
+        batches = self._num_samples / (self._num_ranks * int(self.batch_size))
+        return (math.floor(batches) if self.drop_last else math.ceil(batches)) - self.sampler.num_batches
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         """Splits what is left of the epoch, and later ones, over other ranks; as of `DealtSampler`."""
@@ -138,8 +213,19 @@ class SplitBatches:
             return 1.0
         rank, world_size = self._part
         most = self._num_ranks * int(self.batch_size)
-        size: int = min(most, len(self._inner.sampler) * self._num_ranks - number * most)
+        size: int = min(most, self._num_samples - number * most)
         return len(range(rank, size, world_size)) * world_size / size
+
+
+def _generators_of(owner: Any, depth: int = 3) -> list[torch.Generator]:
+    """Those by which a sampler draws, or one that it wraps."""
+    found = []
+    for value in vars(owner).values():
+        if isinstance(value, torch.Generator):
+            found.append(value)
+        elif depth and isinstance(value, Sampler | Dataset):
+            found += _generators_of(value, depth - 1)
+    return found
 
 
 def _order_of(sampler: Any) -> list[Any]:
@@ -164,11 +250,24 @@ class Dealer:
 
     Args:
         keeps_global: whether the batch of all ranks together stays as large; else that of each rank does.
+        num_ranks: that there are at first.
+        loaders: tells the present training dataloaders.
+        avoids_one: whether the model cannot be trained on a single sample.
     """
 
-    def __init__(self, *, keeps_global: bool) -> None:
+    def __init__(
+        self, *, keeps_global: bool, num_ranks: int, loaders: Callable[[], list[Any]], avoids_one: bool
+    ) -> None:
         self._keeps_global = keeps_global
-        self._dealt: list[DealtSampler | SplitBatches] = []
+        self._num_ranks = num_ranks
+        self._loaders = loaders
+        self._avoids_one = avoids_one
+        self._part: tuple[int, int] | None = None
+
+    @property
+    def _dealt(self) -> list[DealtSampler | SplitBatches]:
+        batches: list[Any] = [loader.batch_sampler for loader in self._loaders()]
+        return [one if isinstance(one, SplitBatches) else one.sampler for one in batches]
 
     def adopt(self, loader: Any) -> Any:
         """Takes a dataloader's sampler over; returns the loader.
@@ -182,23 +281,34 @@ class Dealer:
             raise ConfigurationError(
                 f"on_failure='shrink' cannot deal the rest of an epoch of a {type(loader).__name__} anew: it"
                 " needs a DataLoader whose batches come from a distributed sampler, as Lightning sets one by"
-                " itself for a dataset with a length. Use such a dataset, or on_failure='stop'."
+                " itself for a dataset with a length. What an iterable dataset of a lost rank had still to give"
+                " would be lost. Use a dataset with a length, or on_failure='stop'."
             )
         if isinstance(inner, DealtSampler):
             return loader
         if not self._keeps_global:
-            batches.sampler = DealtSampler(inner, int(batches.batch_size))
-            self._dealt.append(batches.sampler)
-            return loader
-        if self._dealt:
+            size = int(batches.batch_size)
+            batches.sampler = sampler = DealtSampler(inner, size, avoids_one=self._avoids_one)
+        else:
+            split = SplitBatches(batches, self._num_ranks)
+            vars(loader)["batch_sampler"] = split  # which a DataLoader does not let be set
+            sampler = split.sampler
+            if self._part is not None:  # a new loader, of fewer ranks
+                split.deal(0, *self._part)
+        sampler.check()
+        return loader
+
+    def check(self) -> None:
+        """Looks at all loaders together.
+
+        Raises:
+            ConfigurationError: they cannot be split.
+        """
+        if self._keeps_global and len(self._dealt) > 1:
             raise ConfigurationError(
                 "on_failure='shrink' with batch='global' and several training dataloaders: samples of one may"
                 " not weigh as much as those of another. Use one dataloader, or batch='rank'."
             )
-        split = SplitBatches(batches)
-        vars(loader)["batch_sampler"] = split  # which a DataLoader does not let be set
-        self._dealt.append(split)
-        return loader
 
     def weight(self, number: int) -> float:
         """What this rank's gradients of a batch of the epoch count for."""
@@ -207,6 +317,7 @@ class Dealer:
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         """Deals the rest of the epoch over other ranks."""
+        self._part = (rank, world_size)
         for dealt in self._dealt:
             dealt.deal(num_batches, rank, world_size)
 
@@ -221,3 +332,4 @@ class Dealer:
         for dealt in self._dealt:
             if isinstance(dealt, DealtSampler):
                 set_ranks(dealt.inner, rank, world_size)
+                dealt.has_changed = True

@@ -103,12 +103,6 @@ def check_training(
                 f"it ends after {most} steps, and an epoch has more of them once there are fewer ranks",
                 f"batch='global', or Trainer(max_steps={most})",
             )
-    if trainer.reload_dataloaders_every_n_epochs:
-        _refuse(
-            "reload_dataloaders_every_n_epochs",
-            "samplers of new loaders are not followed yet",
-            "reload_dataloaders_every_n_epochs=0",
-        )
 
 
 def check_next_run(trainer: Any, *, generation: int, is_same: bool) -> None:

@@ -20,7 +20,7 @@ import torch
 from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 import lightning_ddp
 from lightning_ddp._lightning import loop_counters
@@ -367,13 +367,33 @@ def new_trainer() -> pl.Trainer:
     )
 
 
+class Drawn(SequentialSampler):
+    """Another order each time it is asked for one, of a generator of its own."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(len(self), generator=self.generator).tolist())
+
+
+def new_loader(data: Any) -> DataLoader[Any]:
+    """Of training."""
+    how = {"sampler": Drawn(data)} if "draws" in ORDER else {"shuffle": True}
+    return DataLoader(data, batch_size=4, **how, **ORDER.get("loader", {}))
+
+
 def main() -> None:
     """A fit, and what the order says of after it."""
     pl.seed_everything(1, verbose=False)
     data, model = Samples(), Model()
     data.module = model
     trainer = new_trainer()
-    loader = DataLoader(data, batch_size=4, shuffle=True, **ORDER.get("loader", {}))
+    loader = new_loader(data)
+    if "draws" in ORDER:
+        model.train_dataloader = lambda: new_loader(data)
+        loader = None
     evaluated = DataLoader(Samples(), batch_size=4) if ORDER.get("validates") else None
     trainer.fit(model, loader, evaluated)
     saving = trainer.checkpoint_callback
