@@ -386,6 +386,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             trainer,
             settings,
             num_nodes=self.num_nodes,
+            start_method=self._chosen_start_method,
             is_external=self._session.rendezvous.where is None,
             device_type=self.root_device.type,
         )
@@ -429,6 +430,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         assert self._session is not None
         ours = self._session.control
         assert ours.calls is not None
+        for place in form.lost:  # it may be stopped, or have lost but its control connection
+            self._session.children.kill_rank(place)
         self._world = rank, world_size = ours.calls.member.rank, len(form.members)
         node = ours.calls.member.place // self.num_processes
         on_node = [place for place in form.members if place // self.num_processes == node]

@@ -521,7 +521,7 @@ def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
 @pytest.mark.parametrize(
     ("options", "place", "reason"),
     [
-        ({}, {"num_nodes": 2}, "of another host"),
+        ({}, {"num_nodes": 2, "start_method": "spawn"}, "ends all when one has died"),
         ({}, {"is_external": True}, "torchrun or SLURM"),
         ({}, {"device_type": "cuda"}, "communicators of NCCL"),
     ],
@@ -530,7 +530,7 @@ def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
 def test_a_trainer_that_cannot_be_exact_is_refused_as_training_starts(options, place, reason) -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
     trainer.strategy.connect(pl.LightningModule())
-    where = {"num_nodes": 1, "is_external": False, "device_type": "cpu"}
+    where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
     with pytest.raises(ConfigurationError, match=f"{reason}.*on_failure='stop'"):
         check_training(trainer, RecoverySettings(), **{**where, **place})
 
@@ -555,7 +555,7 @@ def test_a_schedule_that_ends_needs_as_many_steps_as_it_has() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
     trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule)]
-    where = {"num_nodes": 1, "is_external": False, "device_type": "cpu"}
+    where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
     with pytest.raises(ConfigurationError, match=r"OneCycleLR.* ends after 12 steps.* batch='global'"):
         check_training(trainer, RecoverySettings(), **where)
     check_training(trainer, RecoverySettings(batch="global"), **where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,16 @@ from typing import Any
 import pytest
 import user_script
 from harness import RUN, RunningScript, ScriptResult, start_script
-from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, ip, two_namespaces
+from harness.namespaces import (
+    ADDRESSES,
+    INTERFACES,
+    NAMESPACES,
+    Link,
+    ip,
+    two_namespaces,
+    two_namespaces_with_link,
+)
+from test_shrink import SCRIPT, Ledger, fault
 from user_script import order, read_notes, wait_for_notes
 
 HEARTBEAT_S = 4.0
@@ -23,6 +33,16 @@ SHORT_HEARTBEAT = pytest.mark.parametrize(
 )
 UNDER_RUN = pytest.param({"launcher": RUN}, marks=pytest.mark.slow, id="run")
 STARTS = pytest.mark.parametrize("nodes", [pytest.param({}, id="python"), UNDER_RUN], indirect=True)
+
+
+def variables_of(node: int) -> dict[str, str]:
+    """What a launcher on it needs."""
+    return {
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": "29511",
+        "NODE_RANK": str(node),
+        "GLOO_SOCKET_IFNAME": INTERFACES[node],
+    }
 
 
 class Nodes:
@@ -63,14 +83,8 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
                 strategy={"failure_grace_s": 60.0, **options},
                 trainer={"num_nodes": 2, "max_epochs": -1, "limit_val_batches": 0},
             )
-            env = {
-                "MASTER_ADDR": ADDRESSES[0],
-                "MASTER_PORT": "29511",
-                "NODE_RANK": str(node),
-                "GLOO_SOCKET_IFNAME": INTERFACES[node],
-            }
             path = Path(user_script.__file__)
-            script = start_script(path, arguments, env, namespace=namespace, launcher=launcher)
+            script = start_script(path, arguments, variables_of(node), namespace=namespace, launcher=launcher)
             launchers.append(stack.enter_context(script))
         yield Nodes(tmp_path, launchers)
 
@@ -129,3 +143,84 @@ def test_the_first_node_lost_ends_the_second(nodes) -> None:
     for rank in (2, 3):
         assert seen[rank]["rank"] == 0
         assert "node 0 is unreachable" in seen[rank]["message"]
+
+
+@contextlib.contextmanager
+def shrinking(
+    folder: Path, launcher: tuple[str, ...] = (), **order: Any
+) -> Iterator[tuple[Link, RunningScript, RunningScript]]:
+    """A run of two nodes with two ranks each, which go on when some are lost."""
+    order = {"folder": str(folder), "devices": 2, **order, "trainer": {"num_nodes": 2, **order["trainer"]}}
+    with two_namespaces_with_link() as link, contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(
+                start_script(
+                    SCRIPT, [json.dumps(order)], variables_of(node), namespace=namespace, launcher=launcher
+                )
+            )
+            for node, namespace in enumerate(NAMESPACES)
+        )
+        yield link, first, second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(RUN, marks=pytest.mark.exhaustive)], ids=["python", "run"]
+)
+def test_ranks_of_both_nodes_are_lost_and_the_others_go_on(launcher, tmp_path) -> None:
+    """The last one is the launching process of the second node."""
+    faults = [fault(3, "forward", 2, how="stop"), fault(1, "between buckets", 4), fault(2, "forward", 6)]
+    with shrinking(tmp_path, launcher, faults=faults, stall_s=6.0, trainer={}) as (_, first, second):
+        assert first.wait().returncode == 0, first.output()
+        assert second.wait().returncode != 0, second.output()
+    ledger = Ledger(tmp_path)
+    ledger.check([0])
+    found = {}
+    for entry in ledger.changes:
+        dealt = entry["dealt_to"]
+        place = (*entry["node_and_local_rank"], dealt["rank"], dealt["num_replicas"])
+        found[entry["place"], entry["sizes"][1]] = place
+    assert found == {
+        (0, 3): (0, 0, 0, 3),
+        (1, 3): (0, 1, 1, 3),
+        (2, 3): (1, 0, 2, 3),
+        (0, 2): (0, 0, 0, 2),
+        (2, 2): (1, 0, 1, 2),
+        (0, 1): (0, 0, 0, 1),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lost", [{0, 1}, {1}, pytest.param({0}, marks=pytest.mark.exhaustive)], ids=["both", "second", "first"]
+)
+def test_the_node_with_the_control_server_goes_on_when_the_link_is_cut_and_the_other_one_ends(
+    lost, tmp_path
+) -> None:
+    order = {"strategy": {"heartbeat_timeout_s": HEARTBEAT_S}, "step_s": 0.1, "trainer": {"max_epochs": 4}}
+    with shrinking(tmp_path, samples=96, **order) as (link, first, second):
+        first.wait_until(lambda: any(entry["step"] == 3 for entry in Ledger(tmp_path).commits))
+        link.lost |= lost
+        first.wait_until(lambda: bool(Ledger(tmp_path).changes))
+        link.lost.clear()  # nobody of the other node disturbs
+        assert first.wait().returncode == 0, first.output()
+        assert second.wait(END_S).returncode == 1, second.output()
+        assert "node 0 is unreachable" in second.output() or "rank 0" in second.output()
+    ledger = Ledger(tmp_path)
+    assert ledger.ended == [0, 1]
+    assert {tuple(entry["sizes"]) for entry in ledger.changes} == {(4, 2)}
+    assert all("node 1 is unreachable" in entry["cause"] for entry in ledger.changes)
+    for entries in ledger.by_step().values():
+        assert len({entry["parameters"] for entry in entries}) == 1
+    assert not list(tmp_path.glob("**/emergency*"))
+
+
+@pytest.mark.exhaustive
+def test_a_rank_is_lost_where_news_takes_seconds(tmp_path) -> None:
+    faults = [fault(3, "forward", 2)]
+    with shrinking(tmp_path, faults=faults, trainer={"max_steps": 4}) as (link, first, second):
+        first.wait_until(lambda: bool(Ledger(tmp_path).commits))
+        link.delay_s = 3.0
+        assert first.wait().returncode == 0, first.output()
+        assert second.wait().returncode == 0, second.output()
+    assert {(e["place"], *e["sizes"]) for e in Ledger(tmp_path).changes} == {(p, 4, 3) for p in range(3)}

@@ -64,18 +64,24 @@ def _check_averager(settings: RecoverySettings, averager: AveragerPlan) -> None:
 
 
 def check_training(
-    trainer: Any, settings: RecoverySettings, *, num_nodes: int, is_external: bool, device_type: str
+    trainer: Any,
+    settings: RecoverySettings,
+    *,
+    num_nodes: int,
+    start_method: str,
+    is_external: bool,
+    device_type: str,
 ) -> None:
     """Looks at the Trainer and where it runs.
 
     Raises:
         ConfigurationError: as `check_arguments`.
     """
-    if num_nodes > 1:
+    if num_nodes > 1 and start_method != "popen":
         _refuse(
-            f"num_nodes={num_nodes}",
-            "a lost process of another host cannot be ended from here yet",
-            "Trainer(num_nodes=1)",
+            f"num_nodes={num_nodes} and start_method={start_method!r}",
+            "on the other nodes the process that waits for its ranks ends all when one has died",
+            "start_method='popen'",
         )
     if is_external:
         _refuse(

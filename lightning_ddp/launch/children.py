@@ -251,6 +251,12 @@ class Children:
             if proc.pid == pid:
                 proc.send_signal(signal.SIGKILL)
 
+    def kill_rank(self, rank: int) -> None:
+        """Ends the child that was given a rank, if it is one of these."""
+        number = rank - (self.first_rank or 0) - 1
+        if self.first_rank is not None and 0 <= number < len(self.procs):
+            self.procs[number].send_signal(signal.SIGKILL)
+
     def send_signal(self, number: int) -> None:
         """Sends a signal to the children that still run."""
         for proc in self.procs:

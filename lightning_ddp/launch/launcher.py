@@ -137,7 +137,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except BaseException:
             rendezvous.close()
             raise
-        session.begin_launch(first_rank, node_rank, variables)
+        tells_all = self._settings.recovery is not None
+        session.begin_launch(first_rank, node_rank, variables, tells_all=tells_all)
         if node_rank == 0 and world_size > 1 and is_enabled():  # a lone rank has nobody to hear of
             session.open_server(
                 address,

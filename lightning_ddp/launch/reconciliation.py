@@ -111,6 +111,7 @@ class Reconciliation:
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = ReconcileSettings()
         self._parent_pid: int | None = None
+        self._call_within_s = ECHO_WAIT_S + 1.0
         self._device_watch: DeviceWatch | None = None
         self._depth = 0
         self._ends_at: float | None = None
@@ -155,6 +156,8 @@ class Reconciliation:
                 parent = server.identity
             elif parent.node_rank == server.identity.node_rank:
                 parent = None  # it has a supervisor, which tells the server of its end
+        if identity.node_rank != server.identity.node_rank:  # the call has to come from there
+            self._call_within_s += settings.heartbeat_timeout_s
         if settings.recovery is not None:
             self.calls = Calls(identity.rank, self.interrupt, self.alarm, self.boundary)
         self.watch = Watch(
@@ -204,7 +207,7 @@ class Reconciliation:
         text = str(error)
         is_aborted = self.calls.error is not None  # connections to the store as well, in many words
         is_echo = _is_of_backend(error, text) and (is_aborted or _LOST_CONNECTION.search(text) is not None)
-        return is_echo and self.calls.wait_for_call(ECHO_WAIT_S + 1.0)
+        return is_echo and self.calls.wait_for_call(self._call_within_s)
 
     def check_end(self) -> None:
         """Raises if the run has ended with a failure.

@@ -78,14 +78,18 @@ class Session:
 
     # ------------------------------------------------------------------ begin
 
-    def begin_launch(self, first_rank: int, node_rank: int, variables: dict[str, str]) -> None:
+    def begin_launch(
+        self, first_rank: int, node_rank: int, variables: dict[str, str], *, tells_all: bool = False
+    ) -> None:
         """From now on this process is the one that starts the others of its node.
 
         Args:
             first_rank: rank of this process, the first one of its node.
             node_rank: this node.
             variables: environment variables to set until the session ends.
+            tells_all: whether the server is told of each child that ends, as the others may go on.
         """
+        self.children.tells_all = tells_all
         self.children.first_rank, self._node_rank = first_rank, node_rank
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
@@ -122,7 +126,6 @@ class Session:
             RendezvousError: `address` is none of this host.
         """
         shared = self.rendezvous.token
-        self.children.tells_all = settings.recovery is not None
         options: dict[str, Any] = {
             "token": shared or secrets.token_hex(16),
             "world_size": world_size,

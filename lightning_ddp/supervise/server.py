@@ -112,6 +112,8 @@ class ControlServer:
         self._ended_places: set[int] = set()
         self._identities: dict[int, Identity] = {}
         """Place, the rank that a process had in the beginning, -> who has it, with its present rank."""
+        self._places: dict[tuple[str | None, int | None], int] = {}
+        """Host and process id, also of those that are lost -> place."""
         self.has_met = False
         """Whether all ranks have been connected."""
         self._num_ended: Counter[int] = Counter()
@@ -326,6 +328,7 @@ class ControlServer:
         self._strangers.pop(peer, None)
         self._peers[id(peer)] = self._ranks[rank] = peer
         self._identities[rank] = message.identity
+        self._places[message.identity.host, message.identity.pid] = rank
         self._inspection.joined(rank)
         if self._verdict.first is not None:
             self._send(peer, Failure(self._verdict.first.cut()))
@@ -353,10 +356,19 @@ class ControlServer:
             case Echoed(record):
                 self._verdict.echo(record, now)
             case Vanished(record):
-                self._verdict.vanished(record, now)
+                self._vanished(record, now)
             case Exited(record):
                 if self._membership is None or not self._has_met_its_end(record):
                     self._verdict.exited(self._renumbered(record), record.message, now)
+
+    def _vanished(self, record: FailureRecord, now: float) -> None:
+        """A process is gone, says one that it has started: it may be a rank, or one that is lost already."""
+        place = self._places.get((record.host, record.pid))
+        if self._membership is not None and place is not None:
+            if place not in self._membership.remaining:
+                return
+            record = replace(record, rank=self._identities[place].rank)
+        self._verdict.vanished(record, now)
 
     def _lost(self, peer: Peer, error: OSError | None) -> None:
         identity = peer.identity
@@ -374,6 +386,9 @@ class ControlServer:
             record = FailureRecord.of_identity(identity, message)
             if not self._lose(record, time.monotonic(), has_ended=True):
                 self._verdict.accuse(record)
+                return
+            for other in [o for o in self._identities.values() if o.node_rank == identity.node_rank]:
+                self._lose(FailureRecord.of_identity(other, message), time.monotonic(), has_ended=True)
         else:
             self._verdict.vanished(FailureRecord.of_identity(identity, GONE), time.monotonic())
 
@@ -441,7 +456,8 @@ class ControlServer:
         place = self._place_of(record.rank)
         if place not in membership.members:
             return False
-        has_ended |= place in self._ended_places
+        # one of another node cannot be killed from here; it is told nothing more, and its node does that
+        has_ended |= place in self._ended_places or self._identities[place].node_rank != 0
         self._send_to_places(membership.lost(place, record, now, has_ended=has_ended))
         if place in membership.condemned:
             self._on_condemned(self._identities[place])

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import os
+import select
+import struct
 import subprocess
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,6 +27,82 @@ ADDRESSES_6 = ("fd97:31::1", "fd97:31::2")
 def ip(*words: str) -> None:
     """Runs the command `ip`."""
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Link:
+    """Carries the packets between both namespaces, which have tun devices: it can lose and delay them."""
+
+    def __init__(self) -> None:
+        self.lost: set[int] = set()
+        """Namespaces of which all that they send is lost."""
+        self.delay_s = 0.0
+        """How long each packet of the second one is on its way."""
+        with ThreadPoolExecutor(1) as thread:  # to move into a namespace is a matter of one thread
+            self._ends = [thread.submit(_open_tun, end).result() for end in range(2)]
+        self._wake, self._is_over = os.pipe()
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+
+    def start(self) -> None:
+        """Begins to carry. Both devices are up: one that is not cannot be read."""
+        self._thread.start()
+
+    def _carry(self) -> None:
+        on_the_way: deque[tuple[float, bytes]] = deque()
+        while True:
+            wait_s = max(0.0, on_the_way[0][0] - time.monotonic()) if on_the_way else None
+            ready, _, _ = select.select([*self._ends, self._wake], (), (), wait_s)
+            if self._wake in ready:
+                return
+            for end in (0, 1):
+                if self._ends[end] in ready:
+                    packet = os.read(self._ends[end], 65_535)
+                    if end in self.lost:
+                        continue
+                    if end == 0:
+                        os.write(self._ends[1], packet)
+                    else:
+                        on_the_way.append((time.monotonic() + self.delay_s, packet))
+            while on_the_way and on_the_way[0][0] <= time.monotonic():
+                os.write(self._ends[0], on_the_way.popleft()[1])
+
+    def close(self) -> None:
+        """Takes the devices away."""
+        os.close(self._is_over)
+        if self._thread.ident is not None:
+            self._thread.join()
+        for descriptor in (*self._ends, self._wake):
+            os.close(descriptor)
+
+
+def _open_tun(end: int) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{NAMESPACES[end]}") as namespace:
+        if libc.setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    tun_set_interface, is_tun, no_header = 0x400454CA, 0x0001, 0x1000
+    descriptor = os.open("/dev/net/tun", os.O_RDWR)
+    request = struct.pack("16sH22x", INTERFACES[end].encode(), is_tun | no_header)
+    fcntl.ioctl(descriptor, tun_set_interface, request)
+    return descriptor
+
+
+@contextlib.contextmanager
+def two_namespaces_with_link() -> Iterator[Link]:
+    """As `two_namespaces`, with a link that the test has in its hand."""
+    link = None
+    try:
+        try:
+            _make_namespaces()
+            link = Link()
+            _set_addresses()
+            link.start()
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces with tun devices here: {error}")
+        yield link
+    finally:
+        if link is not None:
+            link.close()
+        _remove()
 
 
 @contextlib.contextmanager
@@ -36,11 +120,19 @@ def two_namespaces() -> Iterator[None]:
 
 
 def _make() -> None:
+    _make_namespaces()
+    first = ["link", "add", INTERFACES[0], "netns", NAMESPACES[0], "type", "veth"]
+    ip(*first, "peer", INTERFACES[1], "netns", NAMESPACES[1])
+    _set_addresses()
+
+
+def _make_namespaces() -> None:
     for name in NAMESPACES:
         ip("netns", "add", name)
         ip("-n", name, "link", "set", "lo", "up")
-    first = ["link", "add", INTERFACES[0], "netns", NAMESPACES[0], "type", "veth"]
-    ip(*first, "peer", INTERFACES[1], "netns", NAMESPACES[1])
+
+
+def _set_addresses() -> None:
     for name, interface, *addresses in zip(NAMESPACES, INTERFACES, ADDRESSES, ADDRESSES_6, strict=True):
         ip("-n", name, "addr", "add", f"{addresses[0]}/24", "dev", interface)
         with contextlib.suppress(subprocess.CalledProcessError):  # a kernel without IPv6

@@ -35,10 +35,10 @@ NUM_SAMPLES = ORDER.get("samples", 96)
 
 def place() -> int:
     """The rank that this process had at first; -1 for one that only waits for its ranks."""
-    num_processes = ORDER.get("devices", 4)
-    if "LOCAL_RANK" not in os.environ:
-        return -1 if "start_method" in ORDER.get("strategy", {}) else 0
-    return int(os.environ.get("NODE_RANK", "0")) * num_processes + int(os.environ["LOCAL_RANK"])
+    if "LOCAL_RANK" not in os.environ and "start_method" in ORDER.get("strategy", {}):
+        return -1
+    node_rank, local_rank = (int(os.environ.get(name, "0")) for name in ("NODE_RANK", "LOCAL_RANK"))
+    return node_rank * int(ORDER.get("devices", 4)) + local_rank
 
 
 def die_if(moment: str, step: int) -> None:
@@ -265,6 +265,8 @@ class Ledger(pl.Callback):
             event="changes",
             sizes=[change.old_world_size, change.new_world_size],
             ranks=[change.old_rank, change.new_rank],
+            node_and_local_rank=[trainer.node_rank, trainer.local_rank],
+            dealt_to=trainer.strategy.distributed_sampler_kwargs,
             lost=list(change.lost_ranks),
             step=change.step,
             seconds=change.seconds,
