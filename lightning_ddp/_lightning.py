@@ -12,6 +12,7 @@ where they belong.
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib
 import importlib.util
@@ -73,6 +74,7 @@ __all__ = [
     "accept_strategies",
     "adopt",
     "after_schedulers",
+    "append_to_csv",
     "at_step_boundaries",
     "batches_that_stepped",
     "bind",
@@ -95,6 +97,7 @@ __all__ = [
     "loaded_roots",
     "loader_states",
     "loaders_of",
+    "logger_version",
     "loop_counters",
     "note_sigterm",
     "num_cuda_devices",
@@ -107,6 +110,7 @@ __all__ = [
     "saved_last",
     "set_batches_that_stepped",
     "set_launcher",
+    "set_logger_version",
     "set_num_threads_if_needed",
     "set_redirection",
     "set_training_results",
@@ -152,6 +156,8 @@ _OTHERS = {
     "FabricFunctionLauncher": ("fabric:strategies.launchers", "_MultiProcessingLauncher"),
     "FabricScriptLauncher": ("fabric:strategies.launchers", "_SubprocessScriptLauncher"),
     "unshare": ("fabric:strategies.launchers.multiprocessing", "_disable_module_memory_sharing"),
+    "CSVLogger": ("loggers", "CSVLogger"),
+    "CSVWriter": ("loggers.csv_logs", "ExperimentWriter"),
     "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
     "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
     "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
@@ -730,6 +736,48 @@ def replace_signal_handlers(trainer: Trainer, *, on_sigterm: Any, on_requeue: An
 def note_sigterm(trainer: Trainer) -> None:
     """Sets what `Trainer.received_sigterm` tells: an attribute of `_signal_connector`."""
     _set(_get(trainer, "_signal_connector"), "received_sigterm", True)
+
+
+# ---------------------------------------------------------------------- loggers
+
+
+def logger_version(logger: Any) -> Any:
+    """The version of a logger that chooses one when it is first asked, by the folders there are: `_version`.
+
+    None for a logger that has none.
+    """
+    return logger.version if "_version" in vars(logger) else None
+
+
+def set_logger_version(logger: Any, version: Any) -> None:
+    """Has a logger take the version that another process's has chosen; nothing if that is None."""
+    if version is not None:
+        _set(logger, "_version", version)
+
+
+def append_to_csv(logger: Any) -> str | None:
+    """Has a `CSVLogger` of this process go on with the file of another one, which its writer would delete.
+
+    The writer does so where it is made, in `_check_log_dir_exists`; it writes the columns `metrics_keys` to a
+    file of `_fs`. The logger keeps it as `_experiment`.
+
+    Returns:
+        What the file holds; None if there is no file, or the logger is another.
+    """
+    root = _root_of(logger)
+    if root is None or not isinstance(logger, lightnings("CSVLogger", root)):
+        return None
+    kind = lightnings("CSVWriter", root)
+    _get(kind, "_check_log_dir_exists")
+    writer: Any = type(kind.__name__, (kind,), {"_check_log_dir_exists": lambda self: None})(logger.log_dir)
+    _set(logger, "_experiment", writer)
+    files, path = _get(writer, "_fs"), writer.metrics_file_path
+    if not files.isfile(path):
+        return None
+    with files.open(path, "r", newline="") as file:
+        text: str = file.read()
+    writer.metrics_keys = next(csv.reader(text.splitlines()), [])
+    return text
 
 
 # ---------------------------------------------------------------------- the module

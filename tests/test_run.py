@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 import json
 import os
@@ -459,12 +460,46 @@ def test_a_rank_that_never_ends_is_ended(tmp_path, who) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        {1: ("forward", 3)},
+        {0: ("batch end", 3), 1: ("validation", 11)},
+        {0: ("checkpoint", 2), 1: ("epoch end", 11)},
+    ],
+    ids=str,
+)
 def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
-    faults = [test_shrink.fault(lost, "forward", 3)]
-    orders = json.dumps({"folder": str(tmp_path), "devices": 3, "faults": faults})
-    run_script(test_shrink.SCRIPT, [orders], launcher=RUN, timeout_s=DEADLINE_S).check()
-    test_shrink.Ledger(tmp_path).check([rank for rank in range(3) if rank != lost])
+    """Of rank 0, which all of these are when they are lost but for the first, loggers and checkpoints too."""
+    order = {
+        "folder": str(tmp_path),
+        "devices": 3,
+        "faults": [test_shrink.fault(place, *when) for place, when in lost.items()],
+        "logs": True,
+        "validates": True,
+        "checkpoints": {
+            "every_n_train_steps": 2,
+            "dirpath": None,
+            "monitor": "step",
+            "mode": "max",
+            "save_last": True,
+        },
+        "trainer": {"log_every_n_steps": 1},
+    }
+    run_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=RUN, timeout_s=DEADLINE_S).check()
+    ledger = test_shrink.Ledger(tmp_path)
+    ledger.check([rank for rank in range(3) if rank not in lost])
+    (folder,) = tmp_path.glob("logs/*/*")
+    rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+    steps = {key: [int(row["step"]) for row in rows if row[key]] for key in rows[0]}
+    assert steps["loss_step"] == list(range(len(ledger.by_step())))
+    ends = [max(e["step"] for e in ledger.commits if e["epoch"] == epoch) for epoch in range(2)]
+    assert [steps[key] for key in ("loss_epoch", "val", "end of epoch")] == [ends] * 3
+    assert len(steps["recovery/count"]) == len(lost)
+    for entry in ledger.of("ends"):
+        for path in (Path(entry["best"]), Path(entry["last"])):
+            assert path.parent == folder / "checkpoints"
+            assert path.exists()
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from lightning_ddp.comm.collectives import broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.snapshot import ModuleSnapshot
+from lightning_ddp.elastic.loggers import Loggers
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
 from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates, put_scale
@@ -106,6 +107,8 @@ class Recovery:
         self._snapshot: ModuleSnapshot | None = None
         self._batch: Any = None
         self._output: Any = None
+        self._loggers = Loggers(trainer, trainer.strategy.broadcast)
+        self._num_rows = 0
         wrap_steps(
             trainer,
             advance=self._advance,
@@ -231,6 +234,7 @@ class Recovery:
                 self._deal(progress.completed, anew=True)
             self._snapshot = self._snapshot or ModuleSnapshot(self._trainer.lightning_module)
             self._mark = Mark(self._trainer, self._snapshot, self._communication, self.taken)
+            self._num_rows = self._loggers.begin(self.committed)
         self._calls.defer(False)
         self._boundary()
 
@@ -254,6 +258,7 @@ class Recovery:
             is_new_epoch: whether the batches that are counted are those of the epoch before.
         """
         mark = PhaseMark(self._trainer, self._trainer.lightning_module)
+        num_rows = self._loggers.begin(self.committed)
 
         def attempt() -> None:
             self._calls.defer(False)
@@ -265,6 +270,7 @@ class Recovery:
         while not self._is_through(attempt):
             self._mark = None  # the step is over
             mark.restore_weights()  # others may copy them
+            self._loggers.undo(num_rows)
             self._go_on(num_batches=0 if is_new_epoch else None)
             mark.restore()
             self._is_again = True
@@ -293,10 +299,12 @@ class Recovery:
             num_batches = self._loop.batch_progress.current.ready
         if is_undone and mark is not None:
             mark.restore()
+            self._loggers.undo(self._num_rows)
             num_batches = mark.num_batches
         elif (is_lifted or in_round) and mark is not None:
             self._count_lifted(mark)
         self._deal(num_batches, anew=not self._communication.is_local)
+        self._loggers.take_over()
         self._tell(form, error)
         if in_round and not is_lifted:
             self._calls.defer(True)

@@ -148,9 +148,9 @@ class _Host:
             self._rank_0_has_ended.set()
         if self._server is None or (code == 0 and self._server.has_met):
             return
-        known = [identity for identity in self._here(self._server) if identity.pid == pid]
+        known = self._server.member(pid, node_rank=0)
         if known or is_rank_0:
-            identity = known[0] if known else Identity(rank=0, node_rank=0, pid=pid)
+            identity = known or Identity(rank=0, node_rank=0, pid=pid)
             how = describe_exit(code) + (" before it had joined the others" if code == 0 else "")
             message = f"the process {how}; what it printed stands above"
             self._is_failing = True

@@ -163,6 +163,14 @@ class ControlServer:
         """The ranks that have connected, and belong to the run."""
         return list(self._identities.values())
 
+    def member(self, pid: int, node_rank: int) -> Identity | None:
+        """A process as launchers know it, with the rank that it had in the beginning; None for a stranger."""
+        known = list(self._identities.items())
+        found = [
+            replace(who, rank=place) for place, who in known if (who.pid, who.node_rank) == (pid, node_rank)
+        ]
+        return found[0] if found else None
+
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
         """The first failure, waiting up to `timeout_s` seconds for it to be certain."""
         self._decided.wait(timeout_s)

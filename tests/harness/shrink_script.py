@@ -349,7 +349,7 @@ def new_trainer() -> pl.Trainer:
     stall_timeout = timedelta(seconds=ORDER["stall_s"]) if "stall_s" in ORDER else None
     saving = []
     if "checkpoints" in ORDER:
-        saving.append(pl.callbacks.ModelCheckpoint(FOLDER / "saved", **ORDER["checkpoints"]))
+        saving.append(pl.callbacks.ModelCheckpoint(**{"dirpath": FOLDER / "saved", **ORDER["checkpoints"]}))
     strategy = Strategy(
         bucket_cap_mb_list=[0.0001],
         stall_timeout=stall_timeout,
@@ -405,6 +405,7 @@ def main() -> None:
         parameters=hash_of(model.parameters()),
         metrics=sorted(trainer.callback_metrics),
         best=saving.best_model_path if saving is not None else None,
+        last=saving.last_model_path if saving is not None else None,
     )
     if "tests" in ORDER:
         (means,) = trainer.test(model, DataLoader(Samples(), batch_size=4), verbose=False)
