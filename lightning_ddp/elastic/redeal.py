@@ -281,8 +281,8 @@ class Dealer:
             raise ConfigurationError(
                 f"on_failure='shrink' cannot deal the rest of an epoch of a {type(loader).__name__} anew: it"
                 " needs a DataLoader whose batches come from a distributed sampler, as Lightning sets one by"
-                " itself for a dataset with a length. What an iterable dataset of a lost rank had still to give"
-                " would be lost. Use a dataset with a length, or on_failure='stop'."
+                " itself for a dataset with a length. What an iterable dataset of a lost rank had still to"
+                " give would be lost. Use a dataset with a length, or on_failure='stop'."
             )
         if isinstance(inner, DealtSampler):
             return loader
