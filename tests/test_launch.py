@@ -31,6 +31,8 @@ from lightning_ddp.supervise.failure_record import GONE, Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
 DEADLINE_S = 180.0
+LONGEST_END_S = 25.0
+"""Below `failure_grace_s`, after which ranks that are asked to stop are ended in any case."""
 SCRIPT = Path(user_script.__file__)
 
 
@@ -208,6 +210,35 @@ def test_a_process_that_hears_of_its_launchers_death_has_all_the_time_that_it_ma
     assert "hanging-1" in read_notes(tmp_path)
     assert "Timeout (0:00:3" in result.stderr, "its own limit has ended it, with its stacks"
     assert "did not hear" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "rank", "number"),
+    [
+        (0, 0, signal.SIGTERM),
+        (1, 2, signal.SIGINT),
+        pytest.param(0, 0, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(0, 1, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(1, 2, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, number, tmp_path) -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": str(node_rank)}
+    arguments = order(tmp_path, trainer={"num_nodes": 2}, pause="before")
+    with start_script(SCRIPT, arguments, env) as script:
+        pids = wait_for_notes(script, tmp_path, [f"begun-{local_rank}" for local_rank in range(2)])
+        what = "all 4 ranks; there are [0, 1]" if node_rank == 0 else "the store of the run at 127.0.0.1:"
+        script.wait_until(lambda: f"has waited 5 s for {what}" in script.output())
+        os.kill(pids[f"begun-{rank % 2}"]["pid"], number)
+        result = script.wait(LONGEST_END_S)
+    if node_rank == 1:
+        assert result.returncode == 128 + number, result.stderr
+    elif number == signal.SIGTERM:
+        assert result.returncode == 1
+    report = result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith(f"rank {rank} ("), result.stderr
+    assert f"{number.name} after it had waited " in report, result.stderr
+    assert f"s for {what}" in report, result.stderr
 
 
 BETWEEN_RUNS = """

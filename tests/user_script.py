@@ -373,6 +373,7 @@ def main(order: Order) -> None:
     if order.pause:  # a handler of the user's own is still called
         signal.signal(signal.SIGTERM, lambda number, frame: note(folder, rank, "sigterm"))
     model = Model(order)
+    note(folder, rank, "begun")
     before = set(os.environ)
     try:
         trainer.fit(model, ckpt_path=order.checkpoint)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,11 +21,12 @@ from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.rendezvous import existing_group, join_default_group, run_store
 from lightning_ddp.launch.session import Session
-from lightning_ddp.launch.terminal import tell_long_wait
+from lightning_ddp.launch.stop_signals import WaitSignals
+from lightning_ddp.launch.terminal import describe_rank, tell_long_wait
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
-__all__ = ["join_run"]
+__all__ = ["join_run", "waiting"]
 
 _LONGEST_WAIT_S = 1800.0
 
@@ -86,7 +87,7 @@ def join_run(
         # by a connection of its own: the other one was shut down with those of the process group
         store = dist.PrefixStore(f"after{session.num_failed}", session.store.clone())
     elif has_launcher or not is_elsewhere:
-        with _telling(environment, lambda: f"the store of the run{_place(environment)}"):
+        with waiting(session, environment, lambda: f"the store of the run{_place(environment)}"):
             store = session.rendezvous.find(environment, timeout)
     else:
         store = meet_elsewhere()
@@ -103,7 +104,9 @@ def join_run(
                 settings=settings,
             )
         timeout_s = _LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
-        with _telling(environment, lambda: f"all {world_size} ranks; there are {_who_is_here(session)}"):
+        with waiting(
+            session, environment, lambda: f"all {world_size} ranks; there are {_who_is_here(session)}"
+        ):
             session.connect(store, identity, settings, timeout_s)
     if has_launcher and is_elsewhere and not session.num_failed:
         store = meet_elsewhere()
@@ -114,17 +117,34 @@ def join_run(
     if timeout is not None and "nccl" in backend_names(backend) and session.control.watch is not None:
         # this package says first what is late; NCCL's watchdog, which ends the process, is the last resort
         timeout += timedelta(seconds=settings.failure_grace_s)
-    with _telling(environment, lambda: f"the process group ({backend}) of {world_size} ranks"):
+    with waiting(session, environment, lambda: f"the process group ({backend}) of {world_size} ranks"):
         return join_default_group(
             backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
         )
 
 
-def _telling(environment: ClusterEnvironment, what: Callable[[], str]) -> AbstractContextManager[None]:
-    """As `tell_long_wait`, by one process a node."""
-    if environment.local_rank() != 0:
-        return nullcontext()
-    return tell_long_wait(environment.global_rank(), what)
+@contextmanager
+def waiting(
+    session: Session, environment: ClusterEnvironment, what: Callable[[], str]
+) -> Generator[None, None, None]:
+    """In here this process waits for others; one process a node says so, and signals end it at once.
+
+    Args:
+        session: of this process.
+        environment: tells its rank.
+        what: what it waits for, for people; any thread.
+    """
+    rank = environment.global_rank()
+
+    def end(message: str) -> None:
+        session.children.kill()
+        session.control.fail(message)
+
+    with ExitStack() as stack:
+        if environment.local_rank() == 0:
+            stack.enter_context(tell_long_wait(rank, what))
+        stack.enter_context(WaitSignals(describe_rank(rank), what, end))
+        yield
 
 
 def _place(environment: ClusterEnvironment) -> str:

@@ -1,24 +1,111 @@
-"""SIGTERM stops all ranks at one step boundary; a second one ends the process at once."""
+"""SIGTERM stops all ranks at one step boundary; a second one ends the process at once.
+
+While a rank still waits for others SIGTERM and Ctrl-C end it at once.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.client import Watch
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.protocol import Stop
 
-__all__ = ["StopSignals", "second_interrupt_ends"]
+__all__ = ["StopSignals", "WaitSignals", "second_interrupt_ends"]
 
+_REACTS_WITHIN_S = 1.0
 _IGNORED_WITHIN_S = 60.0
 _POLL_S = 0.02
+
+
+class WaitSignals:
+    """While this rank waits for others, SIGTERM and Ctrl-C end it at once, and say what it has waited for.
+
+    A context, in which SIGTERM raises `RendezvousError` and Ctrl-C `KeyboardInterrupt`. Where the main thread
+    waits in C++ it raises nothing: then a thread, which the interpreter tells of signals, ends the process.
+    Outside of the main thread it does nothing.
+
+    Args:
+        who: this process, for people.
+        what: what it waits for, for people; any thread.
+        end: called in the thread before it ends the process, with what has happened.
+    """
+
+    def __init__(self, who: str, what: Callable[[], str], end: Callable[[str], None]) -> None:
+        self._who, self._what, self._end = who, what, end
+        self._begun_at = time.monotonic()
+        self.is_on = False
+        """Whether this process waits."""
+        self.previous: dict[int, Any] = {}
+        """The handlers in whose place this one is."""
+        self._has_reacted = threading.Event()
+        self._wakes: tuple[socket.socket, socket.socket] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        usual = {signal.SIGTERM: None, signal.SIGINT: signal.default_int_handler}
+        for number, only in usual.items():
+            previous = signal.getsignal(number)
+            if previous is not signal.SIG_IGN and only in (None, previous):
+                self.previous[number] = previous
+                signal.signal(number, self.on_signal)
+        self.is_on = True
+        reading, writing = socket.socketpair()
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        if before != -1:  # somebody else has need of it: then signals wait where the main thread does
+            signal.set_wakeup_fd(before)
+            return
+        self._wakes = (reading, writing)
+        threading.Thread(target=self._look, args=(reading,), daemon=True, name="wait-signals").start()
+
+    def __exit__(self, *error: object) -> None:
+        self.is_on = False
+        if self._wakes is not None:
+            signal.set_wakeup_fd(-1)
+            self._wakes[1].close()  # the thread closes the other one
+        for number, previous in self.previous.items():
+            if signal.getsignal(number) == self.on_signal:
+                signal.signal(number, previous)
+
+    def on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        """The handler.
+
+        Raises:
+            RendezvousError: for SIGTERM.
+            KeyboardInterrupt: for SIGINT.
+        """
+        self._has_reacted.set()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt(self._message(number))
+        if callable(self.previous.get(number)):
+            self.previous[number](number, frame)
+        raise RendezvousError(self._message(number))
+
+    def _message(self, number: int) -> str:
+        name, waited_s = signal.Signals(number).name, time.monotonic() - self._begun_at
+        return f"{self._who}: {name} after it had waited {waited_s:.0f} s for {self._what()}"
+
+    def _look(self, reading: socket.socket) -> None:
+        with reading:
+            while data := reading.recv(1):
+                if data[0] in self.previous and not self._has_reacted.wait(_REACTS_WITHIN_S) and self.is_on:
+                    message = self._message(data[0])
+                    print(f"lightning_ddp: {message}", file=sys.stderr, flush=True)
+                    with suppress(BaseException):  # whatever comes, it is to end
+                        self._end(message)
+                    os._exit(128 + data[0])
 
 
 class StopSignals:
@@ -39,8 +126,12 @@ class StopSignals:
         self._previous: Any = None
         self.is_inherited = False
         """Whether this is a forked process, such as a worker of a data loader."""
+        self._wait: WaitSignals | None = None
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+            wait = getattr(self._previous, "__self__", None)
+            if isinstance(wait, WaitSignals):
+                self._wait, self._previous = wait, wait.previous.get(signal.SIGTERM)
 
     def restore(self) -> None:
         """Sets the handler back to the one that was there before, unless somebody has replaced ours."""
@@ -58,6 +149,8 @@ class StopSignals:
             return
         if self._is_ending():
             return
+        if self._wait is not None and self._wait.is_on:
+            self._wait.on_signal(number, frame)
         self._num_received += 1
         if self._num_received > 1:
             os.write(2, f"lightning_ddp: rank {self._watch.identity.rank}: second SIGTERM, ending\n".encode())

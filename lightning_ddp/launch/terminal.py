@@ -15,11 +15,16 @@ from typing import TextIO
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.failure_report import render
 
-__all__ = ["show_report", "tell_long_wait"]
+__all__ = ["describe_rank", "show_report", "tell_long_wait"]
 
 LONG_S = 5.0
 _WIDTH = 100
 _BOLD_RED, _FAINT, _PLAIN = "\033[1;31m", "\033[2m", "\033[0m"
+
+
+def describe_rank(rank: int) -> str:
+    """This process, for people."""
+    return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
 
 
 @contextmanager
@@ -32,8 +37,8 @@ def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, 
     """
 
     def tell() -> None:
-        where = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
-        print(f"lightning_ddp: {where} has waited {LONG_S:g} s for {what()}", file=sys.stderr, flush=True)
+        who = describe_rank(rank)
+        print(f"lightning_ddp: {who} has waited {LONG_S:g} s for {what()}", file=sys.stderr, flush=True)
 
     timer = threading.Timer(LONG_S, tell)
     timer.daemon = True
