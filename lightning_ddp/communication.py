@@ -218,9 +218,10 @@ class Communication:
 
     def halt(self) -> None:
         """Returns once no job of the hook or the averager runs, after ranks were lost."""
-        for owner in (self._named, self.averager):
-            if owner is not None:
-                owner.channel.halt()
+        if self._named is not None:
+            self._named.channel.halt()
+        if self.averager is not None:
+            self.averager.halt()
 
     def rejoin(self, group: Group, device: torch.device) -> None:
         """Goes on with other ranks. All of them call it, after `halt`; communicates."""
@@ -246,6 +247,16 @@ class Communication:
     def is_in_round(self) -> bool:
         """Whether parameters are being averaged, after a step of the optimizer that is over."""
         return self.averager is not None and self.averager.unfinished is not None
+
+    @property
+    def is_in_part(self) -> bool:
+        """Whether the parameters of a part of the ranks are being averaged, after a step that is over."""
+        return self.averager is not None and bool(self.averager.part_before)
+
+    def leave_part(self) -> None:
+        """Leaves that out. Does not communicate."""
+        assert self.averager is not None
+        self.averager.leave_part()
 
     def complete_round(self) -> None:
         """Repeats a round that was interrupted. All ranks come to it; communicates."""

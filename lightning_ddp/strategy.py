@@ -577,7 +577,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._emergency is not None:
             self._emergency.commit()
         if averager is not None:  # a loss scaler that skips a step lowers its scale
-            self._communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
+            try:
+                self._communication.after_step(
+                    optimizer, was_skipped=is_asked and self._loss_scale() < before
+                )
+            except Exception as error:
+                if self._recovery is None or not self._recovery.leaves_part(error):
+                    raise
         if self._recovery is not None:
             self._recovery.commit()
         return output

@@ -110,6 +110,8 @@ class Averager:
         self.has_met = True
         """Whether all ranks have taken the last step together, or have averaged after it."""
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.part_before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What a round of a part of the ranks that is under way changes, with its values before."""
         self._met: dict[str, torch.Tensor] = {}
         self.prepare()
         self._settle_phase()
@@ -178,10 +180,17 @@ class Averager:
     def after_local_step(self, track: Track) -> None:
         """Called after each step of the local phase; by default a round each `period` steps."""
         if track.num_local_steps % self.options.period == 0:
-            self.unfinished = track
-            if self.keeps_rounds:
-                self._before = [(tensor, tensor.detach().clone()) for tensor in self.changed_by_round(track)]
-            self.complete()
+            self.begin_round(track)
+
+    def begin_round(self, track: Track) -> None:
+        """A round of all ranks. Communicates."""
+        self.unfinished = track
+        self._before = self.copies(self.changed_by_round(track))
+        self.complete()
+
+    def copies(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors, each with its present value, if a round that fails may have to be undone."""
+        return [(tensor, tensor.detach().clone()) for tensor in tensors if self.keeps_rounds]
 
     def changed_by_round(self, track: Track) -> list[torch.Tensor]:
         """What a round changes in place."""
@@ -192,9 +201,7 @@ class Averager:
     def complete(self) -> None:
         """Does the round that is under way, from its beginning. Communicates."""
         assert self.unfinished is not None
-        with torch.no_grad():
-            for tensor, value in self._before:
-                tensor.copy_(value)
+        put_back(self._before)
         self.round(self.unfinished)
         self._has_diverged = len(self.tracks) > 1
         self.unfinished, self.has_met, self._before = None, True, []
@@ -245,6 +252,16 @@ class Averager:
         self.channel.wait(self.channel.submit(job))
 
     # ------------------------------------------------------------------ other ranks
+
+    def halt(self) -> None:
+        """Returns once no job runs, after ranks were lost."""
+        self.channel.halt()
+
+    def leave_part(self) -> None:
+        """Leaves a round of a part of the ranks out, after ranks were lost."""
+        self.halt()
+        put_back(self.part_before)
+        self.part_before = []
 
     def rejoin(self, group: Group) -> None:
         """Goes on with other ranks, after ranks were lost. All of them call it; communicates."""
@@ -315,6 +332,13 @@ class Averager:
         if changed:
             notes.append(f"averager {self.name!r} was saved with other options: {changed}")
         return notes
+
+
+def put_back(before: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Gives tensors the values that they had."""
+    with torch.no_grad():
+        for tensor, value in before:
+            tensor.copy_(value)
 
 
 def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
 from lightning_ddp.comm.checks import require
+from lightning_ddp.comm.group import Group
 from lightning_ddp.encoding.chunks import average_
 from lightning_ddp.encoding.mean import PlainWire
 from lightning_ddp.encoding.side_stream import Channel, part_group
@@ -84,11 +85,14 @@ class HierarchicalSGD(Averager):
     """Averages parameters among few ranks often and among many rarely.
 
     At a step that several periods divide, only the largest of them runs, as its group contains the others.
+    After ranks were lost those that are left are neighbours anew, the last group perhaps of fewer. Until the
+    next round of all each is by itself, as they may be at different steps.
     """
 
     name = "hierarchical_sgd"
     Options = HierarchicalSGDOptions
     options: HierarchicalSGDOptions
+    _waits_for_all = False
 
     def check_ranks(self) -> None:
         """Refuses groups into which the ranks cannot be divided."""
@@ -99,6 +103,16 @@ class HierarchicalSGD(Averager):
             " them, and each size has to divide their number",
         )
 
+    def rejoin(self, group: Group) -> None:
+        """Goes on with other ranks, and with other neighbours from the next round of all on."""
+        self._waits_for_all = True
+        super().rejoin(group)
+
+    def halt(self) -> None:
+        """Of all levels."""
+        for channel in dict.fromkeys(self._levels.values()):
+            channel.halt()
+
     def _sizes(self) -> dict[int, int]:
         """Period -> ranks of a group."""
         return {period: size or self.group.size for period, size in self.options.periods.items()}
@@ -108,7 +122,7 @@ class HierarchicalSGD(Averager):
         group = self.group
         self._levels: dict[int, Channel] = {}
         for period, size in self._sizes().items():
-            if size == group.size:
+            if size >= group.size:
                 self._levels[period] = self.channel
             else:
                 part = part_group(group, size, self.channel.device)
@@ -123,11 +137,22 @@ class HierarchicalSGD(Averager):
     def after_local_step(self, track: Track) -> None:
         """Averages on the largest level whose period is over."""
         due = [period for period in self._levels if track.num_local_steps % period == 0]
-        if due:
-            self._average(track, self._levels[max(due)])
+        if not due:
+            return
+        channel = self._levels[max(due)]
+        if channel is self.channel:
+            self.begin_round(track)
+            self._waits_for_all = False
+        elif not self._waits_for_all:
+            self.part_before = self.copies([self.parameters[name] for name in track.names])
+            self._average(track, channel)
+            self.part_before = []
+
+    def round(self, track: Track) -> None:
+        """The round of all."""
+        self._average(track, self.channel)
+        self.settle(track)
 
     def _average(self, track: Track, channel: Channel) -> None:
         tensors = [self.parameters[name] for name in track.names]
         channel.wait(channel.submit(lambda: average_(PlainWire(channel), tensors)))
-        if channel is self.channel:
-            self.settle(track)

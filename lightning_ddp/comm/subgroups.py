@@ -36,17 +36,19 @@ def sibling_group(group: Group, device: torch.device) -> Group:
 def part_group(group: Group, size: int, device: torch.device) -> Group:
     """The group of `size` neighbouring ranks that this rank is in; rank 0 to size - 1 are the first one.
 
+    The last group is smaller where `size` does not divide the number of ranks.
+
     All ranks call it, in one order among calls on the same group. Communicates.
 
     Args:
         group: the ranks.
-        size: divides their number.
+        size: how many are neighbours.
         device: where the tensors of its collectives will be.
 
     Raises:
         ConfigurationError: torch offers no way to make it of this group.
     """
-    parts = [range(start, start + size) for start in range(0, group.size, size)]
+    parts = [range(start, min(start + size, group.size)) for start in range(0, group.size, size)]
     return _require(_make(group, device, parts), f"groups of {size} ranks")
 
 

@@ -136,6 +136,13 @@ class Recovery:
         self.committed += self._communication.has_met
         self._is_finishing = True
 
+    def leaves_part(self, error: Exception) -> bool:
+        """Whether an average among a part of the ranks is left out, one of which is lost."""
+        if not self._communication.is_in_part or not self._ours.is_call(error):
+            return False
+        self._communication.leave_part()
+        return True
+
     def note_batch(self, batch: Any) -> None:
         """The batch that is about to be used."""
         self._batch = batch

@@ -53,8 +53,6 @@ def check_arguments(
 
 def _check_averager(settings: RecoverySettings, averager: AveragerPlan) -> None:
     instead = "model_averaging='diloco'"
-    if averager.name == "hierarchical_sgd":
-        _refuse(averager.name, "its groups of equally many ranks cannot be made of fewer", instead)
     if averager.name == "streaming_diloco":
         _refuse(averager.name, "an exchange that is under way while ranks train is not repeated yet", instead)
     if getattr(averager.options, "gradients", "none") != "none":
