@@ -16,7 +16,7 @@ from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.session import session_of_process
 from lightning_ddp.telemetry.lateness import Lateness, SlowRanks, lateness
-from lightning_ddp.telemetry.recording import Recording, save
+from lightning_ddp.telemetry.recording import Change, Recording, save
 from lightning_ddp.telemetry.step_record import StepRecord, StepRecorder
 
 __all__ = ["CommunicationMonitor"]
@@ -82,6 +82,8 @@ class CommunicationMonitor(Callback):
         self._records: list[StepRecord] = []
         self._exchange: _Exchange | None = None
         self._slow = SlowRanks(slow_after_steps)
+        self._changes: list[Change] = []
+        self._first_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to record."""
@@ -92,9 +94,33 @@ class CommunicationMonitor(Callback):
                 f" {type(trainer.strategy).__name__}"
             )
         self._wrapped, self._records = model, []
+        self._changes, self._first_step = [], trainer.global_step
         self.recorder = model.record_steps(max(256, 2 * self.every_n_steps))
         self._slow = SlowRanks(self.slow_after_steps)
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
+
+    def on_world_changed(self, trainer: Trainer, pl_module: LightningModule, change: Any) -> None:
+        """Goes on with the ranks that there are now."""
+        if self.recorder is None or self._exchange is None:
+            return
+        step = change.step - self._first_step
+        self.recorder.begin_again(step)
+        self.recorder.take()
+        self._records = []  # of an interval that the others may have counted otherwise
+        self._slow = SlowRanks(self.slow_after_steps)
+        self._exchange.close()
+        self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
+        self._changes.append(
+            Change(
+                step=step,
+                old_world_size=change.old_world_size,
+                new_world_size=change.new_world_size,
+                lost_ranks=list(change.lost_ranks),
+                joined_ranks=list(change.joined_ranks),
+                seconds=change.seconds,
+                cause=str(change.cause or "").partition("\n")[0],
+            )
+        )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Once an interval: logs, and tells rank 0 how late this one was."""
@@ -152,6 +178,7 @@ class CommunicationMonitor(Callback):
             world_size=trainer.world_size,
             host=socket.gethostname(),
             steps=list(self.recorder.records),
+            changes=self._changes,
         )
         try:
             save(self.timeline, recording)

@@ -29,6 +29,9 @@ from harness.scripts import ROOT, environment
 from test_launch import require_trained
 from user_script import order, read_notes, wait_for_notes
 
+from lightning_ddp import cli
+from lightning_ddp.telemetry.recording import load_folder
+
 NUM_STARTS = 3
 SCRIPT = Path(user_script.__file__)
 PROGRAM = test_hydra.TESTS / "hydra_app" / "train.py"
@@ -476,6 +479,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
         "devices": 3,
         "faults": [test_shrink.fault(place, *when) for place, when in lost.items()],
         "logs": True,
+        "records": True,
         "validates": True,
         "checkpoints": {
             "every_n_train_steps": 2,
@@ -486,7 +490,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
         },
         "trainer": {"log_every_n_steps": 1},
     }
-    run_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=RUN, timeout_s=DEADLINE_S).check()
+    result = run_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=RUN, timeout_s=DEADLINE_S).check()
     ledger = test_shrink.Ledger(tmp_path)
     ledger.check([rank for rank in range(3) if rank not in lost])
     (folder,) = tmp_path.glob("logs/*/*")
@@ -500,6 +504,21 @@ def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
         for path in (Path(entry["best"]), Path(entry["last"])):
             assert path.parent == folder / "checkpoints"
             assert path.exists()
+    history = re.search(r"this run went on (\d) times? with other ranks.*:\n((?:  .*\n)+)", result.stderr)
+    assert history is not None
+    assert int(history[1]) == len(history[2].splitlines()) == len(lost)
+    sizes = [(3 - number, 2 - number) for number in range(len(lost))]
+    for line, (before, after) in zip(history[2].splitlines(), sizes, strict=True):
+        assert re.search(rf"{before} -> {after} ranks after \S+ s; left: rank \d .*", line)
+    recordings = load_folder(tmp_path / "timeline")
+    assert [recording.rank for recording in recordings] == list(range(3 - len(lost)))
+    for recording in recordings:
+        recorded = [step.step for step in recording.steps]
+        assert recorded == sorted(set(recorded))
+        assert recorded[-1] == max(ledger.by_step())
+        assert [(c.old_world_size, c.new_world_size) for c in recording.changes] == sizes
+    assert cli.main(["report", str(tmp_path / "timeline"), "--page", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text().count("stroke-dasharray") == 4 * len(lost)
 
 
 @pytest.mark.slow

@@ -302,9 +302,11 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         group = Group(process_group, self._group.interrupt, transport=self.transport)
         check_backend(group, self.module, list(zip(self._places.names, self._places.parameters, strict=True)))
         state, hook = self.reducer.state_and_hook
+        recorder = self.reducer.recorder
         self.reducer.close()
         self._group = group
         self._connect(f"updated/{group.next_number('updated')}", find_hosts(self._group, self.device))
+        self.reducer.recorder = recorder
         if hook is not None:
             self.reducer.set_hook(state, hook)
         if self._delayed is not None:

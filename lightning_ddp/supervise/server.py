@@ -13,6 +13,7 @@ import logging
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from lightning_ddp.supervise.connections import UNREACHABLE, NumDescriptors, Pee
 from lightning_ddp.supervise.desync import Inspection, Outgoing
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.graceful_stop import StopAgreement
+from lightning_ddp.supervise.history import History
 from lightning_ddp.supervise.membership import Membership, Phase
 from lightning_ddp.supervise.protocol import (
     Active,
@@ -38,6 +40,7 @@ from lightning_ddp.supervise.protocol import (
     Exited,
     Failed,
     Failure,
+    Form,
     Hello,
     Here,
     Joined,
@@ -109,6 +112,7 @@ class ControlServer:
         self._stall = StallWatch(settings.stall_timeout_s) if settings.stall_timeout_s is not None else None
         self._inspection = Inspection(world_size)
         self._membership = self._membership_of(settings)
+        self._history = History()
         self._ended_places: set[int] = set()
         self._identities: dict[int, Identity] = {}
         """Place, the rank that a process had in the beginning, -> who has it, with its present rank."""
@@ -226,6 +230,7 @@ class ControlServer:
                 self._handle_report(message)
             self._decide()
         if self._is_closed:
+            self._tell_history()
             self._send_all([Closing()])
             self.close_sockets()
 
@@ -424,6 +429,7 @@ class ControlServer:
         first = self._verdict.decide(now)
         if first is not None and not self._is_told:
             self._is_told = True
+            self._tell_history()
             self._send_all([Failure(first.cut())])
             self._decided.set()
             if self._on_failure is not None:
@@ -438,6 +444,11 @@ class ControlServer:
             return _is_of_a_process(record)
         is_of_user = not record.exception_class.startswith("lightning_ddp.")
         return is_of_user and record.exception_type != "KeyboardInterrupt" and record.pid != os.getpid()
+
+    def _tell_history(self) -> None:
+        """Prints which generations there were, once; before a failure that ends the run is reported."""
+        history, self._history = self._history, History()
+        print(history.render(), end="", file=sys.stderr, flush=True)
 
     def _place_of(self, rank: int) -> int:
         return next((place for place, known in self._identities.items() if known.rank == rank), rank)
@@ -466,6 +477,7 @@ class ControlServer:
             return False
         # one of another node cannot be killed from here; it is told nothing more, and its node does that
         has_ended |= place in self._ended_places or self._identities[place].node_rank != 0
+        self._history.lost(place, record, now)
         self._send_to_places(membership.lost(place, record, now, has_ended=has_ended))
         if place in membership.condemned:
             self._on_condemned(self._identities[place])
@@ -485,6 +497,8 @@ class ControlServer:
                 membership.present(place, message)
             case Joined(generation):
                 membership.joined(place, generation)
+                if membership.phase is Phase.RUNNING:
+                    self._history.went_on(time.monotonic())
             case Begun(generation):
                 membership.begun(place, generation)
             case Declined(call, why):
@@ -503,10 +517,12 @@ class ControlServer:
             identity = self._identities[place]
             message = f"it did not stop within failure_grace_s={self._settings.failure_grace_s:g} s"
             self._lose(FailureRecord.of_identity(identity, message), now, has_ended=False)
-        before = membership.generation
+        before, members = membership.generation, membership.members
         outgoing = membership.due(now)
         has_formed = membership.generation != before
         if has_formed:
+            form = next(message for _, message in outgoing if isinstance(message, Form))
+            self._history.formed(form.generation, form.step, members, form.members, now)
             self._renumber(membership.members)
         self._send_to_places(outgoing)
         if has_formed:

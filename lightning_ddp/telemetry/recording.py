@@ -5,19 +5,37 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 
-__all__ = ["Recording", "load_folder", "save"]
+__all__ = ["Change", "Recording", "load_folder", "save"]
 
 _VERSION = 1
 _STEP_FIELDS = ("step", "forward_start", "forward_end", "backward_start", "backward_end", "comm_end")
 _BUCKET_FIELDS = ("index", "num_bytes", "ready", "launched", "done", "begun")
 _NAME = re.compile(r"rank(\d+)\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Ranks were lost, or have joined, and the run went on."""
+
+    step: int
+    """The first one with the new ranks, counted as the recorded steps are."""
+    old_world_size: int
+    new_world_size: int
+    lost_ranks: Sequence[int]
+    """As they were numbered before."""
+    joined_ranks: Sequence[int]
+    """As they are numbered since."""
+    seconds: float
+    """That this rank lost by it."""
+    cause: str
+    """In a line; empty where nothing has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +47,8 @@ class Recording:
     host: str
     steps: Sequence[StepRecord]
     """In their order; moments in nanoseconds of the rank's own clock."""
+    changes: Sequence[Change] = ()
+    """Of its ranks."""
 
 
 def save(folder: Path, recording: Recording) -> Path:
@@ -44,6 +64,7 @@ def save(folder: Path, recording: Recording) -> Path:
         "rank": recording.rank,
         "world_size": recording.world_size,
         "host": recording.host,
+        "changes": list(map(asdict, recording.changes)),
         "steps": [
             {
                 **{name: getattr(step, name) for name in _STEP_FIELDS},
@@ -99,6 +120,7 @@ def _load(path: Path) -> Recording:
             world_size=int(document["world_size"]),
             host=str(document["host"]),
             steps=[_step(step) for step in document["steps"]],
+            changes=[Change(**change) for change in document.get("changes", ())],
         )
     except (KeyError, TypeError, ValueError, OSError) as error:
         if isinstance(error, ConfigurationError):

@@ -129,6 +129,7 @@ class StepRecorder:
         self._in_flight: list[tuple[BucketRecord, Any]] = []
         self._forward: tuple[Any, Any] = (None, None)
         self._num_taken = 0
+        self._first = 0  # number of the step that the engine counts as 0
         self.num_steps = 0
         """Steps that have been recorded since the beginning."""
 
@@ -149,7 +150,9 @@ class StepRecorder:
         """The first gradient of synchronised backward `step` is there."""
         start, end = self._forward
         self._forward = (None, None)
-        self._open = StepRecord(step, forward_start=start, forward_end=end, backward_start=self._now())
+        self._open = StepRecord(
+            self._first + step, forward_start=start, forward_end=end, backward_start=self._now()
+        )
         self._in_flight.clear()
 
     def ready(self, index: int, num_bytes: int) -> None:
@@ -212,6 +215,12 @@ class StepRecorder:
             else:
                 still.append((bucket, work))
         self._in_flight = still
+
+    def begin_again(self, first: int) -> None:
+        """The engine counts its steps anew, from number `first` here, which may be done again."""
+        self._first, self._open = first, None
+        while self.records and self.records[-1].step >= first:
+            self.records.pop()
 
     # ------------------------------------------------------------------ asked
 

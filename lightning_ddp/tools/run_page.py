@@ -1,4 +1,5 @@
-"""Write one HTML page about a recorded run: steps, communication that nothing hides, late ranks, bytes.
+"""Write one HTML page about a recorded run: steps, communication that nothing hides, late ranks,
+ranks that were lost or have joined, bytes.
 
 Reads the folder that `CommunicationMonitor(timeline=folder)` has written. The page holds all it needs.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.lateness import lateness
 from lightning_ddp.telemetry.picture import COLOURS, LABELS
-from lightning_ddp.telemetry.recording import Recording, load_folder
+from lightning_ddp.telemetry.recording import Change, Recording, load_folder
 from lightning_ddp.telemetry.timeline import Lane, lanes_of
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.arguments import output_path
@@ -79,18 +80,25 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
     missing = f"; {size - len(recordings)} ranks have no file" if size > len(recordings) else ""
     exposed = {f"rank {r.rank}": [(s.step, 1e3 * s.exposed_s) for s in r.steps] for r in ranks}
     sent = {"gradients": [(step.step, step.num_bytes / _MB) for step in recordings[0].steps]}
+    changes = max((recording.changes for recording in recordings), key=len)
+    at = [change.step for change in changes]
     parts = [
         _table(recordings, late),
+        _history(changes),
         _chart(
-            "Time of a step, from forward to forward", "ms", {f"rank {r.rank}": _times_ms(r) for r in ranks}
+            "Time of a step, from forward to forward",
+            "ms",
+            {f"rank {r.rank}": _times_ms(r) for r in ranks},
+            at,
         ),
-        _chart("Communication after backward, which nothing hides", "ms", exposed),
+        _chart("Communication after backward, which nothing hides", "ms", exposed, at),
         _chart(
             "How much later than the first rank each one had its gradients",
             "ms",
             {f"rank {r.rank}": late[r.rank] for r in ranks},
+            at,
         ),
-        _chart("Gradients that are averaged in a step (a hook may send less)", "MB", sent),
+        _chart("Gradients that are averaged in a step (a hook may send less)", "MB", sent, at),
         _timeline(lanes_of(ranks, num_steps=_NUM_STEPS)),
     ]
     heading = f"Run {escape(title)}: {size} ranks, steps {first} to {last}{missing}"
@@ -136,8 +144,29 @@ def _table(recordings: Sequence[Recording], late: Mapping[int, Sequence[tuple[in
     return f"<p>Medians over the recorded steps.</p><table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
-def _chart(title: str, unit: str, series: Series) -> str:
-    """A line for each series over the steps."""
+def _history(changes: Sequence[Change]) -> str:
+    """The ranks that were lost and have joined, a row for each time that the run went on."""
+    if not changes:
+        return ""
+    rows = []
+    for change in changes:
+        ranks = (", ".join(map(str, ranks)) or "-" for ranks in (change.lost_ranks, change.joined_ranks))
+        sizes = f"{change.old_world_size} to {change.new_world_size}"
+        cells = (change.step, sizes, *ranks, f"{change.seconds:.2f}", change.cause or "-")
+        rows.append(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>")
+    names = ("from step", "ranks", "lost", "joined", "lost time (s)", "why")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    seconds = sum(change.seconds for change in changes)
+    return (
+        f"<h2>Ranks that were lost or have joined ({seconds:.2f} s lost)</h2>"
+        f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+        "<p>Ranks are numbered as they were before (lost) and are since (joined). A dashed line in the charts"
+        " is a step from which other ranks went on.</p>"
+    )
+
+
+def _chart(title: str, unit: str, series: Series, changes: Sequence[int] = ()) -> str:
+    """A line for each series over the steps, and a dashed one where the ranks have changed."""
     points = [point for values in series.values() for point in values]
     if not points:
         return ""
@@ -160,6 +189,12 @@ def _chart(title: str, unit: str, series: Series) -> str:
         drawn.append(f'<text x="{x_of(step):.1f}" y="{base + 16}" text-anchor="middle">{step}</text>')
     drawn.append(f'<text x="{(_LEFT + right) / 2}" y="{base + 34}" text-anchor="middle">step</text>')
     drawn.append(f'<text x="4" y="{_TOP + 4}">{unit}</text>')
+    drawn += [
+        f'<line x1="{x_of(step):.1f}" x2="{x_of(step):.1f}" y1="{_TOP}" y2="{base}" stroke="#555"'
+        ' stroke-dasharray="4 3"/>'
+        for step in changes
+        if low <= step <= high
+    ]
     keys = {name: _INKS[i % len(_INKS)] for i, name in enumerate(series)}
     for name, values in series.items():
         line = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in values)

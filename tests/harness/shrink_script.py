@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 import lightning_ddp
+import lightning_ddp.callbacks
 from lightning_ddp._lightning import loop_counters
 from lightning_ddp.launch.session import session_of_process
 
@@ -350,6 +351,8 @@ def new_trainer() -> pl.Trainer:
     saving = []
     if "checkpoints" in ORDER:
         saving.append(pl.callbacks.ModelCheckpoint(**{"dirpath": FOLDER / "saved", **ORDER["checkpoints"]}))
+    if ORDER.get("records"):
+        saving.append(lightning_ddp.callbacks.CommunicationMonitor(4, timeline=FOLDER / "timeline"))
     strategy = Strategy(
         bucket_cap_mb_list=[0.0001],
         stall_timeout=stall_timeout,
