@@ -36,6 +36,7 @@ __all__ = [
     "backend_of",
     "buffers_of",
     "children_of",
+    "count_groups_anew",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -161,6 +162,14 @@ def known_groups() -> Mapping[Any, tuple[str, Any]]:
 def name_of_group(process_group: Any) -> str:
     """What torch calls a group that it knows."""
     return str(dist.distributed_c10d._world.pg_names[process_group])
+
+
+def count_groups_anew() -> None:
+    """Has the next default group be named as the first one: torch does so only when one is destroyed.
+
+    A process that could not make one would name the next one otherwise than those that could.
+    """
+    dist.distributed_c10d._world.group_count = 0
 
 
 def backend_of(process_group: Any, device: torch.device) -> Any:

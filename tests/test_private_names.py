@@ -316,12 +316,13 @@ def test_a_metric_counts_its_updates_and_remembers_what_it_computed() -> None:
 
 @canary("torch.distributed.distributed_c10d._world")
 def test_torch_tells_its_groups_with_their_stores_and_names(world) -> None:
-    """`pg_map` has (backend, store) of each group, and `pg_names` its name."""
+    """`pg_map` has (backend, store) of each group, and `pg_names` its name, by their number."""
     backend, store = dist.distributed_c10d._world.pg_map[world]
     assert backend == "gloo"
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert str(dist.distributed_c10d._world.pg_names[world])
+    assert dist.distributed_c10d._world.group_count > 0
     assert "other" not in dist.distributed_c10d._world.pg_map
 
 

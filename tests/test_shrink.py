@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import itertools
 import json
 import math
 import random
+import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
+from lightning_ddp.comm.abort import abort_groups, remember_connections
 from lightning_ddp.elastic.redeal import DealtSampler
 from lightning_ddp.elastic.refusals import check_training
 from lightning_ddp.elastic.undo import put_scale
@@ -265,6 +268,19 @@ def test_two_that_are_killed_close_to_each_other_are_left_behind(when, tmp_path)
     changes = [(*entry["sizes"], *entry["lost"]) for entry in ledger.changes if entry["place"] == 0]
     if "meet" in when:
         assert changes == [(5, 3, 3, 4), (3, 2, 2), (2, 1, 1)]
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_one_to_connect_go_on_when_it_is_killed(tmp_path) -> None:
+    """Before and after it has said where it is reached, which is where gloo waits without an end."""
+    strategy = {"failure_grace_s": 12.0}
+    faults = [fault(4, "forward", 1), fault(3, "once it could be reached", 1)]
+    faults += [fault(2, "forward", 3), fault(1, "before it can be reached", 3)]
+    ledger = train(tmp_path, devices=5, faults=faults, strategy=strategy)
+    ledger.check([0])
+    assert len(ledger.of("dies")) == 4
+    changes = [(*entry["sizes"], *entry["lost"]) for entry in ledger.changes if entry["place"] == 0]
+    assert changes == [(5, 3, 3, 4), (3, 1, 1, 2)]
 
 
 @pytest.mark.slow
@@ -537,6 +553,26 @@ def test_a_trainer_that_cannot_be_exact_is_refused_as_training_starts(options, p
     where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
     with pytest.raises(ConfigurationError, match=f"{reason}.*on_failure='stop'"):
         check_training(trainer, RecoverySettings(), **{**where, **place})
+
+
+def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_process_accepts() -> None:
+    with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_server(("127.0.0.1", 0)) as elsewhere, remember_connections():
+            peer = stack.enter_context(socket.create_connection(server.getsockname()))
+            accepted, _ = server.accept()
+            stack.enter_context(accepted)
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            abort_groups()  # while the group is being made
+            assert peer.recv(1) == b""
+            assert elsewhere.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        stranger = stack.enter_context(socket.create_connection(server.getsockname()))
+        with remember_connections():
+            kept, _ = server.accept()
+            stack.enter_context(kept)
+        abort_groups()
+        stranger.sendall(b"x")
+        assert kept.recv(1) == b"x"
+        stack.enter_context(socket.create_connection(listener.getsockname()))
 
 
 def test_a_scaler_forgets_a_step_that_has_begun() -> None:

@@ -23,16 +23,23 @@ __all__ = ["abort_groups", "remember_connections"]
 _DESCRIPTORS = Path("/proc/self/fd")
 _remembered: dict[int, str] = {}
 """Of the process, as descriptors are; who aborts knows no group, and the groups do not tell their sockets."""
+_making: list[dict[int, str]] = []
+"""For each group that is being made: the sockets that there were before."""
 
 
 @contextmanager
 def remember_connections() -> Generator[None, None, None]:
-    """Remembers the sockets that are opened in here, so that `abort_groups` can shut them down."""
+    """Remembers the sockets that are opened in here, so that `abort_groups` can shut them down.
+
+    Also while they are opened: a group is not made before all ranks have come, which they may never do.
+    """
     before = _sockets()
-    yield
-    for descriptor, name in _sockets().items():
-        if before.get(descriptor) != name:
-            _remembered[descriptor] = name
+    _making.append(before)
+    try:
+        yield
+    finally:
+        _making.remove(before)
+    _remembered.update(_opened_since(before))
 
 
 def abort_groups() -> None:
@@ -44,12 +51,45 @@ def abort_groups() -> None:
     for group in list(known_groups()):
         threading.Thread(target=_abort, args=(group,), daemon=True, name="lightning_ddp abort").start()
     present = _sockets()
-    for descriptor, name in _remembered.items():
-        if present.get(descriptor) == name:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                # a listening socket stays: gloo ends the process when it cannot accept
-                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    connection.shutdown(socket.SHUT_RDWR)
+    ours = {descriptor: name for descriptor, name in _remembered.items() if present.get(descriptor) == name}
+    for before in list(_making):
+        ours.update(_opened_since(before))
+    for descriptor in ours:
+        with suppress(OSError), _duplicate(descriptor) as connection:
+            # a listening socket stays: gloo ends the process when it cannot accept
+            if not _is_listener(connection):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _opened_since(before: dict[int, str]) -> dict[int, str]:
+    """The sockets that are new, but those that a server of this process has accepted, such as the store's."""
+    opened = {descriptor: name for descriptor, name in _sockets().items() if before.get(descriptor) != name}
+    served = set()
+    for descriptor, name in before.items() if opened else ():
+        if _remembered.get(descriptor) != name:  # else a group accepts its peers there
+            with suppress(OSError), _duplicate(descriptor) as connection:
+                if _is_listener(connection):
+                    served.add(_port_of(connection))
+    for descriptor in list(opened):
+        with suppress(OSError), _duplicate(descriptor) as connection:
+            if _port_of(connection) in served:
+                del opened[descriptor]
+    return opened
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(descriptor))
+
+
+def _is_listener(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _port_of(connection: socket.socket) -> int:
+    """The local port; -1 where there is none. An accepted connection has that of the listener."""
+    name = connection.getsockname()
+    is_of_network = connection.family in (socket.AF_INET, socket.AF_INET6)
+    return int(name[1]) if is_of_network else -1
 
 
 def _abort(group: Any) -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
+from lightning_ddp._torch import backend_of, count_groups_anew, set_timeout
 from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.comm.collectives import broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.module_sync import broadcast_coalesced
+from lightning_ddp.launch.interface import backend_names
 from lightning_ddp.launch.reconciliation import Reconciliation
 from lightning_ddp.launch.rendezvous import join_default_group, leave_default_group
 from lightning_ddp.launch.session import Session
 from lightning_ddp.launch.terminal import tell_long_wait
 
 __all__ = ["copy_state", "leave", "meet_again"]
+
+_LOOK_EVERY_S = 0.005
 
 
 def leave(ours: Reconciliation, wrapper: Any | None) -> None:
@@ -33,6 +40,7 @@ def leave(ours: Reconciliation, wrapper: Any | None) -> None:
             parameter.grad = None
     ours.interrupt.activity.forget_groups()
     leave_default_group()
+    count_groups_anew()
 
 
 def meet_again(
@@ -42,9 +50,13 @@ def meet_again(
     rank: int,
     world_size: int,
     timeout: timedelta | None,
+    meet_within: timedelta,
     device: torch.device,
 ) -> Any:
     """Makes the default process group of a new generation. All its ranks call it; it returns once all have.
+
+    gloo cannot be interrupted where it waits for a peer to connect, which may be lost at this very moment: so
+    it begins when all have come, and gives up soon.
 
     Args:
         session: of this process; its control channel says which generation it is.
@@ -52,16 +64,34 @@ def meet_again(
         rank: this process's new one.
         world_size: the new number of ranks.
         timeout: of collectives.
+        meet_within: how long gloo waits for a peer, which it does up to five times.
         device: this process's.
     """
     assert session.control.calls is not None
     with remember_connections():  # the other one was shut down with those of the old group
         session.store = session.store.clone()
     store = dist.PrefixStore(f"generation{session.control.calls.member.generation}", session.store)
+    is_gloo = backend_names(backend) == {"gloo"}
     with tell_long_wait(rank, lambda: f"the {world_size} ranks that go on to meet again"):
-        return join_default_group(
-            backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
+        _wait_for_all(store, rank, world_size, session.control.interrupt.check)
+        group = join_default_group(
+            backend,
+            store,
+            rank=rank,
+            world_size=world_size,
+            timeout=meet_within if is_gloo else timeout,
+            device=device,
         )
+    if is_gloo:
+        set_timeout(backend_of(group, device), timeout or default_pg_timeout)
+    return group
+
+
+def _wait_for_all(store: Any, rank: int, world_size: int, check: Callable[[], None]) -> None:
+    store.set(f"rank {rank} is here", b"")
+    while not store.check([f"rank {other} is here" for other in range(world_size)]):
+        check()
+        time.sleep(_LOOK_EVERY_S)
 
 
 def copy_state(

@@ -48,6 +48,7 @@ class Calls:
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._has_stopped = False
+        self._num_stops = 0
 
     # ------------------------------------------------------------------ the thread of the channel
 
@@ -80,9 +81,10 @@ class Calls:
                 return
             self._interrupt.clear()
             self._interrupt.set(error)
-        threading.Thread(target=self._ring, args=(error,), daemon=True, name="muster-alarm").start()
+            stop = self._num_stops
+        threading.Thread(target=self._ring, args=(error, stop), daemon=True, name="muster-alarm").start()
 
-    def _ring(self, error: PeerFailure) -> None:
+    def _ring(self, error: PeerFailure, stop: int) -> None:
         """Until the main thread has stopped; one that is blocked in C++ is freed.
 
         Again and again, as it may be about to open connections in which it is blocked then.
@@ -90,7 +92,7 @@ class Calls:
         abort_at = time.monotonic() + _ABORT_AFTER_S
         while True:
             with self._lock:
-                if self._has_stopped or self.error is not error:
+                if self._num_stops != stop or self.error is not error:  # it may be in another generation
                     return
                 if time.monotonic() >= abort_at:
                     abort_at = time.monotonic() + _ABORT_AFTER_S
@@ -118,6 +120,7 @@ class Calls:
         self._alarm.silence()
         with self._lock:
             self._has_stopped = True
+            self._num_stops += 1
             self._interrupt.clear()
             abort_groups()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 import lightning_ddp
 import lightning_ddp.callbacks
 from lightning_ddp._lightning import loop_counters
+from lightning_ddp.elastic import regroup
+from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.launch.session import session_of_process
 
 warnings.filterwarnings("ignore")
@@ -60,6 +63,12 @@ def die_if(moment: str, step: int) -> None:
                 signal.setitimer(signal.ITIMER_REAL, fault["delay_s"])
                 return
             os.kill(os.getpid(), signal.SIGSTOP if fault.get("how") == "stop" else signal.SIGKILL)
+
+
+def has_fault(moment: str, step: int) -> bool:
+    """Whether this is the moment of this place's fault."""
+    faults = ORDER.get("faults", [])
+    return any((f["place"], f["moment"], f["step"]) == (place(), moment, step) for f in faults)
 
 
 def generation() -> int:
@@ -337,11 +346,55 @@ def more_callbacks() -> list[Any]:
     ]
 
 
+class MeetingStore(dist.Store):
+    """Where ranks meet again; one of them dies there, once the others wait for it."""
+
+    def __init__(self, store: Any, step: int) -> None:
+        super().__init__()
+        self.store, self.step = store, step
+
+    def set(self, key: str, value: Any) -> None:
+        """Says where this rank is reached."""
+        self.die_if("before it can be reached")
+        self.store.set(key, value)
+        self.die_if("once it could be reached")
+
+    def get(self, key: str) -> Any:
+        """Where another one is."""
+        note(event="waits", generation=generation())
+        return self.store.get(key)
+
+    def wait(self, keys: Any, *timeout: Any) -> None:
+        """The same."""
+        note(event="waits", generation=generation())
+        self.store.wait(keys, *timeout)
+
+    def die_if(self, moment: str) -> None:
+        """The fault, when all others have come."""
+        deadline = time.monotonic() + 60
+        if has_fault(moment, self.step):
+            while len(self.waiting()) < len(session_of_process().control.calls._form.members) - 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            die_if(moment, self.step)
+
+    def waiting(self) -> set[int]:
+        """Places that wait in this generation."""
+        lines = [line for path in FOLDER.glob("ledger-*") for line in path.read_text().splitlines()]
+        entries = [entry for entry in map(json.loads, lines) if entry["event"] == "waits"]
+        return {entry["place"] for entry in entries if entry["generation"] == generation()}
+
+
 class Strategy(lightning_ddp.CustomDDPStrategy):
-    """With a moment at which the ranks that are left meet."""
+    """With moments at which the ranks that are left meet."""
 
     def _meet_again(self, form: Any) -> Any:
-        die_if("regroup", self.lightning_module.global_step)
+        step = self.lightning_module.global_step
+        die_if("regroup", step)
+        if any("reached" in fault["moment"] for fault in ORDER.get("faults", [])):
+            regroup.join_default_group = lambda backend, store, **options: join_default_group(
+                backend, MeetingStore(store, step), **options
+            )
         return super()._meet_again(form)
 
 
