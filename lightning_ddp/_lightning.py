@@ -114,6 +114,7 @@ __all__ = [
     "set_num_threads_if_needed",
     "set_redirection",
     "set_training_results",
+    "set_up_validation",
     "settle_counters",
     "sigterm_exception",
     "stop_exceptions",
@@ -460,7 +461,14 @@ def set_training_results(trainer: Trainer, results: ResultCollection) -> None:
 
 
 def wrap_steps(
-    trainer: Trainer, *, advance: Any, on_advance_end: Any, on_epoch_start: Any, on_run_end: Any, others: Any
+    trainer: Trainer,
+    *,
+    advance: Any,
+    on_advance_end: Any,
+    on_epoch_start: Any,
+    on_run_start: Any,
+    on_run_end: Any,
+    others: Any,
 ) -> None:
     """Has the loops of training call functions with their own method, and its arguments, for each step.
 
@@ -469,17 +477,45 @@ def wrap_steps(
         advance: for `_TrainingEpochLoop.advance`.
         on_advance_end: for `_TrainingEpochLoop.on_advance_end`.
         on_epoch_start: for `_FitLoop.on_advance_start`.
+        on_run_start: for `_FitLoop.on_run_start`.
         on_run_end: for `_FitLoop.on_run_end`.
-        others: for `_FitLoop.on_advance_end`, and for `Trainer._run_sanity_check`.
+        others: for `_FitLoop.on_advance_end`, for its `setup_data`, and for `Trainer._run_sanity_check`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     loop.advance = functools.partial(advance, _get(loop, "advance"))
     loop.on_advance_end = functools.partial(on_advance_end, _get(loop, "on_advance_end"))
     outer: Any = trainer.fit_loop
     outer.on_advance_start = functools.partial(on_epoch_start, _get(outer, "on_advance_start"))
+    outer.setup_data = functools.partial(others, _set_up_whole(outer))
+    loop.val_loop.setup_data = _set_up_whole(loop.val_loop)
+    outer.on_run_start = functools.partial(on_run_start, _get(outer, "on_run_start"))
     outer.on_run_end = functools.partial(on_run_end, _get(outer, "on_run_end"))
     outer.on_advance_end = functools.partial(others, _get(outer, "on_advance_end"))
     _set(trainer, "_run_sanity_check", functools.partial(others, _get(trainer, "_run_sanity_check")))
+
+
+def _set_up_whole(loop: Any) -> Any:
+    """A loop's `setup_data`, after which it has all dataloaders, or none if it was interrupted."""
+    setup = _get(loop, "setup_data")
+
+    @functools.wraps(setup)
+    def set_up() -> None:
+        try:
+            setup()
+        except BaseException:
+            _set(loop, "_combined_loader", None)
+            raise
+
+    return set_up
+
+
+def set_up_validation(trainer: Trainer) -> None:
+    """Makes the dataloaders of validation, as `_FitLoop.on_run_start` does where there are none."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if _get(loop, "_should_check_val_epoch")() and trainer.val_dataloaders is None:
+        trainer.validating = True
+        loop.val_loop.setup_data()
+        trainer.training = True
 
 
 def validates_now(trainer: Trainer) -> bool:

@@ -63,6 +63,8 @@ __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
 T = TypeVar("T")
 UnevenInputs = Literal["error", "join"]
+_FIRST_BARRIERS = ("_CheckpointConnector.resume_end", "run-stage")
+"""Lightning's, between the hooks `on_fit_start` and the first data."""
 _UNEVEN_INPUTS = (None, "error", "join")
 _log = logging.getLogger("lightning_ddp")
 _UNUSED = (
@@ -766,7 +768,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
-        self._together(partial(super().barrier, name), lambda: None)
+        wait = partial(super().barrier, name)
+        if name in _FIRST_BARRIERS and self._recovery is not None and self._is_training():
+            self._recovery.repeat(wait)
+        else:
+            self._together(wait, lambda: None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`."""

@@ -573,7 +573,13 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
 
     trainer = new_trainer(max_epochs=1, limit_val_batches=0, callbacks=[Ends()])
     _lightning.wrap_steps(
-        trainer, advance=advance, on_advance_end=step, on_epoch_start=step, on_run_end=step, others=step
+        trainer,
+        advance=advance,
+        on_advance_end=step,
+        on_epoch_start=step,
+        on_run_start=step,
+        on_run_end=step,
+        others=step,
     )
     trainer.fit(Model(look))
     num_batches = trainer.num_training_batches
@@ -585,6 +591,7 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
 @canary(
     "pytorch_lightning.Trainer._run_sanity_check",
     "pytorch_lightning.loops.evaluation_loop._EvaluationLoop()._max_batches",
+    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_epoch",
     "pytorch_lightning.callbacks.ModelCheckpoint()._last_global_step_saved",
 )
 def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) -> None:
@@ -595,6 +602,11 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
         called.append(original.__name__)
         if original.__name__ == "_run_sanity_check":
             _lightning.limit_validation(trainer)
+        if original.__name__ == "on_run_start":
+            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+            _lightning.set_up_validation(trainer)
+            assert trainer.val_dataloaders is data
+            assert trainer.training
         original(*arguments)
 
     saving = pl.callbacks.ModelCheckpoint(tmp_path)
@@ -606,11 +618,17 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
     }
     trainer = new_trainer(callbacks=[saving], **options)
     _lightning.wrap_steps(
-        trainer, advance=note, on_advance_end=note, on_epoch_start=note, on_run_end=note, others=note
+        trainer,
+        advance=note,
+        on_advance_end=note,
+        on_epoch_start=note,
+        on_run_start=note,
+        on_run_end=note,
+        others=note,
     )
     data = DataLoader(torch.ones(8, 32), sampler=DistributedSampler(range(8), 2, 0))
     trainer.fit(Model(lambda model: None), val_dataloaders=data)
-    assert called[:2] == ["_run_sanity_check", "on_advance_start"]
+    assert called[:4] == ["_run_sanity_check", "setup_data", "on_run_start", "on_advance_start"]
     assert called[-2:] == ["on_advance_end", "on_run_end"]
     assert _lightning.saved_last(saving) == trainer.global_step
     _lightning.limit_validation(trainer)

@@ -229,6 +229,25 @@ def test_the_process_that_waits_for_its_ranks_gets_what_the_lowest_of_those_left
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "moment", ["fit start", "train dataloader", "val dataloader", "train start", "epoch start"]
+)
+def test_a_rank_may_be_lost_before_the_first_step_as_well(moment, tmp_path) -> None:
+    trainer = {"num_sanity_val_steps": 0}
+    ledger = train(tmp_path, devices=3, hooks=True, trainer=trainer, faults=[fault(2, moment, 0)])
+    ledger.check([0, 1])
+    assert {(tuple(entry["sizes"]), entry["step"]) for entry in ledger.changes} == {((3, 2), 0)}
+
+
+@pytest.mark.slow
+def test_hooks_that_may_not_be_called_twice_end_the_run_where_they_wait_for_a_lost_rank(tmp_path) -> None:
+    text = "cannot go on: "
+    ledger = train(tmp_path, text, devices=3, agrees=True, faults=[fault(2, "train start", 0)])
+    assert len(ledger.of("starts")) == 3
+    assert ledger.commits == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "stop"])
 def test_a_process_that_ends_with_code_0_or_is_stopped_is_lost_as_well(how, tmp_path) -> None:
     ledger = train(tmp_path, devices=3, faults=[fault(2, "forward", 3, how=how)], stall_s=5.0)
@@ -379,6 +398,7 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "max_steps and val_check_interval": (
         {
             "validates": True,
+            "estimates": True,
             "trainer": {"max_steps": 6, "val_check_interval": 3},
             "scheduler": ["OneCycleLR", {"max_lr": 0.1, "total_steps": 6}],
         },
@@ -386,7 +406,7 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "limit_train_batches": ({"trainer": {"limit_train_batches": 5}}, {"is_whole": False}),
     "new loaders, each epoch, of a sampler that draws": (
-        {"draws": True, "trainer": {"reload_dataloaders_every_n_epochs": 1}},
+        {"draws": True, "hooks": True, "trainer": {"reload_dataloaders_every_n_epochs": 1}},
         {},
     ),
 }

@@ -23,6 +23,7 @@ from lightning_ddp._lightning import (
     limit_validation,
     loaders_of,
     may_validate,
+    set_up_validation,
     wrap_steps,
 )
 from lightning_ddp.comm.collectives import broadcast_nested
@@ -103,6 +104,7 @@ class Recovery:
         self._is_clean = True
         self._is_again = False
         """Whether what follows was interrupted by a failure before."""
+        self._is_repeating = False
         self._mark: Mark | None = None
         self._snapshot: ModuleSnapshot | None = None
         self._batch: Any = None
@@ -114,9 +116,13 @@ class Recovery:
             advance=self._advance,
             on_advance_end=self._end_advance,
             on_epoch_start=self._start_epoch,
+            on_run_start=self._start_run,
             on_run_end=self._end_run,
-            others=self._repeat,
+            others=self.repeat,
         )
+        for loader in loaders_of(trainer.fit_loop):  # made already, to count the steps of a schedule
+            self.dealer.adopt(loader)
+        self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
 
     # ------------------------------------------------------------------ told by the strategy
 
@@ -177,6 +183,11 @@ class Recovery:
     def _wrapper(self) -> Any:
         return self._trainer.strategy.model
 
+    def _start_run(self, start: Callable[[], None]) -> None:
+        """The hooks `on_train_start` are called once, and interrupted only where they wait for others."""
+        self.repeat(lambda: set_up_validation(self._trainer))
+        start()
+
     def _start_epoch(self, start: Callable[[], None]) -> None:
         self._snapshot = None  # the module may have other parts than in the epoch before
         if self._deal_after is not None:
@@ -189,7 +200,7 @@ class Recovery:
             if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks
                 limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
 
-        self._repeat(start_whole, is_new_epoch=True)
+        self.repeat(start_whole, is_new_epoch=True)
 
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
         def attempt() -> None:
@@ -248,22 +259,26 @@ class Recovery:
     def _end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
         """Validation, if it is time."""
         if may_validate(self._trainer, fetcher):
-            self._repeat(lambda: end(fetcher))
+            self.repeat(lambda: end(fetcher))
         else:
             end(fetcher)
             self._end_phase()
 
     def _end_run(self, end: Callable[[], None]) -> None:
-        self._repeat(end)
+        self.repeat(end)
         self._calls.defer(False)  # nothing that follows is repeated
 
-    def _repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> None:
-        """A part of the loops that takes no steps. It is repeated from its beginning.
+    def repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> None:
+        """A part of the loops that takes no steps. It is repeated from its beginning, or that of the whole.
 
         Args:
             phase: what is done.
             is_new_epoch: whether the batches that are counted are those of the epoch before.
         """
+        if self._is_repeating:
+            phase()
+            return
+        self._is_repeating = True
         mark = PhaseMark(self._trainer, self._trainer.lightning_module)
         num_rows = self._loggers.begin(self.committed)
 
@@ -274,13 +289,16 @@ class Recovery:
             phase()
             self._calls.defer(True)
 
-        while not self._is_through(attempt):
-            self._mark = None  # the step is over
-            mark.restore_weights()  # others may copy them
-            self._loggers.undo(num_rows)
-            self._go_on(num_batches=0 if is_new_epoch else None)
-            mark.restore()
-            self._is_again = True
+        try:
+            while not self._is_through(attempt):
+                self._mark = None  # the step is over
+                mark.restore_weights()  # others may copy them
+                self._loggers.undo(num_rows)
+                self._go_on(num_batches=0 if is_new_epoch else None)
+                mark.restore()
+                self._is_again = True
+        finally:
+            self._is_repeating = False
         self._end_phase()
 
     # ------------------------------------------------------------------ recovery

@@ -188,6 +188,17 @@ class Model(pl.LightningModule):
         die_if("before the first bucket", self.global_step)
         return loss
 
+    def on_fit_start(self) -> None:
+        die_if("fit start", 0)
+
+    def on_train_start(self) -> None:
+        die_if("train start", 0)
+        if "agrees" in ORDER:
+            self.trainer.strategy.barrier("begin")
+
+    def on_train_epoch_start(self) -> None:
+        die_if("epoch start", self.global_step)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         die_if("sanity check" if self.trainer.sanity_checking else "validation", self.global_step)
         self.log("val", self.net(batch[0]).mean(), sync_dist=True)
@@ -213,6 +224,8 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         kind = getattr(torch.optim, ORDER.get("optimizer", "AdamW"))
         optimizer = kind(self.parameters(), lr=0.01)
+        if "estimates" in ORDER:
+            note(event="estimates", steps=self.trainer.estimated_stepping_batches)
         kind, options = ORDER.get("scheduler", ["ExponentialLR", {"gamma": 0.9}])
         scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **options)
         config = {"scheduler": scheduler, "interval": "step"}
@@ -449,10 +462,22 @@ def main() -> None:
     data.module = model
     trainer = new_trainer()
     loader = new_loader(data)
-    if "draws" in ORDER:
-        model.train_dataloader = lambda: new_loader(data)
-        loader = None
     evaluated = DataLoader(Samples(), batch_size=4) if ORDER.get("validates") else None
+    if "hooks" in ORDER:
+
+        def prepare(make: Any) -> Any:
+            die_if(f"{make.__name__} dataloader", 0)
+            return make()
+
+        def train() -> Any:
+            return new_loader(data)
+
+        def val() -> Any:
+            return DataLoader(Samples(), batch_size=4)
+
+        model.train_dataloader = lambda: prepare(train)
+        model.val_dataloader = lambda: prepare(val)
+        loader = evaluated = None
     trainer.fit(model, loader, evaluated)
     saving = trainer.checkpoint_callback
     note(
