@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
@@ -407,6 +408,8 @@ class Reconciliation:
             if path is not None:
                 self.watch.post(Saved(path))
                 self.watch.flush()
+                if self.watch.has_lost_server:  # nobody else is left to report; at the very end
+                    Finalize(None, show_report, args=(replace(first, checkpoint=path),), exitpriority=0)
 
     def _require_answer(self, watch: Watch, launcher: Identity) -> None:
         """In a thread: ends the launching process if it does not hear of this rank's failure in time.

@@ -93,6 +93,8 @@ class Watch:
     ) -> None:
         self.identity = identity
         self.failure: FailureRecord | None = None
+        self.has_lost_server = False
+        """Whether the failure is that the server's process is gone, which reports failures else."""
         self._server = server
         self._settings = settings
         self._boundary = boundary
@@ -344,6 +346,7 @@ class Watch:
             )
         else:
             text = GONE
+        self.has_lost_server = self.failure is None
         self._learn(FailureRecord.of_identity(server, text))
 
     def _lost_parent(self) -> None:
