@@ -486,8 +486,8 @@ def test_nobody_leaves_a_run_before_all_have_ended_it(how) -> None:
         assert run.watches[0].failure.rank == 1
 
 
-def control_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("control-"))
+def control_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("control-")}
 
 
 def test_between_two_runs_nobody_needs_a_thread_and_what_is_said_waits() -> None:
@@ -502,7 +502,7 @@ def test_between_two_runs_nobody_needs_a_thread_and_what_is_said_waits() -> None
             thread.join()
         assert all(watch.rest() for watch in run.watches)
         run.server.rest()
-        assert control_threads() == before
+        assert control_threads() <= before
         run.watches[1].resume()  # its next run begins first, and fails
         failure = raised(1)
         run.watches[1].report(failure, is_echo=False)

@@ -31,8 +31,8 @@ from lightning_ddp.supervise.failure_record import GONE, Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
 DEADLINE_S = 180.0
-LONGEST_END_S = 25.0
-"""Below `failure_grace_s`, after which ranks that are asked to stop are ended in any case."""
+LONGEST_END_S = 60.0
+"""Where a rank is to end at once; after `failure_grace_s` it would in any case."""
 SCRIPT = Path(user_script.__file__)
 
 
@@ -224,7 +224,8 @@ def test_a_process_that_hears_of_its_launchers_death_has_all_the_time_that_it_ma
 )
 def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, number, tmp_path) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": str(node_rank)}
-    arguments = order(tmp_path, trainer={"num_nodes": 2}, pause="before")
+    strategy = {"failure_grace_s": 2 * LONGEST_END_S}
+    arguments = order(tmp_path, strategy=strategy, trainer={"num_nodes": 2}, pause="before")
     with start_script(SCRIPT, arguments, env) as script:
         pids = wait_for_notes(script, tmp_path, [f"begun-{local_rank}" for local_rank in range(2)])
         what = "all 4 ranks; there are [0, 1]" if node_rank == 0 else "the store of the run at 127.0.0.1:"

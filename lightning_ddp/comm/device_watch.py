@@ -108,6 +108,8 @@ class DeviceWatch:
         """
         if self._is_closed.is_set():
             return
+        if self._is_hurried.is_set():
+            self._is_hurried.clear()
         with self._lock:
             spare = self._spare.pop() if self._spare else None
         queued = _Queued(
@@ -134,7 +136,6 @@ class DeviceWatch:
         self._is_hurried.set()
         if self._thread is not None:
             self._thread.join(2 * self._look_s)
-        self._is_hurried.clear()
 
     def close(self) -> None:
         """From now on nothing is looked at."""

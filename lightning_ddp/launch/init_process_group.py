@@ -26,9 +26,10 @@ from lightning_ddp.launch.terminal import describe_rank, tell_long_wait
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
-__all__ = ["join_run", "waiting"]
+__all__ = ["FIRST_JOB", "join_run", "waiting"]
 
 _LONGEST_WAIT_S = 1800.0
+FIRST_JOB = "the job that the first node has composed"
 
 
 def join_run(
@@ -69,7 +70,8 @@ def join_run(
     if group is not None:
         _name_interface(session, environment, init_method, backend)
         if session.store is not None and not has_launcher and world_size > 1:
-            share_job(session.store, rank=rank)
+            with waiting(session, environment, lambda: FIRST_JOB):
+                share_job(session.store, rank=rank)
         return group
     if session.rendezvous.where is not None:
         jobs.open_store = partial(run_store, session.rendezvous.where)
@@ -79,7 +81,7 @@ def join_run(
         if given_store is not None:
             return dist.PrefixStore("lightning_ddp", given_store)
         assert init_method is not None  # or it would not be elsewhere
-        with remember_connections():
+        with waiting(session, environment, lambda: f"the others at {init_method}"), remember_connections():
             return meet(init_method, rank, world_size, timeout)
 
     # the control channel is found through the launcher's store, so that a failure to meet ends all ranks
@@ -112,7 +114,8 @@ def join_run(
         store = meet_elsewhere()
     session.store = store
     if not has_launcher and world_size > 1:
-        share_job(store, rank=rank)
+        with waiting(session, environment, lambda: FIRST_JOB):
+            share_job(store, rank=rank)
     _name_interface(session, environment, init_method, backend)
     if timeout is not None and "nccl" in backend_names(backend) and session.control.watch is not None:
         # this package says first what is late; NCCL's watchdog, which ends the process, is the last resort
@@ -125,7 +128,7 @@ def join_run(
 
 @contextmanager
 def waiting(
-    session: Session, environment: ClusterEnvironment, what: Callable[[], str]
+    session: Session, environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
 ) -> Generator[None, None, None]:
     """In here this process waits for others; one process a node says so, and signals end it at once.
 
@@ -133,8 +136,9 @@ def waiting(
         session: of this process.
         environment: tells its rank.
         what: what it waits for, for people; any thread.
+        rank: where the environment does not know it yet.
     """
-    rank = environment.global_rank()
+    rank = environment.global_rank() if rank is None else rank
 
     def end(message: str) -> None:
         session.children.kill()

@@ -35,6 +35,7 @@ from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.child_command import ChildCommand, child_command
 from lightning_ddp.launch.control_process import ControlProcess
 from lightning_ddp.launch.init_method import tcp_address
+from lightning_ddp.launch.init_process_group import FIRST_JOB, waiting
 from lightning_ddp.launch.orphan_guard import Guard
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.prelude import begin_run
@@ -133,7 +134,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             "WORLD_SIZE": str(world_size),
         }
         try:
-            command = self._command_of(rendezvous, first_rank)
+            command = self._command_of(session, first_rank)
         except BaseException:
             rendezvous.close()
             raise
@@ -151,10 +152,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self._run_children(session, command, first_rank)
         self.procs = session.children.procs  # type: ignore[assignment]  # of a supervisor, perhaps
 
-    def _command_of(self, rendezvous: Rendezvous, first_rank: int) -> ChildCommand:
+    def _command_of(self, session: Session, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
+        environment = self.cluster_environment
         if self.num_nodes > 1 and jobs.config() is not None:
-            share_job(rendezvous.find(self.cluster_environment, self._timeout), rank=first_rank)
+            with waiting(session, environment, lambda: FIRST_JOB, first_rank):
+                share_job(session.rendezvous.find(environment, self._timeout), rank=first_rank)
         return child_command()
 
     def _run_children(self, session: Session, command: ChildCommand, first_rank: int) -> None:
