@@ -79,21 +79,25 @@ __all__ = [
     "batches_that_stepped",
     "bind",
     "bind_like",
+    "callback_metrics",
     "check_can_start_children",
     "check_missing_main_guard",
     "checkpoint_folder",
     "choose_backend",
     "dump_checkpoint",
+    "enter_epoch",
     "explain_refusals",
     "fetch_anew",
     "finish_batch",
     "finish_step",
+    "has_validation_loaders",
     "interrupt_trainer",
     "is_fitting",
     "layer_sync",
     "lightnings",
     "limit_epoch",
     "limit_validation",
+    "load_loops",
     "loaded_roots",
     "loader_states",
     "loaders_of",
@@ -103,12 +107,15 @@ __all__ = [
     "num_cuda_devices",
     "optimizers_to_device",
     "pass_for_fabrics",
+    "prepare_loaders",
     "read_rank_again",
     "replace_signal_handlers",
     "reset_seed",
+    "restore_checkpoint",
     "running_hook",
     "saved_last",
     "set_batches_that_stepped",
+    "set_callback_metrics",
     "set_launcher",
     "set_logger_version",
     "set_num_threads_if_needed",
@@ -123,6 +130,7 @@ __all__ = [
     "unshare",
     "validates_now",
     "wrap_steps",
+    "wrap_validation_setup",
 ]
 
 C = TypeVar("C", bound=type)
@@ -468,6 +476,7 @@ def wrap_steps(
     on_epoch_start: Any,
     on_run_start: Any,
     on_run_end: Any,
+    sanity_check: Any,
     others: Any,
 ) -> None:
     """Has the loops of training call functions with their own method, and its arguments, for each step.
@@ -479,7 +488,8 @@ def wrap_steps(
         on_epoch_start: for `_FitLoop.on_advance_start`.
         on_run_start: for `_FitLoop.on_run_start`.
         on_run_end: for `_FitLoop.on_run_end`.
-        others: for `_FitLoop.on_advance_end`, for its `setup_data`, and for `Trainer._run_sanity_check`.
+        sanity_check: for `Trainer._run_sanity_check`.
+        others: for `_FitLoop.on_advance_end`, and for its `setup_data`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     loop.advance = functools.partial(advance, _get(loop, "advance"))
@@ -491,7 +501,13 @@ def wrap_steps(
     outer.on_run_start = functools.partial(on_run_start, _get(outer, "on_run_start"))
     outer.on_run_end = functools.partial(on_run_end, _get(outer, "on_run_end"))
     outer.on_advance_end = functools.partial(others, _get(outer, "on_advance_end"))
-    _set(trainer, "_run_sanity_check", functools.partial(others, _get(trainer, "_run_sanity_check")))
+    _set(trainer, "_run_sanity_check", functools.partial(sanity_check, _get(trainer, "_run_sanity_check")))
+
+
+def wrap_validation_setup(trainer: Trainer, setup: Any) -> None:
+    """Has a function called with `setup_data` of the loop of validation within a fit, in its place."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    loop.setup_data = functools.partial(setup, _get(loop, "setup_data"))
 
 
 def _set_up_whole(loop: Any) -> Any:
@@ -595,6 +611,78 @@ def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
     fetcher.fetched = num_fetched
     fetcher.length = trainer.fit_loop.max_batches
     fetcher.done = fetcher.fetched >= fetcher.length
+
+
+def prepare_loaders(trainer: Trainer, *, validates: bool) -> None:
+    """Sets up the loaders of a fit before it begins.
+
+    Args:
+        trainer: whose.
+        validates: whether those of validation are set up, as `_FitLoop.on_run_start` does.
+    """
+    trainer.fit_loop.setup_data()
+    if validates and trainer.val_dataloaders is None:
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+
+
+def has_validation_loaders(trainer: Trainer) -> bool:
+    """Whether the loaders of validation within a fit are set up."""
+    return _get(trainer.fit_loop.epoch_loop.val_loop, "_combined_loader") is not None
+
+
+def callback_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What `Trainer.callback_metrics` has kept: `_callback_metrics` of its connector."""
+    metrics: dict[str, Any] = _get(_get(trainer, "_logger_connector"), "_callback_metrics")
+    return dict(metrics)
+
+
+def set_callback_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """Sets the same."""
+    _get(_get(trainer, "_logger_connector"), "_callback_metrics").update(metrics)
+
+
+def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Takes over a checkpoint in memory, after the strategy's `setup`: `_checkpoint_connector`.
+
+    Args:
+        trainer: that is about to fit.
+        checkpoint: from `dump_checkpoint`.
+    """
+    connector = _get(trainer, "_checkpoint_connector")
+    _set(connector, "_loaded_checkpoint", checkpoint)
+    connector.restore_model()
+    connector.restore_datamodule()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+
+
+def load_loops(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Sets the counters of the loops of training to a state inside of an epoch, which goes on from there.
+
+    What Lightning does when it resumes (`_restarting` and so on of each loop) is left out.
+    """
+    outer: Any = trainer.fit_loop
+    outer.load_state_dict(state)
+    _go_on_in_epoch(outer)
+
+
+def _go_on_in_epoch(loop: Any) -> None:
+    for name in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
+        _set(loop, name, False)
+    loop.reset_restart_stage()
+    for part in vars(loop).values():
+        if hasattr(part, "_resuming_from_checkpoint"):
+            _go_on_in_epoch(part)
+
+
+def enter_epoch(trainer: Trainer) -> None:
+    """Has the epoch loop begin as in a new epoch, but for its iterator, as `load_loops` follows."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    for part in (loop, loop.val_loop):
+        _set(part, "_restarting", False)
 
 
 def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:

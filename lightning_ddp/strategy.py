@@ -46,7 +46,7 @@ from lightning_ddp.ddp.snapshot import copy_states, put_states
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
 from lightning_ddp.shm.hosts import Transport
 from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore
-from lightning_ddp.supervise.settings import ReconcileSettings, parse_on_failure
+from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings, parse_on_failure
 
 if TYPE_CHECKING:
     # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.elastic.emergency import EmergencyCheckpoint
+    from lightning_ddp.elastic.journal import Journal
     from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.launch.session import Session
     from lightning_ddp.launch.step_stop import StepStop
@@ -142,8 +143,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             moves. It costs a round trip a collective. None, the default, compares when a collective passes
             its deadline (`timeout`).
         on_failure: 'stop' ends the run on all ranks; 'shrink' goes on in the same `fit` with those that are
-            left. It does from the step that was interrupted, with the rest of the epoch dealt over them. A
-            mapping with `name` and options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
+            left; 'replace' also starts a new process in the place of each that is lost. They go on from the
+            step that was interrupted, with the rest of the epoch dealt over them. A mapping with `name` and
+            options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
         emergency_checkpoint: whether the lowest rank that is left saves the last committed step before a
             failure ends a fit; or a folder. As `emergency-step=N.ckpt`, of which the report tells; True for
             the folder of the Trainer's checkpoints, if it makes any. On CPU.
@@ -158,6 +160,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     _lockstep: Lockstep | None = None
     _recovery: Recovery | None = None
     _emergency: EmergencyCheckpoint | None = None
+    _journal: Journal | None = None
     _world: tuple[int, int] | None = None  # rank and size, once ranks were lost
     _local_rank = 0  # then
     _resumed_from: Any = None
@@ -265,6 +268,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
             check_arguments(
                 self._reconcile_settings.recovery,
+                start_method=start_method,
                 uneven_inputs=uneven_inputs,
                 hook=self._communication.kind,
                 hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
@@ -295,6 +299,16 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         session = self._session = session_of_process()
         self._check_lost_ranks(session)
         self._join(session)
+        if self._journal is None and isinstance(self._reconcile_settings.recovery, ReplaceSettings):
+            from lightning_ddp.elastic.journal import Journal
+
+            self._journal = Journal(
+                lambda: session.store,
+                session.rendezvous.token or "",
+                is_reader=session.is_joining,
+                is_writer=self.global_rank == 0 and not session.is_joining,
+                check=session.control.interrupt.check,
+            )
 
     def _check_lost_ranks(self, session: Session) -> None:
         """Refuses a run that needs ranks which this process's session has lost."""
@@ -399,6 +413,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             keeps_global=settings.batch == "global",
             meet=self._meet_again,
             boundary=self._stopping.check,
+            journal=self._journal,
+            is_joining=self._session.is_joining,
         )
 
     def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
@@ -455,6 +471,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if wrapper is not None:
             wrapper.update_process_group(group)
         self._communication.rejoin(self._group, self.root_device)
+        if self._session.is_joining:
+            self._session.is_joining = False
+            ours.inspector.compare_before_each(self._debug == "detail")
         return self._group
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
@@ -757,9 +776,15 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """Whether nobody would answer; also where this rank finishes without the others."""
         return (self._recovery is not None and self._recovery.is_alone) or super()._is_alone()
 
-    def _together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """What a collective returns; this rank's own if the others have lost one after a committed step."""
+    def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
+        """What a collective returns; this rank's own if the others have lost one after a committed step.
+
+        Before the first epoch it may be what a journal has of it.
+        """
         try:
+            if self._journal is not None and kind is not None:
+                result: T = self._journal.result(kind, call)
+                return result
             return call()
         except Exception as error:
             if self._recovery is None or not self._recovery.finishes_alone(error):
@@ -768,22 +793,24 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
+        if self._journal is not None and self._journal.is_read:  # a barrier has no result
+            return
         wait = partial(super().barrier, name)
         if name in _FIRST_BARRIERS and self._recovery is not None and self._is_training():
             self._recovery.repeat(wait)
         else:
-            self._together(wait, lambda: None)
+            self._together(None, wait, lambda: None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`."""
-        return self._together(partial(super().broadcast, obj, src), lambda: obj)
+        return self._together("broadcast", partial(super().broadcast, obj, src), lambda: obj)
 
     def all_gather(
         self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
         """The tensors of all ranks, stacked along a new first dimension, in rank order."""
         return self._together(
-            partial(super().all_gather, tensor, group, sync_grads), lambda: tensor.unsqueeze(0)
+            "all_gather", partial(super().all_gather, tensor, group, sync_grads), lambda: tensor.unsqueeze(0)
         )
 
     def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
@@ -792,7 +819,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._lockstep.reduce(group, tensors, reduce_op)
         else:
             own = [tensor.clone() for tensor in tensors] if self._recovery is not None else []
-            self._together(partial(super()._reduce, group, tensors, reduce_op), lambda: _put(tensors, own))
+
+            def reduce() -> list[torch.Tensor]:
+                super(CustomDDPStrategy, self)._reduce(group, tensors, reduce_op)
+                return [tensor.cpu() for tensor in tensors] if self._journal is not None else tensors
+
+            _put(tensors, self._together("reduce", reduce, lambda: own))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so. A rank that repeats its last batch has no say in a step."""
@@ -819,7 +851,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 def _put(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Writes values into tensors."""
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+        if value is not tensor:
+            tensor.copy_(value)
 
 
 def _as_wrapper(model: object) -> BucketedDDP | None:

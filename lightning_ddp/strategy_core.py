@@ -152,7 +152,7 @@ class StrategyCore:
             given_store=self._given_store,
         )
         session.control.inspector.set_deadline(self._group_timeout)
-        session.control.inspector.compare_before_each(self._debug == "detail")
+        session.control.inspector.compare_before_each(self._debug == "detail" and not session.is_joining)
         self._group = Group(group, session.control.interrupt, transport=self._transport)
 
     def _wrap(self, model: torch.nn.Module) -> BucketedDDP:

@@ -37,6 +37,10 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
         "goes on with the ranks that are left when one is lost",
         {"on_failure": "shrink"},
     ),
+    "custom_ddp_replace": (
+        "goes on when a rank is lost, and starts a new process in its place",
+        {"on_failure": "replace"},
+    ),
     "custom_ddp_fp16": ("gradients sent in float16: half the bytes", {"ddp_comm_hook": "fp16"}),
     "custom_ddp_bf16": ("gradients sent in bfloat16: half the bytes", {"ddp_comm_hook": "bf16"}),
     "custom_ddp_int8": (

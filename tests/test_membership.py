@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.membership import REPEAT_S, SETTLE_S, STEPS_TO_FORGET, Member, Membership, Phase
-from lightning_ddp.supervise.protocol import Form, Joined, Message, Muster, Present
+from lightning_ddp.supervise.protocol import Form, Gather, Joined, MeetAfter, Message, Muster, Present
 from lightning_ddp.supervise.settings import RecoverySettings
+from lightning_ddp.supervise.vacancies import Vacancies
 
 ANSWER_S = 30.0
 MANY = RecoverySettings(max_recoveries=100)
@@ -401,3 +402,88 @@ def test_a_state_that_is_half_copied_is_no_source() -> None:
     form = membership.due(SETTLE_S)[0][1]
     assert isinstance(form, Form)
     assert (form.source, form.behind, form.step) == (1, (0,), 5)
+
+
+def test_those_that_join_are_met_at_one_boundary_and_take_the_state_of_the_lowest() -> None:
+    membership = Membership(range(3), MANY, ANSWER_S)
+    fail(membership, 1, 5)
+    assert membership.gather() == []  # nobody asks
+    membership.ready(1)
+    assert [place for place, _ in membership.gather()] == [0, 2]
+    assert membership.phase is Phase.GATHERING
+    assert membership.stands(0, 7) == []
+    (_, first), (_, second) = membership.stands(2, 8)
+    assert first == second == MeetAfter(2, 8)
+    for place in (0, 2):
+        assert membership.due(0.0) == []
+        membership.present(place, Present(2, 9, is_clean=True, is_trying=False))
+    forms = membership.due(0.0)
+    assert [place for place, _ in forms] == [0, 1, 2]
+    form = forms[0][1]
+    assert isinstance(form, Form)
+    assert (form.members, form.joined, form.lost, form.source) == ((0, 1, 2), (1,), (), 0)
+    assert (form.behind, form.step, form.is_retried) == ((), 9, False)
+    for place in range(3):
+        membership.joined(place, form.generation)
+    assert (membership.phase, membership.num_recoveries) == (Phase.RUNNING, 1)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_loss_while_others_join_leaves_them_out_until_they_ask_again(victim) -> None:
+    """The one that joins dies, or the one that gives it its state: that is no step that fails twice."""
+    membership = Membership(range(3), RecoverySettings(max_recoveries=3), ANSWER_S)
+    fail(membership, 1, 5)
+    membership.ready(1)
+    membership.gather()
+    for place in (0, 2):
+        membership.stands(place, 0)
+        membership.present(place, Present(2, 5, is_clean=True, is_trying=False))
+    membership.due(0.0)
+    membership.joined(2, membership.generation)
+    called = membership.lost(victim, record(victim), 1.0, has_ended=True)
+    assert [place for place, _ in called] == [place for place in range(3) if place != victim]
+    assert membership.remaining == ((0, 2) if victim == 1 else (2,))
+    at_rest(membership, 5, 1.0)
+    assert (membership.phase, membership.members) == (Phase.RUNNING, (0, 2) if victim == 1 else (2,))
+
+
+def test_a_failure_voids_a_meeting_and_one_that_does_not_get_its_state_in_time_is_lost() -> None:
+    membership = Membership(range(3), MANY, ANSWER_S)
+    fail(membership, 1, 5)
+    membership.ready(1)
+    membership.gather()
+    membership.stands(0, 3)
+    fail(membership, 2, 6)
+    assert membership.members == (0,)
+    assert membership.gather() == [(0, Gather())]
+    membership.stands(0, 0)
+    membership.present(0, Present(4, 6, is_clean=True, is_trying=False))
+    membership.due(0.0)
+    membership.joined(0, membership.generation)
+    assert membership.late(ANSWER_S - 1) == ()
+    assert membership.late(ANSWER_S) == (1,)
+
+
+def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_vacant() -> None:
+    vacancies = Vacancies(most=3)
+    vacancies.lost([1], 10, 0.0)
+    waited, now = [], 0.0
+    while (at := vacancies.deadline()) is not None:
+        waited.append(at - now)
+        assert vacancies.due(at - 0.01) == []
+        now = at
+        for place in vacancies.due(at):
+            assert vacancies.is_expected(place)
+            assert vacancies.ended(place, now)
+    assert waited == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert not vacancies.ended(1, now)
+
+
+@pytest.mark.parametrize("distance", [1, STEPS_TO_FORGET])
+def test_steps_in_between_are_progress_of_a_place(distance) -> None:
+    vacancies = Vacancies(most=3)
+    vacancies.lost([1], 10, 0.0)
+    vacancies.due(0.0)
+    vacancies.joined([1], 20)
+    vacancies.lost([1], 20 + distance, 5.0)
+    assert vacancies.deadline() == (5.5 if distance == 1 else 5.0)

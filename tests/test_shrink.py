@@ -136,13 +136,15 @@ class Ledger:
             if place in survivors:
                 assert first.setdefault(batch, entry["hook"]) == entry["hook"]
 
-    def check_samples(self, steps: dict[int, list[dict[str, Any]]], *, is_whole: bool) -> None:
+    def check_samples(
+        self, steps: dict[int, list[dict[str, Any]]], *, is_whole: bool, num_epochs: int = EPOCHS
+    ) -> None:
         generations = {step: entries[0]["generation"] for step, entries in steps.items()}
         used: dict[int, Counter[int]] = defaultdict(Counter)
         for entry in self.of("tries"):  # that of a rank which was killed after it was committed counts
             if generations.get(entry["step"]) == entry["generation"]:
                 used[entry["epoch"]].update(entry["ids"])
-        for epoch in range(EPOCHS):
+        for epoch in range(num_epochs):
             assert not is_whole or set(used[epoch]) == set(range(SAMPLES)), epoch
             repeated = used[epoch].total() - len(used[epoch])
             assert repeated < 4  # what fills the last batches up

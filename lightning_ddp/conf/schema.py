@@ -17,7 +17,7 @@ from lightning_ddp.averaging import available_averagers, averager_options
 from lightning_ddp.conf.options import Option, options_of_dataclass, options_of_signature
 from lightning_ddp.hooks import available_hooks, hook_options
 from lightning_ddp.strategy import CustomDDPStrategy
-from lightning_ddp.supervise.settings import RecoverySettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 from lightning_ddp.trainer import Trainer
 
 __all__ = ["AVERAGERS", "HOOKS", "ON_FAILURE", "STRATEGY", "TRAINER", "Schema", "all_schemas"]
@@ -147,6 +147,7 @@ ON_FAILURE = {
     for name, options, description in (
         ("stop", [], "The run ends on all ranks."),
         ("shrink", options_of_dataclass(RecoverySettings), "Goes on with the ranks that are left."),
+        ("replace", options_of_dataclass(ReplaceSettings), "The same, with a new process in each place."),
     )
 }
 

@@ -30,15 +30,16 @@ class Loggers:
     Args:
         trainer: whose.
         broadcast: an object of rank 0 to all ranks. Communicates, now.
+        is_joining: whether another process is rank 0 yet, even if this one is to be.
     """
 
-    def __init__(self, trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
+    def __init__(self, trainer: Trainer, broadcast: Callable[[Any], Any], *, is_joining: bool) -> None:
         self._trainer = trainer
         versions = broadcast([logger_version(logger) for logger in trainer.loggers])
         self._kept: list[tuple[Any, Row, int]] = []  # logger, row, steps that were committed then
         self._written: dict[int, list[Row]] = {}  # logger -> rows in its file that may be logged again
         self._committed = 0
-        self._writes = trainer.is_global_zero
+        self._writes = trainer.is_global_zero and not is_joining
         for logger, version in zip(trainer.loggers, versions, strict=True):
             set_logger_version(logger, version)  # which the others would choose anew, beside that of rank 0
             log = functools.partial(self._log, logger, logger.log_metrics)
@@ -89,9 +90,9 @@ class Loggers:
 
     def take_over(self) -> None:
         """Ranks have new numbers: this process may be rank 0 now, which another was."""
-        if self._writes or not self._trainer.is_global_zero:
+        was_writing, self._writes = self._writes, self._trainer.is_global_zero
+        if was_writing or not self._writes:
             return
-        self._writes = True
         kept, self._kept = self._kept, []
         known = [step for _, (_, step), _ in kept if step is not None]
         since = min([batches_that_stepped(self._trainer), *known])

@@ -17,25 +17,31 @@ import torch
 from lightning_ddp._lightning import (
     Trainer,
     batches_that_stepped,
+    enter_epoch,
     fetch_anew,
     finish_batch,
     limit_epoch,
     limit_validation,
     loaders_of,
     may_validate,
+    prepare_loaders,
     set_up_validation,
     wrap_steps,
+    wrap_validation_setup,
 )
 from lightning_ddp.comm.collectives import broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.snapshot import ModuleSnapshot
+from lightning_ddp.elastic.joining import Handover, seed_generators
+from lightning_ddp.elastic.journal import MAIN, VALIDATION, Journal
 from lightning_ddp.elastic.loggers import Loggers
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import copy_state, leave
 from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates, put_scale
 from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
 from lightning_ddp.errors import PeerFailure
+from lightning_ddp.launch.environment import global_seed
 from lightning_ddp.launch.reconciliation import Reconciliation
 from lightning_ddp.supervise.protocol import Form
 
@@ -66,6 +72,8 @@ class Recovery:
         meet: makes the process group of a generation, and all that is made of it; returns the new group. All
             ranks call it; communicates.
         boundary: called before each batch; raises where the run stops there.
+        journal: where processes may join; None elsewhere.
+        is_joining: whether this process is one that joins.
     """
 
     def __init__(
@@ -77,6 +85,8 @@ class Recovery:
         keeps_global: bool,
         meet: Callable[[Form], Group],
         boundary: Callable[[], None],
+        journal: Journal | None = None,
+        is_joining: bool = False,
     ) -> None:
         assert ours.calls is not None
         self._ours, self._calls = ours, ours.calls
@@ -109,8 +119,15 @@ class Recovery:
         self._snapshot: ModuleSnapshot | None = None
         self._batch: Any = None
         self._output: Any = None
-        self._loggers = Loggers(trainer, trainer.strategy.broadcast)
+        self._loggers = Loggers(trainer, trainer.strategy.broadcast, is_joining=is_joining)
         self._num_rows = 0
+        self._journal, self._is_joining = journal, is_joining
+        self._handover: Handover | None = None
+        """What those that join take over: made by members, taken by a process that has joined."""
+        self._form: Form | None = None
+        """The generation that this process has joined, until it takes its first step."""
+        if journal is not None:
+            wrap_validation_setup(trainer, self._setup_validation)
         wrap_steps(
             trainer,
             advance=self._advance,
@@ -118,6 +135,7 @@ class Recovery:
             on_epoch_start=self._start_epoch,
             on_run_start=self._start_run,
             on_run_end=self._end_run,
+            sanity_check=self._check_sanity,
             others=self.repeat,
         )
         for loader in loaders_of(trainer.fit_loop):  # made already, to count the steps of a schedule
@@ -188,7 +206,30 @@ class Recovery:
         self.repeat(lambda: set_up_validation(self._trainer))
         start()
 
+    def _setup_validation(self, setup: Callable[[], None]) -> None:
+        """Its loaders are set up in the sanity check, or when training starts, or by a first validation."""
+        assert self._journal is not None
+        with self._journal.part(VALIDATION):
+            setup()
+        self._journal.end(VALIDATION)
+
+    def _check_sanity(self, check: Callable[[], None]) -> None:
+        """A process that joins does without."""
+        if self._is_joining:
+            self._join()
+        elif self._journal is None:
+            self.repeat(check)
+        else:
+            with self._journal.part(None):
+                self.repeat(check)
+
     def _start_epoch(self, start: Callable[[], None]) -> None:
+        if self._journal is not None:
+            self._journal.end(MAIN)
+        if self._form is not None:  # of an epoch that has begun for the others
+            start()
+            enter_epoch(self._trainer)
+            return
         self._snapshot = None  # the module may have other parts than in the epoch before
         if self._deal_after is not None:
             self._deal_after = None
@@ -203,12 +244,21 @@ class Recovery:
         self.repeat(start_whole, is_new_epoch=True)
 
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
+        if self._form is not None:
+            self._enter(self._form)
+        boundary = self._ours.boundary
+
         def attempt() -> None:
             self._begin()
-            self._tell_begun()
-            advance(fetcher)
+            if boundary.is_meeting:
+                self._calls.meet()
+                self._handover = Handover.of(self._trainer, self._communication, self.dealer)
+                self._calls.defer(True)
+            else:
+                self._tell_begun()
+                advance(fetcher)
 
-        while not self._is_through(attempt):
+        while not self._is_through(attempt) or boundary.is_meeting:
             if self._go_on():
                 break
             self._is_again = not self._communication.is_local  # else each has samples of its own
@@ -254,6 +304,8 @@ class Recovery:
             self._mark = Mark(self._trainer, self._snapshot, self._communication, self.taken)
             self._num_rows = self._loggers.begin(self.committed)
         self._calls.defer(False)
+        is_whole = progress.completed % self._trainer.accumulate_grad_batches == 0
+        self._ours.boundary.may_meet = is_whole and self._communication.has_met
         self._boundary()
 
     def _end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
@@ -279,6 +331,9 @@ class Recovery:
             phase()
             return
         self._is_repeating = True
+        if self._is_joining:  # nobody would answer
+            phase()
+            return
         mark = PhaseMark(self._trainer, self._trainer.lightning_module)
         num_rows = self._loggers.begin(self.committed)
 
@@ -311,9 +366,11 @@ class Recovery:
         """
         step, mark = self.committed, self._mark
         error = self._calls.error
+        is_meeting = self._ours.boundary.is_meeting
         is_over = mark is None or mark.step < self.taken
         in_round = self._communication.is_in_round
-        form = self._regroup(is_trying=not is_over and (in_round or not self._communication.is_local))
+        is_trying = not is_over and (in_round or not self._communication.is_local) and not is_meeting
+        form = self._regroup(is_trying=is_trying)
         is_lifted = form.step > step
         self.committed = form.step
         self._last_phase = form.phase
@@ -328,7 +385,7 @@ class Recovery:
             num_batches = mark.num_batches
         elif (is_lifted or in_round) and mark is not None:
             self._count_lifted(mark)
-        self._deal(num_batches, anew=not self._communication.is_local)
+        self._deal(num_batches, anew=bool(form.joined) or not self._communication.is_local)
         self._loggers.take_over()
         self._tell(form, error)
         if in_round and not is_lifted:
@@ -380,6 +437,8 @@ class Recovery:
             group = self._meet(form)
             if form.behind:
                 self._copy_state(form, group)
+            if form.joined:
+                self._hand_over(form, group)
             calls.go_on()
             entered.append(form)
 
@@ -388,7 +447,62 @@ class Recovery:
             calls.stop()
             leave(self._ours, self._wrapper)
             self._is_through(attempt)
+        self._handover = None
         return entered[0]
+
+    def _hand_over(self, form: Form, group: Group) -> None:
+        """Sends all that this rank has to those that join, or takes it. All ranks call it; communicates."""
+        source, device = form.members.index(form.source), self._trainer.strategy.root_device
+        is_source = group.rank == source
+        sent = self._handover if is_source else None
+        received = broadcast_nested(group, sent, source, device, label="state for a rank that joins")
+        if self._calls.member.place in form.joined:
+            self._handover = received
+            received.restore(self._trainer, self._communication)
+
+    # ------------------------------------------------------------------ a process that joins
+
+    def _join(self) -> None:
+        """Waits until the others let this process in, and takes their state over."""
+        assert self._journal is not None
+        calls = self._calls
+        prepare_loaders(self._trainer, validates=self._journal.is_complete(VALIDATION))
+        calls.defer(True)
+
+        def look() -> None:
+            self._ours.leave_if_late()
+            self._ours.check_end()
+
+        def attempt() -> None:
+            form = calls.wait_for_invitation(look)
+            calls.enter(form)
+            self._hand_over(form, self._meet(form))
+            calls.go_on()
+            self._form = form
+
+        while self._form is None:
+            self._communication.halt()
+            calls.stop()
+            leave(self._ours, self._wrapper)
+            self._is_through(attempt)
+        assert self._handover is not None
+        prepare_loaders(self._trainer, validates=self._handover.validates)
+
+    def _enter(self, form: Form) -> None:
+        """Before the first step of a process that has joined."""
+        assert self._handover is not None
+        self._handover.restore_loops(self._trainer, self.dealer)
+        self.committed = self.taken = form.step
+        self._phase = self._last_phase = form.phase
+        self._deal(self._handover.num_batches, anew=True)
+        seed_generators(seed=global_seed(), rank=self._calls.member.place, step=form.step)
+        self._members = form.before
+        self._loggers.take_over()
+        self._tell(form, None)
+        self._form = self._handover = None
+        self._is_joining = False
+
+    # ------------------------------------------------------------------ after each regroup
 
     def _copy_state(self, form: Form, group: Group) -> None:
         is_behind = self._calls.member.place in form.behind
@@ -431,15 +545,20 @@ class Recovery:
         limit_validation(self._trainer)
 
     def _tell(self, form: Form, error: Any) -> None:
-        seconds = time.monotonic() - self._calls.heard_at
         before, self._members = self._members, form.members  # generations that were never whole are not told
         lost = tuple(rank for rank, place in enumerate(before) if place not in form.members)
+        joined = tuple(rank for rank, place in enumerate(form.members) if place not in before)
+        if not lost and not joined:  # one that was to join has died
+            return
+        seconds = time.monotonic() - self._calls.heard_at
+        place = self._calls.member.place
         change = WorldChange(
             old_world_size=len(before),
             new_world_size=len(form.members),
-            old_rank=before.index(self._calls.member.place),
+            old_rank=before.index(place) if place in before else None,
             new_rank=self._calls.member.rank,
             lost_ranks=lost,
+            joined_ranks=joined,
             step=self._trainer.global_step,
             seconds=seconds,
             cause=error,
@@ -447,8 +566,8 @@ class Recovery:
         )
         if change.new_rank == 0:
             _log.warning(
-                "rank %s lost at step %d; %d ranks go on after %.2f s",
-                ", ".join(map(str, lost)),
+                "%s at step %d; %d ranks go on after %.2f s",
+                _describe(lost, joined),
                 change.step,
                 change.new_world_size,
                 seconds,
@@ -460,3 +579,12 @@ class Recovery:
                 {f"recovery/{name}": float(value) for name, value in metrics.items()},
                 step=batches_that_stepped(self._trainer),
             )
+
+
+def _describe(lost: tuple[int, ...], joined: tuple[int, ...]) -> str:
+    parts = [
+        f"rank {', '.join(map(str, ranks))} {what}"
+        for ranks, what in ((lost, "lost"), (joined, "joined"))
+        if ranks
+    ]
+    return ", ".join(parts)

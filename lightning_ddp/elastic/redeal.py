@@ -144,6 +144,22 @@ class DealtSampler(Sampler[Any]):
                 " on_failure='stop'."
             )
 
+    def state(self) -> Any:
+        """What of the epoch is used and how it is ordered, for `load` in a process that joins."""
+        is_drawn = type(self._inner) is not DistributedSampler
+        generators = [generator.get_state() for generator in _generators_of(self._inner)]
+        order = self.order() if is_drawn else None
+        return self._num_used, self.num_batches, self._inner.num_replicas, order, generators
+
+    def load(self, state: Any) -> None:
+        """Takes over what another rank has used, before `deal`."""
+        self._num_used, self.num_batches, num_replicas, order, generators = state
+        set_ranks(self._inner, 0, num_replicas)
+        if order is not None:
+            self._order, self._is_whole_order = order, True
+        for generator, known in zip(_generators_of(self._inner), generators, strict=True):
+            generator.set_state(known)
+
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         """Deals what is left of the epoch over other ranks.
 
@@ -202,6 +218,14 @@ class SplitBatches:
             return len(self._inner)
         batches = self._num_samples / (self._num_ranks * int(self.batch_size))
         return (math.floor(batches) if self.drop_last else math.ceil(batches)) - self.sampler.num_batches
+
+    def state(self) -> Any:
+        """As of `DealtSampler`."""
+        return self.sampler.state()
+
+    def load(self, state: Any) -> None:
+        """As of `DealtSampler`."""
+        self.sampler.load(state)
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         """Splits what is left of the epoch, and later ones, over other ranks; as of `DealtSampler`."""
@@ -320,6 +344,15 @@ class Dealer:
         self._part = (rank, world_size)
         for dealt in self._dealt:
             dealt.deal(num_batches, rank, world_size)
+
+    def state(self) -> list[Any]:
+        """What of the epoch is used, of each loader."""
+        return [dealt.state() for dealt in self._dealt]
+
+    def load(self, states: list[Any]) -> None:
+        """Takes over what another rank has used, before `deal`."""
+        for dealt, state in zip(self._dealt, states, strict=True):
+            dealt.load(state)
 
     def deal_as_before(self, num_batches: int) -> None:
         """Goes on after some batches with what this rank had of the epoch."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ddp._lightning import is_fitting
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.supervise.settings import RecoverySettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 
 if TYPE_CHECKING:  # a run without an averager does not import them
     from lightning_ddp.averaging import AveragerPlan
@@ -23,6 +23,7 @@ def _refuse(what: str, why: str, instead: str) -> None:
 def check_arguments(
     settings: RecoverySettings,
     *,
+    start_method: str,
     uneven_inputs: str | None,
     hook: str | None,
     hook_has_state: bool,
@@ -33,6 +34,12 @@ def check_arguments(
     Raises:
         ConfigurationError: what they ask for cannot go on without a rank.
     """
+    if isinstance(settings, ReplaceSettings) and start_method != "popen":
+        _refuse(
+            f"start_method={start_method!r} and new processes",
+            "they would need what the Trainer was sent with",
+            "start_method='popen'",
+        )
     if uneven_inputs is not None:
         _refuse(
             "uneven_inputs",

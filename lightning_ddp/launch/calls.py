@@ -15,7 +15,18 @@ from lightning_ddp.supervise.client import Watch
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.membership import Member
-from lightning_ddp.supervise.protocol import Begun, Declined, Form, Joined, Message, Muster
+from lightning_ddp.supervise.protocol import (
+    Begun,
+    Declined,
+    Form,
+    Gather,
+    Joined,
+    MeetAfter,
+    Message,
+    Muster,
+    Position,
+    Ready,
+)
 
 __all__ = ["Calls"]
 
@@ -60,6 +71,12 @@ class Calls:
                     self._stop_main(message)
                 elif (again := self.member.repeat()) is not None and self.watch is not None:
                     self.watch.post(again)
+            case Gather():
+                if self.watch is not None:
+                    self.watch.post(Position(self._boundary.gather()))
+            case MeetAfter(position=position):
+                if self.member.hear_call(message):
+                    self._boundary.meet_after(position)
             case Form(generation=generation):
                 if self._form is None or generation > self._form.generation:
                     self._boundary.restart()  # on all ranks before the server asks for anything else
@@ -153,6 +170,27 @@ class Calls:
                 self.decline("the ranks that are left could not connect to each other")
             self._changed.wait(_LOOK_EVERY_S)
             check()
+
+    def wait_for_invitation(self, check: Callable[[], None]) -> Form:
+        """In a new process: asks to join the others; returns the generation that it is a member of.
+
+        Args:
+            check: called now and then; raises where the run ends.
+        """
+        assert self.watch is not None
+        self.watch.post(Ready())
+        while True:
+            self._changed.clear()
+            form = self._form
+            if form is not None and self.member.is_invited(form):
+                self.heard_at = time.monotonic()
+                return form
+            self._changed.wait(_LOOK_EVERY_S)
+            check()
+
+    def meet(self) -> None:
+        """This process stands at the boundary where others join."""
+        self.heard_at = time.monotonic()
 
     def enter(self, form: Form) -> None:
         """From now on this process belongs to a generation; what fails in it is another failure.

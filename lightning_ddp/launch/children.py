@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -18,6 +19,7 @@ from typing import IO, Any
 
 from lightning_ddp.launch.orphan_guard import Guard
 from lightning_ddp.launch.prelude import child_environment
+from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 from lightning_ddp.launch.supervisor import ForkedChild, fork_child
 from lightning_ddp.supervise.failure_record import describe_exit
 
@@ -94,6 +96,10 @@ class Children:
         self._may_leave = threading.Event()
         self._guard: Guard | None = None
         self._wake_pair: tuple[socket.socket, socket.socket] | None = None
+        self._again: dict[int, Callable[[], None]] = {}
+        """Local rank -> starts a process in its place."""
+        self._new: set[int] = set()
+        """Process ids of those that were started in the place of lost ones."""
         self._first: ChildExit | None = None
 
     def start(
@@ -116,7 +122,23 @@ class Children:
             log: a file to which its output is appended; None for this process's terminal.
             inherited: a file that it inherits under its descriptor.
         """
+        begin = functools.partial(self._start, local_rank, command, cwd=cwd, log=log, inherited=inherited)
+        self._again[local_rank] = functools.partial(begin, {**env, JOIN_VARIABLE: "1"}, is_new=True)
+        begin(env)
+
+    def _start(
+        self,
+        local_rank: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        cwd: str | None,
+        log: Path | None,
+        inherited: IO[bytes] | None,
+        is_new: bool = False,
+    ) -> None:
         options: dict[str, Any] = {}
+        self._may_leave.clear()
         if inherited is not None:
             options["pass_fds"] = (inherited.fileno(),)
         with contextlib.ExitStack() as stack:
@@ -130,8 +152,10 @@ class Children:
                 stderr=options.get("stdout"),
                 **options,
             )
-        self.procs.append(proc)
         with self._changed:
+            self.procs.append(proc)
+            if is_new:
+                self._new.add(proc.pid)
             self._alive.append(_Child(local_rank, proc, log, _open_end(proc)))
             self._wake()
         self.resume()
@@ -162,6 +186,21 @@ class Children:
                 self._wake_pair = self._wake_pair or socket.socketpair()
                 self._thread = threading.Thread(target=self._watch, daemon=True, name="children-watch")
                 self._thread.start()
+
+    def start_again(self, local_rank: int) -> None:
+        """Starts a child in the place of one that has ended, to join the run. Any thread."""
+        if local_rank in self._again and not self.ending.locked():
+            self._again[local_rank]()
+
+    def end_new(self, members: Container[int]) -> None:
+        """Ends those that were started in the place of lost ones and are no members of the run.
+
+        Args:
+            members: process ids of those that are.
+        """
+        for proc in self.procs:
+            if proc.pid in self._new and proc.pid not in members:
+                proc.send_signal(signal.SIGKILL)
 
     def _wake(self) -> None:
         if self._wake_pair is not None:

@@ -33,6 +33,7 @@ from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 __all__ = [
     "LONGEST_MESSAGE",
     "REPORTED",
+    "START",
     "WENT_ON",
     "ControlProcess",
     "ServerElsewhere",
@@ -40,6 +41,8 @@ __all__ = [
 ]
 
 LONGEST_MESSAGE = 150_000
+START = 0
+"""In the place of a signal: the supervisor is to start processes, whose places follow."""
 REPORTED, WENT_ON = 1, 2
 """Exit codes: it has reported a failure; the others went on without rank 0, so that its end was none."""
 _LOOK_EVERY_S = 0.05
@@ -124,6 +127,7 @@ class _Host:
             settings=settings,
             on_failure=self._failed,
             on_condemned=lambda identity: self._signal(signal.SIGKILL, [identity]),
+            on_vacant=self._start,
             **options,
         )
         return self._server.port
@@ -141,12 +145,19 @@ class _Host:
         first = None if self._server is None else self._server.first_failure
         return None if first is None else first.cut()
 
-    def ended(self, pid: int, code: int, is_rank_0: bool) -> None:
-        """A rank has ended, of which rank 0 cannot tell: it is that one, or has ended before."""
+    def ended(self, pid: int, code: int, is_rank_0: bool, place: int) -> None:
+        """A rank has ended, of which rank 0 cannot tell: it is that one, has ended before, or did not ask."""
         if is_rank_0:
             self._rank_0_pid = pid
             self._rank_0_has_ended.set()
-        if self._server is None or (code == 0 and self._server.has_met):
+        if self._server is None:
+            return
+        if self._server.replaces and not is_rank_0:
+            identity = Identity(rank=place, node_rank=0, pid=pid)
+            message = f"the process {describe_exit(code)}; what it printed stands above"
+            self._server.tell(Exited(FailureRecord.of_identity(identity, message, exit_code=code)))
+            return
+        if code == 0 and self._server.has_met:
             return
         known = self._server.member(pid, node_rank=0)
         if known or is_rank_0:
@@ -193,6 +204,11 @@ class _Host:
 
     def _here(self, server: ControlServer) -> list[Identity]:
         return [identity for identity in server.identities if identity.node_rank == 0]
+
+    def _start(self, place: int) -> None:
+        """Asks the supervisor for a process in the place of a lost one, which is of this node."""
+        with suppress(OSError):
+            self._supervisor.send(json.dumps([START, [place]]).encode())
 
     def _signal(self, number: signal.Signals, ranks: Iterable[Identity]) -> None:
         """Asks the supervisor, which alone knows that a process id is still that of its child."""

@@ -66,7 +66,7 @@ def join_run(
     """
     rank, world_size = environment.global_rank(), environment.world_size()
     has_launcher = session.rendezvous.where is not None
-    group = existing_group(world_size)
+    group = existing_group(1 if session.is_joining else world_size)
     if group is not None:
         _name_interface(session, environment, init_method, backend)
         if session.store is not None and not has_launcher and world_size > 1:
@@ -93,6 +93,8 @@ def join_run(
             store = session.rendezvous.find(environment, timeout)
     else:
         store = meet_elsewhere()
+    if session.is_joining:
+        return _begin_alone(session, backend, store, environment, settings, timeout, device)
     if is_enabled() and (world_size > 1 or launcher_pid() is not None):  # a launcher counts on a lone one too
         identity = Identity(rank=rank, node_rank=environment.node_rank())
         if rank == 0 and (session.num_failed or not has_launcher):
@@ -124,6 +126,23 @@ def join_run(
         return join_default_group(
             backend, store, rank=rank, world_size=world_size, timeout=timeout, device=device
         )
+
+
+def _begin_alone(
+    session: Session,
+    backend: str,
+    store: Any,
+    environment: ClusterEnvironment,
+    settings: ReconcileSettings,
+    timeout: timedelta | None,
+    device: torch.device,
+) -> Any:
+    """In the place of a lost rank: connects to the run, and makes a group of this process alone."""
+    identity = Identity(rank=environment.global_rank(), node_rank=environment.node_rank())
+    session.connect(store, identity, settings, _LONGEST_WAIT_S)
+    session.store = store
+    _name_interface(session, environment, None, backend)
+    return join_default_group(backend, dist.HashStore(), rank=0, world_size=1, timeout=timeout, device=device)
 
 
 @contextmanager

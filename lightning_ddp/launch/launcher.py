@@ -49,7 +49,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.protocol import Exited, Failed
 from lightning_ddp.supervise.server import ControlServer
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
             )
         session.children.guard()
         if command.handed is not None:
-            command.handed.close()
+            if not isinstance(self._settings.recovery, ReplaceSettings):  # others may be started later
+                command.handed.close()
             if first_rank == 0:
                 jobs.publish_to(session.rendezvous.hosted.set)
 

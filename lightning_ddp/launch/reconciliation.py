@@ -136,7 +136,13 @@ class Reconciliation:
     # ------------------------------------------------------------------ joining
 
     def connect(
-        self, server: ServerAddress, identity: Identity, settings: ReconcileSettings, parent_pid: int | None
+        self,
+        server: ServerAddress,
+        identity: Identity,
+        settings: ReconcileSettings,
+        parent_pid: int | None,
+        *,
+        is_new: bool = False,
     ) -> None:
         """Connects to the control server.
 
@@ -145,6 +151,7 @@ class Reconciliation:
             identity: this process.
             settings: times.
             parent_pid: the process that has started this one, if it is ours.
+            is_new: whether this process is in the place of a lost one.
 
         Raises:
             RendezvousError: the server cannot be reached.
@@ -170,6 +177,7 @@ class Reconciliation:
             where=self._where,
             parent=parent,
             on_message=self._on_message,
+            is_new=is_new,
         )
         if self.calls is not None:
             self.calls.watch = self.watch
@@ -218,6 +226,13 @@ class Reconciliation:
         """
         if self.watch is not None and self.watch.failure is not None:
             raise self.watch.failure.to_error(self.watch.identity.rank)
+
+    def leave_if_late(self) -> None:
+        """In a process that was to join: ends it, with code 0, if the others have ended their run."""
+        if self.watch is not None and self.watch.has_been_left:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
     def follow(self, trainer: Trainer) -> None:
         """From now on it is this Trainer that a report tells of. It is not kept alive."""

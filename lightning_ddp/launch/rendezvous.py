@@ -28,6 +28,7 @@ from lightning_ddp.launch.interface import (
 )
 
 __all__ = [
+    "JOIN_VARIABLE",
     "STORE_VARIABLE",
     "TOKEN_VARIABLE",
     "HostedStore",
@@ -50,6 +51,10 @@ TOKEN_VARIABLE = "LIGHTNING_DDP_TOKEN"
 
 On one node the launcher draws it. Elsewhere the user may set it, the same for all processes; where nobody
 has, rank 0 draws one and leaves it in the store, where it is as readable as that is."""
+
+
+JOIN_VARIABLE = "LIGHTNING_DDP_JOIN"
+"""Environment variable by which a process knows that it comes in the place of one that a run has lost."""
 
 
 class HostedStore:

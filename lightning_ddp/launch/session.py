@@ -28,7 +28,12 @@ from lightning_ddp.launch.control_process import ServerElsewhere
 from lightning_ddp.launch.interface import is_loopback
 from lightning_ddp.launch.parent_death import launcher_pid, outlive_parent
 from lightning_ddp.launch.reconciliation import LAST_WORDS_S, Reconciliation, limit_last_words
-from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, Rendezvous, leave_default_group
+from lightning_ddp.launch.rendezvous import (
+    JOIN_VARIABLE,
+    TOKEN_VARIABLE,
+    Rendezvous,
+    leave_default_group,
+)
 from lightning_ddp.launch.terminal import show_report
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
@@ -64,6 +69,8 @@ class Session:
         """Supervision of the present generation."""
         self.num_failed = 0
         """Generations that have failed with an exception, after each of which the script went on."""
+        self.is_joining = before is None and os.environ.pop(JOIN_VARIABLE, None) is not None
+        """Whether this process is in the place of a lost one, and not a member of the run yet."""
         self._parent_pid = launcher_pid()
         self._inherited = before if before is not None and before.is_inherited else None
         """Kept, as C++ would wait for the threads of its store, which are in the other process."""
@@ -142,6 +149,7 @@ class Session:
                 address,
                 on_failure=on_failure,
                 on_condemned=on_condemned or (lambda identity: self.children.kill_one(identity.pid)),
+                on_vacant=lambda place: self.children.start_again(place - (self.children.first_rank or 0)),
                 **options,
             )
         self.control.server = server
@@ -185,7 +193,8 @@ class Session:
             PeerFailure: a rank failed before.
         """
         if self.control.watch is None:
-            self.control.connect(self.find_server(store), identity, settings, self._parent_pid)
+            address = self.find_server(store)
+            self.control.connect(address, identity, settings, self._parent_pid, is_new=self.is_joining)
             if self._parent_pid is not None:
                 outlive_parent()
         self.control.wait_for_all(timeout_s)
@@ -243,6 +252,8 @@ class Session:
             ours.fail("".join(traceback.format_exception(error)))
         has_failed = error is not None or ours.has_failed
         self.children.ending.acquire()
+        if isinstance(self.control.server, ControlServer):
+            self.children.end_new([identity.pid for identity in self.control.server.identities])
         if not has_failed:
             self.children.end(_EXIT_GRACE_S)
         else:  # without a control channel nobody has told the children

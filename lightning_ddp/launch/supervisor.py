@@ -44,9 +44,17 @@ import torch
 
 from lightning_ddp._lightning import ROOTS, read_rank_again
 from lightning_ddp.hydra_jobs.jobs import STARTER
-from lightning_ddp.launch.control_process import LONGEST_MESSAGE, REPORTED, WENT_ON, ControlProcess, serve
+from lightning_ddp.launch.control_process import (
+    LONGEST_MESSAGE,
+    REPORTED,
+    START,
+    WENT_ON,
+    ControlProcess,
+    serve,
+)
 from lightning_ddp.launch.parent_death import end_with, tie_to_supervisor
 from lightning_ddp.launch.prelude import keep_files
+from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 
 __all__ = ["ForkedChild", "add_arguments", "control_process", "fork_child", "run"]
 
@@ -142,10 +150,12 @@ def _namespaces(program: _Program) -> list[str]:
 
 @dataclass(frozen=True)
 class _Child:
-    """A rank that rank 0 has asked for."""
+    """A rank that rank 0 has asked for, or one in its place."""
 
-    told: int
-    """The descriptor by which rank 0 hears of its end."""
+    told: int | None
+    """The descriptor by which rank 0 hears of its end; None for one in the place of a lost one."""
+    place: int
+    """Its local rank."""
     may_outlive: mmap.mmap
     """Whose byte the child sets once it hears of rank 0's end from the control channel, and unwinds."""
 
@@ -161,6 +171,8 @@ class _Supervisor:
         self._code: int | None = None
         self._is_over = mmap.mmap(-1, 1)
         self._children: dict[int, _Child] = {}
+        self._orders: dict[int, tuple[dict[str, Any], Sequence[int]]] = {}
+        """Place -> what a rank there is made of, and its open files."""
         self._num_forked = 0
         self._control: socket.socket | None = None
         self._control_pid = 0
@@ -209,16 +221,17 @@ class _Supervisor:
         if self._code is None:
             self._code = _exit_code(self._rank_0)
             if self._code is not None:
-                self._tell_control(self._rank_0, self._code)
+                self._tell_control(self._rank_0, self._code, 0)
                 self._leave_children()
         for pid in list(self._children):
             code = _exit_code(pid)
             if code is not None:
                 child = self._children.pop(pid)
-                _tell(child.told, code)
-                os.close(child.told)
-                if self._code is not None:
-                    self._tell_control(pid, code)
+                if child.told is not None:
+                    _tell(child.told, code)
+                    os.close(child.told)
+                if self._code is not None or child.told is None:
+                    self._tell_control(pid, code, child.place)
 
     def _leave_children(self) -> None:
         """Rank 0 has ended. Children that have met unwind, as they hear of it; if stopped, they could not."""
@@ -242,26 +255,42 @@ class _Supervisor:
                 self._fork_child(*descriptors)
 
     def _fork_child(self, order: int, told: int, *files: int) -> None:
-        child = _Child(told, mmap.mmap(-1, 1))
-        pid = _try_to_fork()
-        if pid == 0:
-            with _last_resort():
-                program = self._become_child(child, order, files)
-            _run_as_main(program)
-        for descriptor in (order, *files):
+        start = json.loads(os.pread(order, os.fstat(order).st_size, 0))
+        os.close(order)
+        place = int(start["env"].get("LOCAL_RANK", "0"))
+        for descriptor in self._orders.pop(place, ({}, ()))[1]:
             os.close(descriptor)
+        self._orders[place] = (start, files)
+        pid = self._fork(place, told)
         _tell(told, pid)
         if pid < 0:
             os.close(told)
-            return
-        self._children[pid] = child
-        self._num_forked += 1
 
-    def _become_child(self, child: _Child, order: int, files: Sequence[int]) -> _Program:
+    def _fork(self, place: int, told: int | None) -> int:
+        """Forks a rank, as rank 0 has asked for; returns its process id, or the negative number of an error.
+
+        Args:
+            place: its local rank.
+            told: where rank 0 hears of its end; None for a process in the place of a lost one.
+        """
+        start, files = self._orders[place]
+        child = _Child(told, place, mmap.mmap(-1, 1))
+        pid = _try_to_fork()
+        if pid == 0:
+            with _last_resort():
+                if told is None:
+                    start["env"][JOIN_VARIABLE] = "1"
+                program = self._become_child(child, start, files)
+            _run_as_main(program)
+        if pid > 0:
+            self._children[pid] = child
+            self._num_forked += 1
+        return pid
+
+    def _become_child(self, child: _Child, start: dict[str, Any], files: Sequence[int]) -> _Program:
         """Takes over from rank 0 what a process that it starts would inherit; returns what is to be run."""
         end_with(self._pid)
         self._requests.close()
-        start = json.loads(os.pread(order, os.fstat(order).st_size, 0))
         for name, limits in start["limits"].items():
             with contextlib.suppress(OSError, ValueError):  # a higher one is not ours to set
                 resource.setrlimit(getattr(resource, name), limits)
@@ -303,10 +332,10 @@ class _Supervisor:
             self._listen_to(self._control)
             rank_0.send(str(self._control_pid).encode())
 
-    def _tell_control(self, pid: int, code: int) -> None:
+    def _tell_control(self, pid: int, code: int, place: int) -> None:
         if self._control is not None:
             with contextlib.suppress(OSError):
-                self._control.send(json.dumps([pid, code, pid == self._rank_0]).encode())
+                self._control.send(json.dumps([pid, code, pid == self._rank_0, place]).encode())
 
     def _hear_control(self) -> None:
         """Sends the signals that it asks for, to ranks that have not been waited for."""
@@ -318,7 +347,10 @@ class _Supervisor:
                 return
             number, pids = json.loads(data) if data else (0, [])
             for pid in pids:
-                if pid in self._children or (pid == self._rank_0 and self._code is None):
+                if number == START:
+                    if pid not in self._orders or self._fork(pid, None) < 0:
+                        self._tell_control(-1, _CANNOT_BEGIN, pid)
+                elif pid in self._children or (pid == self._rank_0 and self._code is None):
                     os.kill(pid, number)
 
     def _end_control(self) -> int:

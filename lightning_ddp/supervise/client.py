@@ -74,6 +74,7 @@ class Watch:
         where: tells what this rank is doing; asked by the watching thread, where stalls are looked for.
         parent: the process that started this one, if it is ours: its end is noticed.
         on_message: called in the watching thread with each message of a kind that is not the watch's own.
+        is_new: whether this process is in the place of a lost one.
 
     Raises:
         RendezvousError: the server cannot be reached.
@@ -90,8 +91,10 @@ class Watch:
         where: Callable[[], Where] = Where,
         parent: Identity | None = None,
         on_message: Callable[[Message], None] = lambda message: None,
+        is_new: bool = False,
     ) -> None:
         self.identity = identity
+        self._is_new = is_new
         self.failure: FailureRecord | None = None
         self.has_lost_server = False
         """Whether the failure is that the server's process is gone, which reports failures else."""
@@ -144,7 +147,7 @@ class Watch:
         connection.settimeout(None)
         keep_alive(connection, self._settings.heartbeat_timeout_s)
         with suppress(OSError):  # at once: the server does not wait long; reading will say what is wrong
-            connection.sendall(pack(Hello(self._server.token, self.identity)))
+            connection.sendall(pack(Hello(self._server.token, self.identity, self._is_new)))
         return connection
 
     # ------------------------------------------------------------------ called by the main thread
@@ -200,6 +203,11 @@ class Watch:
         self.post(Who())
         self._who_answered.wait(_FLUSH_WAIT_S)
         return self._who
+
+    @property
+    def has_been_left(self) -> bool:
+        """Whether the server has nothing more to say, although nothing has failed."""
+        return self._is_deaf and self.failure is None
 
     @property
     def launcher(self) -> Identity | None:

@@ -34,6 +34,8 @@ class Peer:
         self.identity: Identity | None = None
         self.is_active = False
         self.has_left = False
+        self.is_new = False
+        """Whether it is in the place of a lost process, and no member yet."""
         self.num_ended = 0
         """Runs that it has ended, such as a fit."""
 

@@ -102,6 +102,13 @@ class StepBoundary:
         self._is_held = False
         self._target: int | None = None
         self._known = threading.Event()
+        self.may_meet = False
+        """Whether the boundary that comes next is one where others may join. Main thread."""
+        self.is_meeting = False
+        """Whether the main thread stands at the boundary where others join."""
+        self._is_gathering = False
+        self._meets_at: int | None = None
+        self._meeting_known = threading.Event()
 
     def restart(self) -> None:
         """Counts from 0 again, on all ranks alike; what was agreed is forgotten. Any thread.
@@ -109,8 +116,21 @@ class StepBoundary:
         The main thread passes no boundary meanwhile.
         """
         with self._lock:
-            self._position, self._target = 0, None
+            self._position, self._target, self._meets_at = 0, None, None
             self._known.clear()
+            self._meeting_known.clear()
+            self.is_meeting = self._is_gathering = False
+
+    def gather(self) -> int:
+        """From now on no boundary is passed until `meet_after`; returns how many were. Any thread."""
+        with self._lock:
+            self._is_gathering = True
+            return self._position
+
+    def meet_after(self, target: int) -> None:
+        """All ranks meet others at the first boundary after the `target`-th that may be one. Any thread."""
+        self._meets_at = target
+        self._meeting_known.set()
 
     def hold(self) -> int:
         """From now on no boundary is passed until `release`; returns how many were. Any thread."""
@@ -131,9 +151,17 @@ class StepBoundary:
             check: called while waiting for the agreement; raises if the run has failed.
         """
         with self._lock:
-            if not self._is_held:
+            if not self._is_held and not self._is_gathering:
                 self._position += 1
                 return False
+        while self._is_gathering and not self._meeting_known.wait(_SLICE_S):
+            check()
+        if self._meets_at is not None and self._position >= self._meets_at and self.may_meet:
+            self.is_meeting = True
+            return False
+        if not self._is_held:
+            self._position += 1
+            return False
         while not self._known.wait(_SLICE_S):
             check()
         if self._target is not None and self._position >= self._target:

@@ -9,6 +9,11 @@ What is committed needs no vote, as an all-reduce needs all ranks: whoever has f
 after k, in which each rank had its part. So the largest step among the answers wins. Those that are one step
 behind copy the state; if nobody has finished the step, all undo what they have of it and do it again.
 
+A new process in the place of a lost one joins when it stands before its first step. For that the server has
+all members stop at a boundary that they agree on, as for a signal: nothing is undone. The next generation has
+the new process as well, and it takes over the state of the lowest member. If a member is lost meanwhile the
+generation is formed without those that have not got their state; they may ask again.
+
 Processes are known here by their places: the ranks that they had in the beginning, which never change.
 """
 
@@ -20,8 +25,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from lightning_ddp.supervise.failure_record import FailureRecord
-from lightning_ddp.supervise.protocol import Form, Message, Muster, Present
+from lightning_ddp.supervise.protocol import Form, Gather, MeetAfter, Message, Muster, Present
 from lightning_ddp.supervise.settings import RecoverySettings
+from lightning_ddp.supervise.vacancies import STEPS_TO_FORGET
 
 __all__ = ["SETTLE_S", "Member", "Membership", "Outgoing", "Phase"]
 
@@ -29,8 +35,6 @@ SETTLE_S = 0.1
 """How long after a failure others may join it, so that they are one change of the world and not two."""
 REPEAT_S = 1.0
 """How often what has not been answered is said again."""
-STEPS_TO_FORGET = 100
-"""Committed steps after which earlier recoveries count no more."""
 _OWN_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 )
@@ -45,6 +49,8 @@ class Phase(Enum):
 
     RUNNING = auto()
     """Nothing: all train."""
+    GATHERING = auto()
+    """All members to stop at one boundary, to meet those that join."""
     CALLING = auto()
     """The answers to a call, and the ends of those that are lost."""
     FORMING = auto()
@@ -114,6 +120,11 @@ class Membership:
         self._begun: set[int] = set()
         self._kinds: dict[int, tuple[str, bool]] = {}
         self._repetitions: dict[str, _Repetition] = {}
+        self._ready: set[int] = set()
+        """Those that ask to join."""
+        self._newcomers: set[int] = set()
+        """Members that have not got their state yet."""
+        self._positions: dict[int, int] = {}
         self._form: Form | None = None
         self._settles_at = self._answer_by = self._repeat_at = 0.0
         self._recovered_at: int | None = None
@@ -136,16 +147,19 @@ class Membership:
         """
         if self.phase is Phase.OVER or place not in self.members or place in self._lost:
             return []
+        is_new = place in self._newcomers
+        to_call: list[int] = []
         if self.phase is not Phase.CALLING:
             self._answers, self._call = {}, self._call + 1
             self._answer_by = now + self._answer_s
-            self.cause = cause if self.phase is Phase.RUNNING else self.cause
+            self.cause = self.cause if self.phase is Phase.FORMING and self.cause is not None else cause
             self.phase = Phase.CALLING
             to_call = [p for p in self.remaining if p != place]
-        else:
-            to_call = []
-        self._lost.add(place)
-        self._kinds[place] = _kind_of(cause)
+            self.members = tuple(p for p in self.members if p not in self._newcomers)
+            self._newcomers = set()
+        if not is_new:
+            self._lost.add(place)
+            self._kinds[place] = _kind_of(cause)
         self._answers.pop(place, None)
         self._settles_at = now + SETTLE_S
         self._repeat_at = now + REPEAT_S
@@ -162,7 +176,8 @@ class Membership:
 
     def present(self, place: int, answer: Present) -> None:
         """A process has stopped, and says where."""
-        if self.phase is Phase.CALLING and answer.call == self._call and place in self.remaining:
+        is_asked = self.phase in (Phase.CALLING, Phase.GATHERING)
+        if is_asked and answer.call == self._call and place in self.remaining:
             known = _Answer(answer.step, answer.is_clean, answer.is_trying, answer.phase)
             self._answers.setdefault(place, known)
 
@@ -170,6 +185,7 @@ class Membership:
         """A process is in a generation, and has its state."""
         if self.phase is Phase.FORMING and generation == self.generation and place in self.members:
             self._joined.add(place)
+            self._newcomers.discard(place)
             if self._joined == set(self.members):
                 self.phase = Phase.RUNNING
                 self.cause = self._form = None
@@ -186,12 +202,43 @@ class Membership:
             return []
         return self._give_up(why)
 
+    # ------------------------------------------------------------------ those that join
+
+    def ready(self, place: int) -> None:
+        """A new process asks to join."""
+        if place not in self.members:
+            self._ready.add(place)
+
+    def withdrew(self, place: int) -> None:
+        """One that had asked to join does not any more."""
+        self._ready.discard(place)
+
+    def gather(self) -> Outgoing:
+        """Has all members stop at a boundary if others ask to join and all is well."""
+        if self.phase is not Phase.RUNNING or not self._ready:
+            return []
+        self.phase, self._call = Phase.GATHERING, self._call + 1
+        self._answers, self._positions = {}, {}
+        return [(place, Gather()) for place in self.members]
+
+    def stands(self, place: int, position: int) -> Outgoing:
+        """A member says which boundary it has passed last; unasked that changes nothing."""
+        if self.phase is not Phase.GATHERING or place not in self.members:
+            return []
+        self._positions[place] = position
+        if len(self._positions) < len(self.members):
+            return []
+        last = max(self._positions.values())
+        return [(member, MeetAfter(self._call, last)) for member in self.members]
+
     # ------------------------------------------------------------------ what is to be done
 
     def deadline(self) -> float | None:
         """When to ask `due` at the latest; None if nothing is pending."""
         if self.phase is Phase.FORMING:
             return self._repeat_at
+        if self.phase is Phase.GATHERING:
+            return 0.0 if self._answers.keys() == set(self.members) else None
         if self.phase is Phase.CALLING:
             is_complete = not self.condemned and self._answers.keys() == set(self.remaining)
             return self._settles_at if is_complete else min(self._repeat_at, self._answer_by)
@@ -199,7 +246,11 @@ class Membership:
 
     def late(self, now: float) -> tuple[int, ...]:
         """Those that have not answered in time: to be reported as lost."""
-        if self.phase is not Phase.CALLING or now < self._answer_by:
+        if now < self._answer_by:
+            return ()
+        if self.phase is Phase.FORMING:
+            return tuple(self._newcomers)
+        if self.phase is not Phase.CALLING:
             return ()
         return tuple(place for place in self.remaining if place not in self._answers)
 
@@ -208,6 +259,8 @@ class Membership:
         if self.phase is Phase.FORMING and now >= self._repeat_at and self._form is not None:
             self._repeat_at = now + REPEAT_S
             return [(place, self._form) for place in self.members if place not in self._joined]
+        if self.phase is Phase.GATHERING and self._answers.keys() == set(self.members):
+            return self._form_next(now)
         if self.phase is not Phase.CALLING:
             return []
         unheard = [place for place in self.remaining if place not in self._answers]
@@ -219,15 +272,16 @@ class Membership:
         return []
 
     def _form_next(self, now: float) -> Outgoing:
-        places = self.remaining
-        answers = {place: self._answers[place] for place in places}
+        joined = tuple(sorted(self._ready)) if self.phase is Phase.GATHERING else ()
+        answers = {place: self._answers[place] for place in self.remaining}
+        places = tuple(sorted((*answers, *joined)))
         clean = [answer.step for answer in answers.values() if answer.is_clean]
         step = max(clean, default=-1)
         obstacle = self._obstacle(step, answers)
         if obstacle is not None:
             return self._give_up(obstacle)
         sources = [place for place, answer in answers.items() if answer.is_clean and answer.step == step]
-        behind = [place for place in places if place not in sources]
+        behind = [place for place in answers if place not in sources]
         self.generation += 1
         self._form = Form(
             call=self._call,
@@ -240,9 +294,13 @@ class Membership:
             behind=tuple(behind),
             is_retried=any(answer.is_trying and answer.step == step for answer in answers.values()),
             phase=max(answer.phase for answer in answers.values()),
+            joined=joined,
         )
         self.phase, self.members = Phase.FORMING, places
         self._lost, self._joined, self._begun = set(), set(), set()
+        self._newcomers = set(joined)
+        self._answer_by = now + self._answer_s
+        self._ready -= self._newcomers
         self._repeat_at = now + REPEAT_S
         return [(place, self._form) for place in places]
 
@@ -253,6 +311,8 @@ class Membership:
             return "no rank that is left holds a whole state: all were interrupted while they changed theirs"
         if max(steps) > step or min(steps) < step - 1:
             return f"the ranks that are left have committed {sorted(set(steps))} steps, and no state fits all"
+        if not self._lost:  # others join, or have died while they did
+            return None
         times = self._count_repetitions(step)
         if times is not None:
             return f"step {step} failed {times}: the data or the code is at fault, and not the machine"
@@ -318,7 +378,7 @@ class Member:
         """The number of the last call."""
         return self._heard
 
-    def hear_call(self, muster: Muster) -> bool:
+    def hear_call(self, muster: Muster | MeetAfter) -> bool:
         """A call has come; returns whether it is news."""
         if muster.call <= self._heard:
             return False
@@ -347,7 +407,12 @@ class Member:
         is_new = form.generation > self.generation and form.call == self._heard
         return is_new and self._answer is not None and self.place in form.members
 
+    def is_invited(self, form: Form) -> bool:
+        """Whether a generation is one that this process joins, as it has asked for."""
+        return form.generation > self.generation and form.call >= self._heard and self.place in form.joined
+
     def enter(self, form: Form) -> None:
         """Goes on in this generation."""
+        self._heard = max(self._heard, form.call)
         self.generation, self.rank = form.generation, form.members.index(self.place)
         self._form = form

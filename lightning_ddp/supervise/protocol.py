@@ -56,6 +56,8 @@ class Hello(Message):
     """The secret of the run."""
     identity: Identity
     """Who speaks."""
+    is_new: bool = False
+    """Whether it is a process in the place of a lost one, which joins the run while that goes on."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,11 @@ class Declined(Message):
 
 
 @dataclass(frozen=True)
+class Ready(Message):
+    """A new process stands before its first step, and asks to be a member of the next generation: `Form`."""
+
+
+@dataclass(frozen=True)
 class Ask(Message):
     """Asks where the ranks disagree: `Found`."""
 
@@ -278,6 +285,20 @@ class StopAfter(Message):
 
 
 @dataclass(frozen=True)
+class Gather(Message):
+    """Others are to join: no boundary is passed until `MeetAfter`; answered by `Position`."""
+
+
+@dataclass(frozen=True)
+class MeetAfter(Message):
+    """All members stop at the boundary after this one, to meet those that join; answered by `Present`."""
+
+    call: int
+    """Its number, as of `Muster`."""
+    position: int
+
+
+@dataclass(frozen=True)
 class Muster(Message):
     """A process is lost: the others stop, and say where; answered by `Present` or `Declined`."""
 
@@ -309,6 +330,8 @@ class Form(Message):
     """Whether the next step had begun, and is done again."""
     phase: int = 0
     """The most that a member has finished: the others finish theirs alone, and then all go on together."""
+    joined: tuple[int, ...] = ()
+    """Members that were not in the generation before: they take over all that `source` has."""
 
 
 @dataclass(frozen=True)

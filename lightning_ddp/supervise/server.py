@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, takewhile
@@ -50,6 +50,7 @@ from lightning_ddp.supervise.protocol import (
     Present,
     Progress,
     ProtocolError,
+    Ready,
     Saved,
     Stop,
     Stopped,
@@ -57,8 +58,9 @@ from lightning_ddp.supervise.protocol import (
     Who,
     pack,
 )
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
 from lightning_ddp.supervise.stall import StallWatch
+from lightning_ddp.supervise.vacancies import Vacancies
 from lightning_ddp.supervise.verdict import Verdict
 
 __all__ = ["ControlServer"]
@@ -86,6 +88,8 @@ class ControlServer:
         any_interface: bind all interfaces, for an address that resolves to the loopback on this host only.
         on_condemned: called in the server's thread with a rank that the others go on without, and that may
             still run: it is to be killed, and its end to be told as of any child.
+        on_vacant: called in the server's thread with the place of a lost rank, in which a new process is to
+            be started.
 
     Raises:
         RendezvousError: the address is not one of this host.
@@ -101,9 +105,10 @@ class ControlServer:
         on_failure: Callable[[FailureRecord], None] | None = None,
         any_interface: bool = False,
         on_condemned: Callable[[Identity], None] = lambda identity: None,
+        on_vacant: Callable[[int], None] = lambda place: None,
     ) -> None:
         self._on_failure = on_failure
-        self._on_condemned = on_condemned
+        self._on_condemned, self._on_vacant = on_condemned, on_vacant
         self.token = token
         self._world_size = world_size
         self._settings = settings
@@ -113,6 +118,13 @@ class ControlServer:
         self._inspection = Inspection(world_size)
         self._membership = self._membership_of(settings)
         self._history = History()
+        self._vacancies: Vacancies | None = None
+        if isinstance(settings.recovery, ReplaceSettings):
+            self._vacancies = Vacancies(settings.recovery.max_recoveries)
+        self._new: dict[int, Peer] = {}
+        """Place -> a process that is to join there."""
+        self._fallen: set[int] = set()
+        """Places of such ones that were lost as they joined, and have not ended yet."""
         self._ended_places: set[int] = set()
         self._identities: dict[int, Identity] = {}
         """Place, the rank that a process had in the beginning, -> who has it, with its present rank."""
@@ -166,6 +178,11 @@ class ControlServer:
     def identities(self) -> list[Identity]:
         """The ranks that have connected, and belong to the run."""
         return list(self._identities.values())
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a new process comes in the place of each that is lost."""
+        return self._vacancies is not None
 
     def member(self, pid: int, node_rank: int) -> Identity | None:
         """A process as launchers know it, with the rank that it had in the beginning; None for a stranger."""
@@ -241,6 +258,8 @@ class ControlServer:
         deadlines += [stranger.since + _HELLO_WAIT_S for stranger in islice(self._strangers, 1)]
         if self._membership is not None:
             deadlines.append(self._membership.deadline())
+        if self._vacancies is not None and not self._is_told:
+            deadlines.append(self._vacancies.deadline())
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
@@ -291,6 +310,9 @@ class ControlServer:
         if peer.identity is None:
             self._greet(peer, message)
             return
+        if peer.is_new:
+            self._handle_new(peer, peer.identity, message)
+            return
         rank, now = peer.identity.rank, time.monotonic()
         match message:
             case Active(is_active):
@@ -318,6 +340,8 @@ class ControlServer:
                 self._send_all(self._stop.request(self._active_ranks(), now, message))
             case Position(position):
                 self._send_all(self._stop.report(rank, position))
+                if self._membership is not None:
+                    self._send_to_places(self._membership.stands(self._place_of(rank), position))
             case Failed() | Echoed() | Vanished() | Exited():
                 self._handle_report(message)
             case Present() | Joined() | Begun() | Declined():
@@ -331,15 +355,24 @@ class ControlServer:
         if not hmac.compare_digest(message.token.encode(), self.token.encode()):
             raise ProtocolError("another token")
         rank = message.identity.rank
-        if not 0 <= rank < self._world_size:
+        is_known = 0 <= rank < self._world_size
+        if message.is_new:
+            is_known = self._vacancies is not None and self._vacancies.is_expected(rank)
+        if not is_known:
             raise ProtocolError(f"rank {rank}")
-        peer.identity = message.identity
+        peer.identity, peer.is_new = message.identity, message.is_new
         peer.is_active = True
         peer.unpacker.limit_bytes = _RECEIVE_BYTES
         with suppress(OSError):  # it is gone already, which reading from it will say
             keep_alive(peer.connection, self._settings.heartbeat_timeout_s)
         self._strangers.pop(peer, None)
-        self._peers[id(peer)] = self._ranks[rank] = peer
+        self._peers[id(peer)] = peer
+        if peer.is_new:
+            self._new[rank] = peer
+            self._ended_places.discard(rank)
+            self._send(peer, AllHere())
+            return
+        self._ranks[rank] = peer
         self._identities[rank] = message.identity
         self._places[message.identity.host, message.identity.pid] = rank
         self._inspection.joined(rank)
@@ -360,6 +393,8 @@ class ControlServer:
             self._num_left = max(self._num_left, peer.num_ended)
             del self._num_ended[peer.num_ended]
             self._send_all([Left()])
+        for new in list(self._new.values()):
+            self._close_if_late(new)
 
     def _handle_report(self, message: Message) -> None:
         now = time.monotonic()
@@ -386,6 +421,8 @@ class ControlServer:
     def _lost(self, peer: Peer, error: OSError | None) -> None:
         identity = peer.identity
         self._hang_up(peer)
+        if peer.is_new:
+            return  # its launcher tells of its end
         if identity is not None:
             self._forget(identity.rank)
         is_in_run = peer.is_active or peer.num_ended > self._num_left
@@ -426,6 +463,7 @@ class ControlServer:
         if late is not None:
             self._verdict.accuse(late)
         self._go_on(now)
+        self._fill_vacancies(now)
         first = self._verdict.decide(now)
         if first is not None and not self._is_told:
             self._is_told = True
@@ -461,6 +499,12 @@ class ControlServer:
     def _has_met_its_end(self, record: FailureRecord) -> bool:
         """A child has ended; whether that is no news of a failure."""
         assert self._membership is not None
+        if self._vacancies is not None and self._vacancies.ended(record.rank, time.monotonic()):
+            self._membership.withdrew(record.rank)
+            self._membership.ended(record.rank)
+            return True
+        if record.rank in self._fallen:
+            self._leave_vacant(record.rank)
         self._ended_places.add(record.rank)
         if record.rank not in self._membership.remaining:
             self._membership.ended(record.rank)
@@ -478,15 +522,87 @@ class ControlServer:
         # one of another node cannot be killed from here; it is told nothing more, and its node does that
         has_ended |= place in self._ended_places or self._identities[place].node_rank != 0
         self._history.lost(place, record, now)
-        self._send_to_places(membership.lost(place, record, now, has_ended=has_ended))
+        before = membership.members
+        outgoing = membership.lost(place, record, now, has_ended=has_ended)
+        self._send_to_places(outgoing)
+        self._demote(set(before) - set(membership.members) - {place})
         if place in membership.condemned:
             self._on_condemned(self._identities[place])
+        if place not in membership.members:  # it has not got as far as the others, to whom it is no loss
+            self._fallen.add(place)
+            if place not in membership.condemned:
+                self._leave_vacant(place)
         peer = self._ranks.get(record.rank)
         if peer is not None:
             peer.has_left = True
             self._hang_up(peer)
         self._forget(record.rank)
         return True
+
+    # ------------------------------------------------------------------ processes in the place of lost ones
+
+    def _handle_new(self, peer: Peer, identity: Identity, message: Message) -> None:
+        """What happens to one that is no member yet is nobody's failure but its own."""
+        assert self._membership is not None
+        match message:
+            case Ready():
+                self._membership.ready(identity.rank)
+                self._close_if_late(peer)
+            case Active(is_active=False):  # a run that the others have ended long ago, such as a validation
+                peer.num_ended += 1
+                self._send(peer, Left())
+            case Failed(record) | Echoed(record):
+                self._send(peer, Failure(record.cut()))
+            case Progress():
+                self._send(peer, Beat())
+            case _:
+                pass
+
+    def _close_if_late(self, new: Peer) -> None:
+        """Has one leave that comes after the last step."""
+        if any(peer.num_ended > new.num_ended for peer in self._ranks.values()):
+            assert new.identity is not None
+            assert self._membership is not None
+            self._membership.withdrew(new.identity.rank)
+            self._send(new, Closing())
+
+    def _promote(self, places: Iterable[int]) -> None:
+        """They are members from now on."""
+        for place in places:
+            peer = self._new.pop(place, None)
+            if peer is not None and peer.identity is not None:
+                peer.is_new = False
+                self._identities[place] = peer.identity
+                self._places[peer.identity.host, peer.identity.pid] = place
+
+    def _demote(self, places: Iterable[int]) -> None:
+        """They have not got their state, and may ask again."""
+        for place in places:
+            identity = self._identities.pop(place)
+            self._forget(identity.rank)
+            peer = self._ranks.pop(identity.rank, None)
+            if peer is not None:
+                peer.is_new, peer.identity = True, replace(identity, rank=place)
+                self._new[place] = peer
+                assert self._vacancies is not None
+                self._vacancies.expect(place)
+
+    def _leave_vacant(self, place: int) -> None:
+        """One that was lost as it joined has ended."""
+        assert self._vacancies is not None
+        self._fallen.discard(place)
+        self._vacancies.lost([place], 0, time.monotonic())
+
+    def _fill_vacancies(self, now: float) -> None:
+        """Has processes started, and lets in those that are ready."""
+        if self._membership is None or self._vacancies is None or self._is_told:
+            return
+        for place in self._vacancies.due(now):
+            self._on_vacant(place)
+        if self._stop.deadline() is None:
+            self._send_to_places(self._membership.gather())
+
+    # ------------------------------------------------------------------ members
 
     def _handle_member(self, place: int, message: Message) -> None:
         membership = self._membership
@@ -523,6 +639,7 @@ class ControlServer:
         if has_formed:
             form = next(message for _, message in outgoing if isinstance(message, Form))
             self._history.formed(form.generation, form.step, members, form.members, now)
+            self._note_form(form, now)
             self._renumber(membership.members)
         self._send_to_places(outgoing)
         if has_formed:
@@ -530,9 +647,17 @@ class ControlServer:
         if membership.phase is Phase.OVER and membership.cause is not None and self._verdict.first is None:
             self._verdict.accuse(replace(membership.cause, message=_with_reason(membership)))
 
+    def _note_form(self, form: Form, now: float) -> None:
+        """Some have left with the generation before, or have joined."""
+        if self._vacancies is not None:
+            self._vacancies.lost(form.lost, form.step, now)
+            self._vacancies.joined(form.joined, form.step)
+
     def _renumber(self, members: tuple[int, ...]) -> None:
         """From now on ranks are those of the new generation."""
-        peers = {place: self._ranks.get(self._identities[place].rank) for place in members}
+        new = {place: self._new[place] for place in members if place in self._new}
+        self._promote(new)
+        peers = {place: self._ranks.get(self._identities[place].rank) for place in members} | new
         self._world_size = len(members)
         self._ranks, self._inspection = {}, Inspection(len(members))
         for rank, place in enumerate(members):
@@ -601,7 +726,11 @@ class ControlServer:
         peer.connection.close()
         self._strangers.pop(peer, None)
         self._peers.pop(id(peer), None)
-        if peer.identity is not None and self._ranks.get(peer.identity.rank) is peer:
+        if peer.is_new and peer.identity is not None and self._new.get(peer.identity.rank) is peer:
+            del self._new[peer.identity.rank]
+            if self._membership is not None:
+                self._membership.withdrew(peer.identity.rank)
+        elif peer.identity is not None and self._ranks.get(peer.identity.rank) is peer:
             del self._ranks[peer.identity.rank]
             self._deliver(self._inspection.left(peer.identity.rank, time.monotonic()))
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_ddp.errors import ConfigurationError, closest
 
-__all__ = ["ReconcileSettings", "RecoverySettings", "parse_on_failure"]
+__all__ = ["ReconcileSettings", "RecoverySettings", "ReplaceSettings", "parse_on_failure"]
 
 _LEAST_HEARTBEAT_S = 2.0
 
@@ -43,6 +43,18 @@ class RecoverySettings:
             raise ConfigurationError(f"on_failure: exceptions={self.exceptions!r}; expected True or False")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplaceSettings(RecoverySettings):
+    """The same, with a new process in the place of each one that is lost."""
+
+
+_KINDS: dict[str, type[RecoverySettings] | None] = {
+    "stop": None,
+    "shrink": RecoverySettings,
+    "replace": ReplaceSettings,
+}
+
+
 def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
     """What the argument `on_failure` says; None for an end of the run.
 
@@ -51,15 +63,18 @@ def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
     """
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = options.pop("name", None)
-    if name not in ("stop", "shrink"):
-        raise ConfigurationError(f"on_failure={spec!r}; there are 'stop', 'shrink'")
-    if name == "stop" and options:
-        raise ConfigurationError(f"on_failure='stop' has no options, and was given {', '.join(options)}")
-    known = [field.name for field in fields(RecoverySettings)]
+    if name not in _KINDS:
+        raise ConfigurationError(f"on_failure={spec!r}; there are {', '.join(map(repr, _KINDS))}")
+    kind = _KINDS[name]
+    if kind is None:
+        if options:
+            raise ConfigurationError(f"on_failure='stop' has no options, and was given {', '.join(options)}")
+        return None
+    known = [field.name for field in fields(kind)]
     for option in options:
         if option not in known:
             raise ConfigurationError(f"on_failure={name!r} has no option {option!r}{closest(option, known)}")
-    return RecoverySettings(**options) if name == "shrink" else None
+    return kind(**options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,8 @@ ORDER: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(ORDER["folder"])
 NOTED: set[str] = set()
 NUM_SAMPLES = ORDER.get("samples", 96)
+IS_NEW = "LIGHTNING_DDP_JOIN" in os.environ
+"""Whether this process comes in the place of a lost one."""
 
 
 def place() -> int:
@@ -75,6 +77,25 @@ def generation() -> int:
     """How often the run has gone on without ranks that it lost."""
     calls = session_of_process().control.calls
     return calls.member.generation if calls is not None else 0
+
+
+def die_as_new(moment: str) -> None:
+    """The fault of the first process that comes in the place of a lost one and gets as far as this."""
+    if IS_NEW and moment in ORDER.get("new_faults", []):
+        try:
+            os.close(os.open(FOLDER / f"died-{moment}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        note(event="dies", time=time.time(), moment=moment)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deadly:
+    """Kills the process that sends it to others."""
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
 
 def note(**entry: Any) -> None:
@@ -141,7 +162,8 @@ class Samples(Dataset[Any]):
                     os._exit(3)
                 raise ValueError("a picture is broken")
         generator = torch.Generator().manual_seed(index)
-        return torch.randn(8, generator=generator), index
+        kind = torch.float64 if ORDER.get("double") else torch.float32
+        return torch.randn(8, generator=generator, dtype=kind), index
 
 
 class Model(pl.LightningModule):
@@ -190,6 +212,9 @@ class Model(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         die_if("fit start", 0)
+        if "told" in ORDER:
+            self.told = self.trainer.strategy.broadcast(f"of {place()}" if not IS_NEW else None)
+            note(event="is told", text=self.told)
 
     def on_train_start(self) -> None:
         die_if("train start", 0)
@@ -207,8 +232,18 @@ class Model(pl.LightningModule):
         die_if("epoch end", self.global_step)
         self.log("end of epoch", 1.0, sync_dist=True)
 
+    def setup(self, stage: str) -> None:
+        die_as_new("setup")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        die_as_new("receiving")
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         die_if("checkpoint", self.global_step)
+        sending = FOLDER / "sending"
+        if ORDER.get("dies_sending") == place() and not sending.exists():
+            sending.touch()
+            checkpoint["deadly"] = Deadly()
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -276,6 +311,7 @@ class Ledger(pl.Callback):
             time=time.time(),
         )
         die_if("batch end", trainer.global_step)
+        die_as_new("first step")
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
         note(event="weighs", step=trainer.global_step, weights=weights_of(trainer, module))
@@ -291,6 +327,8 @@ class Ledger(pl.Callback):
             node_and_local_rank=[trainer.node_rank, trainer.local_rank],
             dealt_to=trainer.strategy.distributed_sampler_kwargs,
             lost=list(change.lost_ranks),
+            joined=list(change.joined_ranks),
+            time=time.time(),
             step=change.step,
             seconds=change.seconds,
             retried=change.retried,
@@ -304,12 +342,16 @@ class Ledger(pl.Callback):
         )
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        note(event="starts")
+        note(event="starts", is_new=IS_NEW)
+        die_as_new("train start")
         if ORDER.get("late_in_round") == place():
             be_late_in_round(trainer)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         note(event="ends epoch", epoch=trainer.current_epoch, batches=trainer.num_training_batches)
+        whole = trainer.world_size == ORDER.get("devices", 4)
+        if "until_generation" in ORDER and whole and self.generation >= ORDER["until_generation"]:
+            trainer.should_stop = True
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         note(event="excepts", text=str(exception))
@@ -457,9 +499,12 @@ def new_loader(data: Any) -> DataLoader[Any]:
 
 def main() -> None:
     """A fit, and what the order says of after it."""
+    die_as_new("begin")
     pl.seed_everything(1, verbose=False)
     data, model = Samples(), Model()
     data.module = model
+    if ORDER.get("double"):
+        model.double()
     trainer = new_trainer()
     loader = new_loader(data)
     evaluated = DataLoader(Samples(), batch_size=4) if ORDER.get("validates") else None
@@ -480,6 +525,8 @@ def main() -> None:
         loader = evaluated = None
     trainer.fit(model, loader, evaluated)
     saving = trainer.checkpoint_callback
+    if ORDER.get("double"):
+        torch.save(model.state_dict(), FOLDER / f"end-{place()}.pt")
     note(
         event="ends",
         step=trainer.global_step,

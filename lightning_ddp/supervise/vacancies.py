@@ -1,0 +1,89 @@
+"""Places of lost processes: when a new one is started there, and when no more. Pure: told what happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+__all__ = ["STEPS_TO_FORGET", "Vacancies"]
+
+STEPS_TO_FORGET = 100
+"""Committed steps after which earlier failures count no more."""
+_FIRST_DELAY_S = 0.5
+_LONGEST_DELAY_S = 60.0
+
+
+class Vacancies:
+    """Of one run.
+
+    Args:
+        most: how often a process may be started in a place without `STEPS_TO_FORGET` steps in between.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[int, float] = {}
+        """Place -> when a process is to be started there."""
+        self._started: set[int] = set()
+        """Places of processes that are not members yet."""
+        self._joined_at: dict[int, int] = {}
+        """Place -> step at which its present process has joined; not of the first ones."""
+        self._num_failed: Counter[int] = Counter()
+
+    def lost(self, places: Iterable[int], step: int, now: float) -> None:
+        """Members are lost, and known to have ended.
+
+        Args:
+            places: which.
+            step: how many steps are committed.
+            now: when.
+        """
+        for place in places:
+            joined_at = self._joined_at.pop(place, None)
+            if joined_at is not None and step - joined_at < STEPS_TO_FORGET:
+                self._num_failed[place] += 1
+            else:
+                self._num_failed[place] = 0
+            self._open[place] = now + self._delay(place)
+
+    def ended(self, place: int, now: float) -> bool:
+        """A process has ended; returns whether it was one that had not joined."""
+        if place not in self._started:
+            return False
+        self._started.discard(place)
+        self._num_failed[place] += 1
+        self._open[place] = now + self._delay(place)
+        return True
+
+    def joined(self, places: Iterable[int], step: int) -> None:
+        """Processes that were started here are members."""
+        for place in places:
+            self._started.discard(place)
+            self._joined_at[place] = step
+
+    def expect(self, place: int) -> None:
+        """The process there has not joined after all, and may yet."""
+        self._joined_at.pop(place, None)
+        self._started.add(place)
+
+    def is_expected(self, place: int) -> bool:
+        """Whether a process was started there that has not joined."""
+        return place in self._started
+
+    def due(self, now: float) -> list[int]:
+        """Places in which a process is to be started now; each is told once."""
+        found = [place for place, at in self._open.items() if at <= now]
+        for place in found:
+            del self._open[place]
+        found = [place for place in sorted(found) if self._num_failed[place] <= self._most]
+        self._started.update(found)
+        return found
+
+    def deadline(self) -> float | None:
+        """When to ask `due` at the latest; None if nothing is pending."""
+        return min(self._open.values(), default=None)
+
+    def _delay(self, place: int) -> float:
+        """Twice as long each time."""
+        num_failed = self._num_failed[place]
+        return min(_FIRST_DELAY_S * 2 ** (num_failed - 1), _LONGEST_DELAY_S) if num_failed else 0.0

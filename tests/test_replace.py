@@ -1,0 +1,122 @@
+"""A rank is killed, the others go on, and a new process takes its place while they train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_shrink
+import torch
+from harness import start_script
+from test_shrink import fault
+
+DEADLINE_S = 180.0
+SAME = ("parameters", "optimizer", "average", "lr", "generation", "epoch", "batch", "world_size")
+"""What all members have alike after each step."""
+RUN = ("-m", "lightning_ddp", "run")
+
+
+class Ledger(test_shrink.Ledger):
+    """Of a run in which each process that is lost is replaced."""
+
+    def check_members(self, num_places: int, *, rates: bool = True, is_whole: bool = True) -> None:
+        """The invariants: one state, no step or sample twice or lost, counters without a gap.
+
+        All places take part in the last step, and are told of the same changes.
+        """
+        assert sorted(set(self.ended)) == list(range(num_places))
+        assert self.of("excepts") == []
+        steps = self.by_step()
+        assert list(steps) == list(range(len(steps)))
+        for step, entries in steps.items():
+            for key in (
+                "parameters",
+                "optimizer",
+                "average",
+                "lr",
+                "generation",
+                "epoch",
+                "batch",
+                "world_size",
+            ):
+                assert len({entry[key] for entry in entries}) == 1, (step, key, entries)
+            places = [entry["place"] for entry in entries]
+            assert len(places) == len(set(places))
+            ranks = {entry["rank"] for entry in entries}
+            assert ranks <= set(range(entries[0]["world_size"]))
+        last = list(steps.values())[-1]
+        assert [(entry["place"], entry["rank"]) for entry in sorted(last, key=lambda e: e["place"])] == [
+            (place, place) for place in range(num_places)
+        ]
+        if rates:
+            found = [entries[-1]["lr"] for entries in steps.values()]
+            assert found == pytest.approx([0.01 * 0.9 ** (step + 1) for step in steps])
+        self.check_samples(steps, is_whole=is_whole, num_epochs=1 + max(e["epoch"] for e in self.commits))
+
+    def changes_of(self, place: int) -> list[list[int]]:
+        """Sizes of the world before and after each change that a place was told of."""
+        return [entry["sizes"] for entry in self.changes if entry["place"] == place]
+
+
+def train(folder: Path, *kills: dict[str, Any], launcher: tuple[str, ...] = (), **order: Any) -> Ledger:
+    """Trains until all places are taken again after some kills, up to the end of that epoch."""
+    order = {"folder": str(folder), "devices": 3, "step_s": 0.05, "faults": kills, **order}
+    order.setdefault("until_generation", 2 * len(kills))
+    order["strategy"] = {"on_failure": "replace", **order.get("strategy", {})}
+    order["trainer"] = {"max_epochs": 10_000, **order.get("trainer", {})}
+    with start_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=launcher) as script:
+        result = script.wait(timeout_s=DEADLINE_S)
+        assert result.returncode == 0, script.output()
+    return Ledger(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), RUN], ids=["python", "run"])
+def test_a_lost_rank_is_replaced_while_the_others_train(launcher, tmp_path) -> None:
+    ledger = train(tmp_path, fault(1, "forward", 3), launcher=launcher, told=True)
+    ledger.check_members(3)
+    assert [ledger.changes_of(place) for place in range(3)] == [[[3, 2], [2, 3]], [[2, 3]], [[3, 2], [2, 3]]]
+    joined = [entry for entry in ledger.changes if entry["joined"]]
+    assert {(tuple(entry["joined"]), entry["cause"], entry["retried"]) for entry in joined} == {
+        ((1,), "None", False)
+    }
+    assert {entry["text"] for entry in ledger.of("is told")} == {"of 0"}
+    assert len(ledger.of("is told")) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moments", "num_generations"),
+    [(["begin"], 2), (["setup", "receiving"], 4), (["train start", "first step"], 6)],
+    ids=str,
+)
+def test_a_new_process_that_dies_delays_nobody_and_is_replaced(moments, num_generations, tmp_path) -> None:
+    """In each phase: before it has met the others, with a part of their state, and as a member."""
+    order = {"new_faults": moments, "until_generation": num_generations}
+    ledger = train(tmp_path, fault(1, "forward", 3), launcher=RUN, **order)
+    ledger.check_members(3)
+    assert [entry["moment"] for entry in ledger.of("dies") if "moment" in entry] == moments
+
+
+@pytest.mark.slow
+def test_a_global_batch_is_that_of_a_run_without_losses(tmp_path) -> None:
+    """Split over fewer and then over more again: the parameters are those of an undisturbed run."""
+    kills = [fault(1, "forward", 2)]
+    options = {"name": "replace", "batch": "global"}
+    order = {"plain": True, "double": True, "samples": 96, "strategy": {"on_failure": options}}
+    folders = [tmp_path / name for name in ("disturbed", "undisturbed")]
+    for folder in folders:
+        folder.mkdir()
+    disturbed = train(folders[0], *kills, launcher=RUN, **order)
+    disturbed.check_members(3, rates=False)
+    num_epochs = 1 + max(entry["epoch"] for entry in disturbed.commits)
+    order.update(trainer={"max_epochs": num_epochs}, until_generation=99)
+    undisturbed = train(folders[1], launcher=RUN, **order)
+    assert len(disturbed.by_step()) == len(undisturbed.by_step())
+    ends = [torch.load(folder / "end-0.pt") for folder in folders]
+    for name, value in ends[0].items():
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(value, ends[1][name], rtol=1e-9, atol=1e-9)
+    assert [entry["sizes"] for entry in disturbed.changes if entry["place"] == 0] == [[3, 2], [2, 3]]
