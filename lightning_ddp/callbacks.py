@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_ddp._lightning import Callback, LightningModule, Trainer, batches_that_stepped
 from lightning_ddp.ddp.module import BucketedDDP
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.launch.session import session_of_process
 from lightning_ddp.telemetry.lateness import Lateness, SlowRanks, lateness
 from lightning_ddp.telemetry.recording import Change, Recording, save
@@ -118,7 +118,7 @@ class CommunicationMonitor(Callback):
                 lost_ranks=list(change.lost_ranks),
                 joined_ranks=list(change.joined_ranks),
                 seconds=change.seconds,
-                cause=str(change.cause or "").partition("\n")[0],
+                cause=_in_a_line(change.cause),
             )
         )
 
@@ -203,6 +203,13 @@ def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
         metrics["overlap_percent"] = 100 * statistics.median(overlaps)
         metrics["gigabytes_per_s"] = num_bytes / busy_s / 1e9
     return metrics
+
+
+def _in_a_line(cause: PeerFailure | None) -> str:
+    if cause is None:
+        return ""
+    line = cause.message.strip().partition("\n")[0]
+    return f"{cause.exception_type}: {line}" if cause.exception_type else line
 
 
 def _lateness_metrics(known: Lateness) -> dict[str, float]:

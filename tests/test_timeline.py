@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.cli import main
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.picture import COLOURS
-from lightning_ddp.telemetry.recording import Recording, load_folder, save
+from lightning_ddp.telemetry.recording import Change, Recording, load_folder, save
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import chrome_trace, lanes_of
 
@@ -127,7 +128,9 @@ def test_no_two_events_of_a_row_overlap_and_all_that_happened_is_in_the_trace() 
 
 
 def test_a_recording_survives_its_file(tmp_path: Path) -> None:
-    written = [*two_ranks(), recording_of(10, [])]
+    sizes: Any = {"old_world_size": 3, "new_world_size": 2, "lost_ranks": [1], "joined_ranks": []}
+    change = Change(step=1, seconds=0.5, cause="gone", **sizes)
+    written = [*two_ranks(), replace(recording_of(10, []), changes=(change,))]
     for recording in reversed(written):
         save(tmp_path / "new" / "folder", recording)
     assert load_folder(tmp_path / "new" / "folder") == written

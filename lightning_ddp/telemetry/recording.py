@@ -120,7 +120,7 @@ def _load(path: Path) -> Recording:
             world_size=int(document["world_size"]),
             host=str(document["host"]),
             steps=[_step(step) for step in document["steps"]],
-            changes=[Change(**change) for change in document.get("changes", ())],
+            changes=tuple(Change(**change) for change in document.get("changes", ())),
         )
     except (KeyError, TypeError, ValueError, OSError) as error:
         if isinstance(error, ConfigurationError):

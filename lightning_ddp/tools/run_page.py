@@ -188,7 +188,6 @@ def _chart(title: str, unit: str, series: Series, changes: Sequence[int] = ()) -
     for step in sorted({low, (low + high) // 2, high}):
         drawn.append(f'<text x="{x_of(step):.1f}" y="{base + 16}" text-anchor="middle">{step}</text>')
     drawn.append(f'<text x="{(_LEFT + right) / 2}" y="{base + 34}" text-anchor="middle">step</text>')
-    drawn.append(f'<text x="4" y="{_TOP + 4}">{unit}</text>')
     drawn += [
         f'<line x1="{x_of(step):.1f}" x2="{x_of(step):.1f}" y1="{_TOP}" y2="{base}" stroke="#555"'
         ' stroke-dasharray="4 3"/>'

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,6 +51,7 @@ LINK_HOOKS: Final[Mapping[str, Any]] = {
 _NUM_WARMUP_STEPS: Final = 3  # buckets are rebuilt after the first, and low-rank factors settle
 _TASKS: Final = {"digits": 800, "text": 2000}
 """Task -> optimizer steps."""
+_MARKERS: Final = "osD^v<>ph*PX"
 _SGD: Final = {"momentum": 0.9, "nesterov": True}
 
 
@@ -235,18 +237,30 @@ def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
 
 
 def draw_learned(learned: Mapping[str, Rows], path: Path) -> None:
-    """Draw a panel a task: the score against the part of the bytes, with the spread over seeds."""
+    """Draw a panel a task: the score against the part of the bytes, with the spread over seeds.
+
+    Names stand in one legend, as many points lie close together.
+    """
+    styles: dict[str, dict[str, str]] = {}
+    for name in chain.from_iterable(learned.values()):
+        number = len(styles)
+        styles.setdefault(name, {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)]})
 
     def draw_panel(axes: Any, task: str) -> None:
         for name, entries in learned[task].items():
             at = (_mean(entries, "part"), _mean(entries, "score"))
-            axes.errorbar(*at, yerr=_spread(entries), marker="o", capsize=2)
-            axes.annotate(name, at, xytext=(4, 4), textcoords="offset points", fontsize=7)
+            axes.errorbar(*at, yerr=_spread(entries), label=name, capsize=2, linestyle="", **styles[name])
+        if task == list(learned)[-1]:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=8)
         ylabel = "test accuracy (%)" if task == "digits" else "perplexity"
         axes.set(xscale="log", xlabel="bytes sent, as part of uncompressed float32", ylabel=ylabel)
 
     panels = {task: partial(draw_panel, task=task) for task in learned}
-    save_panels(path, panels, title="what is learned for the bytes that it takes")
+    save_panels(
+        path,
+        panels,
+        title="bench hooks: what is learned for the bytes that are sent (mean and st. dev. over seeds)",
+    )
 
 
 # ---------------------------------------------------------------------- what each rank does
