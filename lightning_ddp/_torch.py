@@ -57,6 +57,7 @@ __all__ = [
     "push_mode",
     "queue_callback",
     "reduce_scatter_flat",
+    "refuse_collectives",
     "root_of_mesh",
     "run_eagerly",
     "set_timeout",
@@ -74,6 +75,7 @@ __all__ = [
 _F = TypeVar("_F", bound=Callable[..., Any])
 _TorchDDP: Any = TorchDDP
 _Gloo: Any = dist.ProcessGroupGloo  # torch's annotations leave its options out
+_Fake: Any = torch._C._distributed_c10d.FakeProcessGroup
 
 # ---------------------------------------------------------------------- tensors and autograd
 
@@ -170,6 +172,17 @@ def count_groups_anew() -> None:
     A process that could not make one would name the next one otherwise than those that could.
     """
     dist.distributed_c10d._world.group_count = 0
+
+
+def refuse_collectives(process_group: Any) -> None:
+    """Has each collective of a group fail at once, where torch has a backend that does."""
+    options: Any = _Fake.Options()
+    if not hasattr(options, "error_on_collective"):
+        return
+    options.error_on_collective = True
+    refusing = _Fake._create_internal(process_group.rank(), process_group.size(), options)
+    for device in process_group._device_types:
+        process_group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, refusing)
 
 
 def backend_of(process_group: Any, device: torch.device) -> Any:

@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_ddp
 from lightning_ddp import _lightning
-from lightning_ddp._torch import run_eagerly, without_engine_context
+from lightning_ddp._torch import refuse_collectives, run_eagerly, without_engine_context
 from lightning_ddp.ddp.snapshot import unseen_by_autograd
 from lightning_ddp.ddp.torch_names import TorchNames
 from lightning_ddp.errors import UnsupportedVersionError
@@ -324,6 +324,20 @@ def test_torch_tells_its_groups_with_their_stores_and_names(world) -> None:
     assert str(dist.distributed_c10d._world.pg_names[world])
     assert dist.distributed_c10d._world.group_count > 0
     assert "other" not in dist.distributed_c10d._world.pg_map
+
+
+@canary(
+    "torch._C._distributed_c10d.FakeProcessGroup",
+    "torch._C._distributed_c10d.FakeProcessGroup._create_internal",
+    "torch.distributed.ProcessGroup._register_backend",
+    "torch.distributed.ProcessGroup._device_types",
+)
+def test_a_group_can_be_made_to_refuse_its_collectives(world) -> None:
+    """A backend that is registered later, of another type, is the one that is called."""
+    group = dist.new_group([0])
+    refuse_collectives(group)
+    with pytest.raises(RuntimeError, match="collective operation error"):
+        dist.all_reduce(torch.ones(1), group=group)
 
 
 @canary(
@@ -971,6 +985,17 @@ def test_a_process_of_a_function_calls_it_and_sends_its_result(monkeypatch) -> N
     launcher._wrapping_function(0, None, operator.add, (1, 2), {}, results)
     assert results.get() == 3
     assert launcher.procs == []
+
+
+@canary("pytorch_lightning.strategies.launchers._MultiProcessingLauncher._collect_rank_zero_results")
+def test_a_process_of_a_function_collects_what_it_sends_if_it_is_the_first_of_its_node(monkeypatch) -> None:
+    """Else None."""
+    trainer = pl.Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, logger=False)
+    trainer.strategy.connect(pl.LightningModule())
+    collect = trainer.strategy.launcher._collect_rank_zero_results
+    for local_rank, expected in (("0", 7), ("1", None)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert getattr(collect(trainer, 7), "trainer_results", None) == expected
 
 
 @canary("lightning_fabric.utilities.distributed._set_num_threads_if_needed")

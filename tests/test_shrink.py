@@ -292,6 +292,19 @@ def test_two_that_are_killed_close_to_each_other_are_left_behind(when, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keeps", "name"),
+    [("new", "('of mine', of ranks 0, 1)"), ("world", "(the default one, of ranks 0, 1, 2)")],
+)
+def test_a_process_group_that_was_kept_from_before_is_named(keeps, name, tmp_path) -> None:
+    """The lost rank was a member of the second, and not of the first."""
+    faults = [fault(2, "before the first bucket", 2)]
+    train(tmp_path, name, devices=3, keeps=keeps, faults=faults)
+    errors = {entry["text"] for entry in Ledger(tmp_path).of("excepts")}
+    assert any("was made before ranks were lost" in text for text in errors)
+
+
+@pytest.mark.slow
 def test_ranks_that_wait_for_one_to_connect_go_on_when_it_is_killed(tmp_path) -> None:
     """Before and after it has said where it is reached, which is where gloo waits without an end."""
     strategy = {"failure_grace_s": 12.0}

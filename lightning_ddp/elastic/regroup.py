@@ -15,6 +15,7 @@ from lightning_ddp._torch import backend_of, count_groups_anew, set_timeout
 from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.comm.collectives import broadcast_nested
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.retired import retire_groups
 from lightning_ddp.ddp.module_sync import broadcast_coalesced
 from lightning_ddp.launch.interface import backend_names
 from lightning_ddp.launch.reconciliation import Reconciliation
@@ -39,6 +40,7 @@ def leave(ours: Reconciliation, wrapper: Any | None) -> None:
         for parameter in wrapper.module.parameters():
             parameter.grad = None
     ours.interrupt.activity.forget_groups()
+    retire_groups()
     leave_default_group()
     count_groups_anew()
 

@@ -32,6 +32,7 @@ from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.gloo_terminate import before_gloo_ends_the_process
 from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.retired import explain_retired
 from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
@@ -273,7 +274,13 @@ class Reconciliation:
             self.follow(trainer)
         self._enter(function)
         try:
-            result = function(*args, **kwargs)
+            try:
+                result = function(*args, **kwargs)
+            except Exception as error:
+                retired = explain_retired(error) if self.calls is not None else None
+                if retired is not None:
+                    raise retired from error
+                raise
             self._leave_together()
             return result
         except stop_exceptions():  # raised by all ranks, and no failure

@@ -197,6 +197,8 @@ class Model(pl.LightningModule):
             parameter.register_post_accumulate_grad_hook(sleep)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if "keeps" in ORDER:
+            dist.all_reduce(torch.ones(1), group=self.kept[ORDER["keeps"]])
         if ORDER.get("slow") == [place(), self.global_step]:
             time.sleep(1)
         die_if("forward", self.global_step)
@@ -211,6 +213,8 @@ class Model(pl.LightningModule):
         return loss
 
     def on_fit_start(self) -> None:
+        if "keeps" in ORDER:
+            self.kept = {"new": dist.new_group([0, 1], group_desc="of mine"), "world": dist.group.WORLD}
         die_if("fit start", 0)
         if "told" in ORDER:
             self.told = self.trainer.strategy.broadcast(f"of {place()}" if not IS_NEW else None)
