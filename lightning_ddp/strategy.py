@@ -36,6 +36,7 @@ from lightning_ddp._lightning import (
     is_fitting,
     layer_sync,
     optimizers_to_device,
+    read_rank_again,
     reset_seed,
     set_redirection,
     set_training_results,
@@ -302,6 +303,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._journal is None and isinstance(self._reconcile_settings.recovery, ReplaceSettings):
             from lightning_ddp.elastic.journal import Journal
 
+            if session.is_joining:  # another one is rank 0 until then
+                read_rank_again(max(1, self.global_rank), self.local_rank)
             self._journal = Journal(
                 lambda: session.store,
                 session.rendezvous.token or "",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
+import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 import test_shrink
 import torch
 from harness import start_script
-from test_shrink import fault
+from test_shrink import SAMPLES, fault
 
 DEADLINE_S = 180.0
 SAME = ("parameters", "optimizer", "average", "lr", "generation", "epoch", "batch", "world_size")
@@ -21,7 +25,9 @@ RUN = ("-m", "lightning_ddp", "run")
 class Ledger(test_shrink.Ledger):
     """Of a run in which each process that is lost is replaced."""
 
-    def check_members(self, num_places: int, *, rates: bool = True, is_whole: bool = True) -> None:
+    def check_members(
+        self, num_places: int, *, rates: bool = True, is_whole: bool = True, num_samples: int = SAMPLES
+    ) -> None:
         """The invariants: one state, no step or sample twice or lost, counters without a gap.
 
         All places take part in the last step, and are told of the same changes.
@@ -53,7 +59,8 @@ class Ledger(test_shrink.Ledger):
         if rates:
             found = [entries[-1]["lr"] for entries in steps.values()]
             assert found == pytest.approx([0.01 * 0.9 ** (step + 1) for step in steps])
-        self.check_samples(steps, is_whole=is_whole, num_epochs=1 + max(e["epoch"] for e in self.commits))
+        num_epochs = 1 + max(entry["epoch"] for entry in self.commits)
+        self.check_samples(steps, is_whole=is_whole, num_epochs=num_epochs, num_samples=num_samples)
 
     def changes_of(self, place: int) -> list[list[int]]:
         """Sizes of the world before and after each change that a place was told of."""
@@ -63,11 +70,13 @@ class Ledger(test_shrink.Ledger):
 def train(folder: Path, *kills: dict[str, Any], launcher: tuple[str, ...] = (), **order: Any) -> Ledger:
     """Trains until all places are taken again after some kills, up to the end of that epoch."""
     order = {"folder": str(folder), "devices": 3, "step_s": 0.05, "faults": kills, **order}
-    order.setdefault("until_generation", 2 * len(kills))
+    if "chaos" not in order:
+        order.setdefault("until_generation", 2 * len(kills))
+    timeout_s = order.pop("timeout_s", DEADLINE_S)
     order["strategy"] = {"on_failure": "replace", **order.get("strategy", {})}
     order["trainer"] = {"max_epochs": 10_000, **order.get("trainer", {})}
     with start_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=launcher) as script:
-        result = script.wait(timeout_s=DEADLINE_S)
+        result = script.wait(timeout_s=timeout_s)
         assert result.returncode == 0, script.output()
     return Ledger(folder)
 
@@ -120,3 +129,54 @@ def test_a_global_batch_is_that_of_a_run_without_losses(tmp_path) -> None:
         assert value.dtype == torch.float64
         torch.testing.assert_close(value, ends[1][name], rtol=1e-9, atol=1e-9)
     assert [entry["sizes"] for entry in disturbed.changes if entry["place"] == 0] == [[3, 2], [2, 3]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "seconds"),
+    [(1, 20), *(pytest.param(seed, 600, marks=pytest.mark.exhaustive) for seed in (2, 3))],
+)
+def test_random_faults_of_all_ranks_cost_no_step_and_no_sample(seed, seconds, tmp_path) -> None:
+    """Killed, stopped, ended by an exit code, an exception: rank 0 as well, on average each 4 s."""
+    print(f"seed {seed}")
+    options = {"name": "replace", "max_recoveries": 1000, "exceptions": True}
+    ledger = train(
+        tmp_path,
+        launcher=RUN,
+        devices=4,
+        stall_s=6.0,
+        timeout_s=seconds + 3 * DEADLINE_S,
+        chaos={"seed": seed, "mean_s": 4.0, "seconds": seconds},
+        samples=1200,
+        strategy={"on_failure": options},
+        scheduler=["ConstantLR", {"factor": 1.0}],
+    )
+    ledger.check_members(4, rates=False, num_samples=1200)
+    kinds = Counter(entry["kind"] for entry in ledger.of("dies"))
+    assert kinds.total() >= seconds / 10
+    times = sorted(max(entry["time"] for entry in entries) for entries in ledger.by_step().values())
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    goodput = len(gaps) * statistics.median(gaps) / sum(gaps)
+    print(f"{dict(kinds)}, {len(times)} steps, goodput {goodput:.0%}")
+
+
+@pytest.mark.slow
+def test_rank_0_is_replaced_as_well_and_who_sends_the_state_may_die(tmp_path) -> None:
+    """Under `run`: the lowest that is left dies as it sends its state to the new rank 0, and is replaced."""
+    trainer = {"log_every_n_steps": 1}
+    order = {"dies_sending": 1, "until_generation": 5, "logs": True, "trainer": trainer}
+    ledger = train(tmp_path, fault(0, "forward", 3), launcher=RUN, **order)
+    ledger.check_members(3)
+    assert (tmp_path / "sending").exists()
+    assert {tuple(entry["lost"]) for entry in ledger.changes if entry["place"] == 2} >= {(0,)}
+    (metrics,) = tmp_path.glob("logs/*/version_*/metrics.csv")
+    steps = [int(row["step"]) for row in csv.DictReader(metrics.read_text().splitlines()) if row["loss_step"]]
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.slow
+def test_a_new_process_that_comes_after_the_last_step_ends_well(tmp_path) -> None:
+    order = {"until_generation": 0, "trainer": {"max_epochs": 1}, "step_s": 0.0, "new_faults": ["late"]}
+    ledger = train(tmp_path, fault(1, "forward", 7), **order)
+    assert sorted(ledger.ended) == [0, 2]
+    assert [entry["sizes"] for entry in ledger.changes] == [[3, 2], [3, 2]]

@@ -137,7 +137,12 @@ class Ledger:
                 assert first.setdefault(batch, entry["hook"]) == entry["hook"]
 
     def check_samples(
-        self, steps: dict[int, list[dict[str, Any]]], *, is_whole: bool, num_epochs: int = EPOCHS
+        self,
+        steps: dict[int, list[dict[str, Any]]],
+        *,
+        is_whole: bool,
+        num_epochs: int = EPOCHS,
+        num_samples: int = SAMPLES,
     ) -> None:
         generations = {step: entries[0]["generation"] for step, entries in steps.items()}
         used: dict[int, Counter[int]] = defaultdict(Counter)
@@ -145,7 +150,7 @@ class Ledger:
             if generations.get(entry["step"]) == entry["generation"]:
                 used[entry["epoch"]].update(entry["ids"])
         for epoch in range(num_epochs):
-            assert not is_whole or set(used[epoch]) == set(range(SAMPLES)), epoch
+            assert not is_whole or set(used[epoch]) == set(range(num_samples)), epoch
             repeated = used[epoch].total() - len(used[epoch])
             assert repeated < 4  # what fills the last batches up
 

@@ -146,18 +146,19 @@ class _Host:
         return None if first is None else first.cut()
 
     def ended(self, pid: int, code: int, is_rank_0: bool, place: int) -> None:
-        """A rank has ended, of which rank 0 cannot tell: it is that one, has ended before, or did not ask."""
+        """A rank has ended."""
         if is_rank_0:
             self._rank_0_pid = pid
             self._rank_0_has_ended.set()
         if self._server is None:
             return
-        if self._server.replaces and not is_rank_0:
+        if self._server.goes_on and not is_rank_0:
             identity = Identity(rank=place, node_rank=0, pid=pid)
             message = f"the process {describe_exit(code)}; what it printed stands above"
             self._server.tell(Exited(FailureRecord.of_identity(identity, message, exit_code=code)))
             return
-        if code == 0 and self._server.has_met:
+        is_known_to_rank_0 = not is_rank_0 and not self._rank_0_has_ended.is_set()
+        if is_known_to_rank_0 or (code == 0 and self._server.has_met):
             return
         known = self._server.member(pid, node_rank=0)
         if known or is_rank_0:

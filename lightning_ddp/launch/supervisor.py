@@ -212,8 +212,12 @@ class _Supervisor:
         elif info.si_signo == signal.SIGIO:
             self._serve()
             self._hear_control()
-        elif self._code is not None:  # nobody else is left who would hear it
-            _kill(self._children)
+        elif self._code is not None:
+            first = [pid for pid, child in self._children.items() if child.place == 0]
+            if not first:  # nobody is left who would hear it
+                _kill(self._children)
+            for pid in first:
+                os.kill(pid, info.si_signo)
         elif info.si_code != _BY_KERNEL:
             os.kill(self._rank_0, info.si_signo)
 
@@ -230,8 +234,7 @@ class _Supervisor:
                 if child.told is not None:
                     _tell(child.told, code)
                     os.close(child.told)
-                if self._code is not None or child.told is None:
-                    self._tell_control(pid, code, child.place)
+                self._tell_control(pid, code, child.place)
 
     def _leave_children(self) -> None:
         """Rank 0 has ended. Children that have met unwind, as they hear of it; if stopped, they could not."""
@@ -273,7 +276,7 @@ class _Supervisor:
             place: its local rank.
             told: where rank 0 hears of its end; None for a process in the place of a lost one.
         """
-        start, files = self._orders[place]
+        start, files = self._order_of(place)
         child = _Child(told, place, mmap.mmap(-1, 1))
         pid = _try_to_fork()
         if pid == 0:
@@ -286,6 +289,17 @@ class _Supervisor:
             self._children[pid] = child
             self._num_forked += 1
         return pid
+
+    def _order_of(self, place: int) -> tuple[dict[str, Any], Sequence[int]]:
+        """What a rank is made of; rank 0, which nobody has ordered, of what another one is made of."""
+        if place in self._orders or place != 0 or not self._orders:
+            return self._orders[place]
+        start, files = self._orders[min(self._orders)]
+        start = {**start, "env": {**start["env"], "LOCAL_RANK": "0"}}
+        outputs = [
+            number if number in (1, 2) else file for number, file in zip(start["files"], files, strict=True)
+        ]
+        return start, outputs
 
     def _become_child(self, child: _Child, start: dict[str, Any], files: Sequence[int]) -> _Program:
         """Takes over from rank 0 what a process that it starts would inherit; returns what is to be run."""
@@ -313,6 +327,8 @@ class _Supervisor:
             on_outliving=lambda: child.may_outlive.__setitem__(0, 1),
         )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if child.told is None:  # another one is rank 0 until this one has joined
+            local_rank = max(1, local_rank)
         read_rank_again(int(os.environ.get("RANK", local_rank)), local_rank)
         signal.pthread_sigmask(signal.SIG_SETMASK, start["mask"])
         return _Program(**start["program"])
@@ -348,7 +364,8 @@ class _Supervisor:
             number, pids = json.loads(data) if data else (0, [])
             for pid in pids:
                 if number == START:
-                    if pid not in self._orders or self._fork(pid, None) < 0:
+                    is_known = pid in self._orders or (pid == 0 and len(self._orders) > 0)
+                    if not is_known or self._fork(pid, None) < 0:
                         self._tell_control(-1, _CANNOT_BEGIN, pid)
                 elif pid in self._children or (pid == self._rank_0 and self._code is None):
                     os.kill(pid, number)

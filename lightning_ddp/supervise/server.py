@@ -125,6 +125,7 @@ class ControlServer:
         """Place -> a process that is to join there."""
         self._fallen: set[int] = set()
         """Places of such ones that were lost as they joined, and have not ended yet."""
+        self._ended_pids: set[int | None] = set()
         self._ended_places: set[int] = set()
         self._identities: dict[int, Identity] = {}
         """Place, the rank that a process had in the beginning, -> who has it, with its present rank."""
@@ -180,9 +181,9 @@ class ControlServer:
         return list(self._identities.values())
 
     @property
-    def replaces(self) -> bool:
-        """Whether a new process comes in the place of each that is lost."""
-        return self._vacancies is not None
+    def goes_on(self) -> bool:
+        """Whether the run goes on without ranks that it loses, so that each end is told, however it came."""
+        return self._membership is not None
 
     def member(self, pid: int, node_rank: int) -> Identity | None:
         """A process as launchers know it, with the rank that it had in the beginning; None for a stranger."""
@@ -499,6 +500,9 @@ class ControlServer:
     def _has_met_its_end(self, record: FailureRecord) -> bool:
         """A child has ended; whether that is no news of a failure."""
         assert self._membership is not None
+        if record.pid in self._ended_pids:  # two have told of it
+            return True
+        self._ended_pids.add(record.pid)
         if self._vacancies is not None and self._vacancies.ended(record.rank, time.monotonic()):
             self._membership.withdrew(record.rank)
             self._membership.ended(record.rank)

@@ -90,6 +90,43 @@ def die_as_new(moment: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def chaos_is_over() -> bool:
+    """Whether no more faults come, which began with the run."""
+    begun = FOLDER / "begun"
+    begun.touch(exist_ok=True)
+    return time.time() > float(begun.read_text() or time.time()) + ORDER["chaos"]["seconds"]
+
+
+class Chaos(threading.Thread):
+    """After a random time, a random fault of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        begun = FOLDER / "begun"
+        if not IS_NEW:
+            begun.write_text(str(time.time()))
+        number = (FOLDER / f"ledger-{place()}").read_text().count('"starts"')
+        self._random = random.Random(f"{ORDER['chaos']['seed']}/{place()}/{number}")
+        self.raises = False
+
+    def run(self) -> None:
+        """In the thread."""
+        time.sleep(self._random.expovariate(1 / (ORDER["chaos"]["mean_s"] * ORDER["devices"])))
+        if chaos_is_over():
+            return
+        kind = self._random.choice(["kill", "kill", "stop", "exit", "raise"])
+        note(event="dies", time=time.time(), kind=kind)
+        if kind == "raise" and place() != 0:
+            self.raises = True
+        elif kind == "exit":
+            os._exit(self._random.choice([0, 1, 77]))
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+
+CHAOS: list[Chaos] = []
+
+
 class Deadly:
     """Kills the process that sends it to others."""
 
@@ -202,6 +239,8 @@ class Model(pl.LightningModule):
         if ORDER.get("slow") == [place(), self.global_step]:
             time.sleep(1)
         die_if("forward", self.global_step)
+        if CHAOS and CHAOS[0].raises:
+            raise ValueError("a picture is broken")
         if ORDER.get("late") == [place(), self.global_step]:
             self.be_late()
         time.sleep(ORDER.get("step_s", 0.0))
@@ -348,12 +387,17 @@ class Ledger(pl.Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         note(event="starts", is_new=IS_NEW)
         die_as_new("train start")
+        if "chaos" in ORDER:
+            CHAOS.append(Chaos())
+            CHAOS[0].start()
         if ORDER.get("late_in_round") == place():
             be_late_in_round(trainer)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         note(event="ends epoch", epoch=trainer.current_epoch, batches=trainer.num_training_batches)
         whole = trainer.world_size == ORDER.get("devices", 4)
+        if "chaos" in ORDER:
+            trainer.should_stop = trainer.strategy.broadcast(whole and chaos_is_over())
         if "until_generation" in ORDER and whole and self.generation >= ORDER["until_generation"]:
             trainer.should_stop = True
 
