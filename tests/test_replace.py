@@ -6,7 +6,7 @@ import csv
 import itertools
 import json
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,11 @@ def test_a_lost_rank_is_replaced_while_the_others_train(launcher, tmp_path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moments", "num_generations"),
-    [(["begin"], 2), (["setup", "receiving"], 4), (["train start", "first step"], 6)],
+    [
+        pytest.param(["begin"], 2, marks=pytest.mark.exhaustive),
+        (["setup", "receiving"], 4),
+        (["train start", "first step"], 6),
+    ],
     ids=str,
 )
 def test_a_new_process_that_dies_delays_nobody_and_is_replaced(moments, num_generations, tmp_path) -> None:
@@ -180,3 +184,42 @@ def test_a_new_process_that_comes_after_the_last_step_ends_well(tmp_path) -> Non
     ledger = train(tmp_path, fault(1, "forward", 7), **order)
     assert sorted(ledger.ended) == [0, 2]
     assert [entry["sizes"] for entry in ledger.changes] == [[3, 2], [3, 2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "powersgd" else pytest.mark.exhaustive)
+        for name in test_shrink.HOOKS
+    ],
+)
+def test_a_new_process_has_what_a_hook_shares(name, tmp_path) -> None:
+    order = {"strategy": {"ddp_comm_hook": test_shrink.HOOKS[name]}, "optimizer": "SGD"}
+    ledger = train(tmp_path, fault(1, "between buckets", 3), launcher=RUN, **order)
+    ledger.check_members(3)
+    hooks = defaultdict(set)
+    for entry in ledger.of("tries"):
+        hooks[entry["generation"], entry["step"]].add(entry["hook"])
+    assert {len(found) for found in hooks.values()} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["diloco", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("post_local_sgd", "slowmo"))],
+)
+def test_a_new_process_joins_local_training_at_a_round(name, tmp_path) -> None:
+    """Rounds follow steps 5, 8 and so on. It has the outer state of the others from then on."""
+    options = {"name": name, "period": 3, "start_step": 3}
+    order = {"strategy": {"model_averaging": options}}
+    ledger = train(tmp_path, fault(2, "forward", 7), launcher=RUN, **order)
+    assert sorted(set(ledger.ended)) == [0, 1, 2]
+    assert ledger.of("excepts") == []
+    (step,) = {entry["step"] for entry in ledger.changes if entry["joined"]}
+    assert step % 3 == 0
+    for number, entries in ledger.by_step().items():
+        if number >= step:
+            assert {entry["place"] for entry in entries} == {0, 1, 2}
+            assert len({entry["outer"] for entry in entries}) == 1
+            assert number % 3 != 2 or len({entry["parameters"] for entry in entries}) == 1
