@@ -249,6 +249,11 @@ class Communication:
         return self.averager is not None and self.averager.unfinished is not None
 
     @property
+    def keeps_parameters(self) -> bool:
+        """Whether a rank that is behind ends a round with parameters of its own."""
+        return self.averager is not None and self.averager.keeps_parameters
+
+    @property
     def is_in_part(self) -> bool:
         """Whether the parameters of a part of the ranks are being averaged, after a step that is over."""
         return self.averager is not None and bool(self.averager.part_before)
@@ -281,7 +286,7 @@ class Communication:
                 self._stateful.finish(shared)
         if self.averager is not None:
             is_source = group.rank == source
-            mine = {**self.averager.state_dict(), "met": self.averager.met()} if is_source else None
+            mine = self.averager.for_others() if is_source else None
             shared = broadcast_nested(group, mine, source, device, label="state of an averager")
             if is_behind:
                 self.averager.catch_up(shared)

@@ -16,7 +16,7 @@ from lightning_ddp.encoding.mean import PlainWire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["STATE_FORMAT", "Averager", "AveragerOptions", "Track", "refuse_sharded"]
+__all__ = ["STATE_FORMAT", "Averager", "AveragerOptions", "Track", "put_back", "refuse_sharded"]
 
 STATE_FORMAT = 1
 """Version of what `Averager.state_dict` returns."""
@@ -271,11 +271,20 @@ class Averager:
         self._has_diverged = self._is_local  # some may have agreed with ranks that are lost, and others not
         self.prepare()
 
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether a rank that is a round behind the others ends it with parameters of its own."""
+        return False
+
+    def for_others(self) -> dict[str, Any]:
+        """What ranks that are a step or a round behind need for `catch_up`. Does not communicate."""
+        return {**self.state_dict(), "met": self.met()}
+
     def catch_up(self, state: dict[str, Any]) -> None:
         """Ends a step, or a round, that was interrupted here after another rank had ended it.
 
         Args:
-            state: from `state_dict` of that rank, with its `met`; this one has its parameters already.
+            state: from `for_others` of that rank; this one has its parameters already.
         """
         with torch.no_grad():
             for name, value in state["met"].items():

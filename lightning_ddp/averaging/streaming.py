@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.averaging.base import Track
+from lightning_ddp.averaging.base import Track, put_back
 from lightning_ddp.averaging.outer import DiLoCo, DiLoCoOptions
 from lightning_ddp.comm.checks import require
+from lightning_ddp.comm.group import Group
 from lightning_ddp.encoding.chunks import CHUNK_NUMEL, memory_view
 
 __all__ = ["StreamingDiLoCo", "StreamingDiLoCoOptions"]
@@ -53,8 +54,10 @@ class _Exchange:
     names: list[str]
     due: int
     """Local step after which it is applied."""
-    future: torch.futures.Future[torch.Tensor]
-    """Of the flat mean of what the ranks moved."""
+    moved: torch.Tensor
+    """What this rank had moved when it began, flat."""
+    future: torch.futures.Future[torch.Tensor] | None = None
+    """Of the mean of that; None if it has still to be sent to those that are left of the ranks."""
 
 
 class StreamingDiLoCo(DiLoCo):
@@ -75,6 +78,7 @@ class StreamingDiLoCo(DiLoCo):
 
     def after_local_step(self, track: Track) -> None:
         """Applies what is due, starts what is due."""
+        self._send_again()
         index = self.tracks.index(track)
         self._apply_if_due(index, track)
         every = self.options.period // self.options.num_fragments
@@ -89,24 +93,42 @@ class StreamingDiLoCo(DiLoCo):
         # a copy: the parameters change while it is sent
         views = [memory_view(self.parameters[name]) for name in names]
         deltas = [self._anchors[n] - view for n, view in zip(names, views, strict=True)]
-        flat = torch.cat(deltas)
+        exchange = _Exchange(
+            names=names, due=track.num_local_steps + self.options.delay, moved=torch.cat(deltas)
+        )
+        exchange.future = self._send(exchange)
+        self._under_way[index] = exchange
+
+    def _send(self, exchange: _Exchange) -> torch.futures.Future[torch.Tensor]:
+        flat = exchange.moved.clone() if self.keeps_rounds else exchange.moved
 
         def job() -> torch.Tensor:
             for piece in flat.split(CHUNK_NUMEL):
                 piece.copy_(self.transport().mean(piece))
             return flat
 
-        self._under_way[index] = _Exchange(
-            names=names,
-            due=track.num_local_steps + self.options.delay,
-            future=self.channel.submit(job),
-        )
+        return self.channel.submit(job)
 
     def _apply_if_due(self, index: int, track: Track) -> None:
         exchange = self._under_way.get(index)
         if exchange is None or track.num_local_steps < exchange.due:
             return
+        part = Track(optimizer=track.optimizer, names=exchange.names)
+        self.unfinished, self._before = track, self.copies(self.changed_by_round(part))
+        self.complete()
+
+    def complete(self) -> None:
+        """Applies the exchange that is due. Communicates."""
+        assert self.unfinished is not None
+        put_back(self._before)
+        self._send_again()
+        index = self.tracks.index(self.unfinished)
+        self._apply(self._under_way[index], self.unfinished)
         del self._under_way[index]
+        self.unfinished, self.has_met, self._before = None, True, []
+
+    def _apply(self, exchange: _Exchange, track: Track) -> None:
+        assert exchange.future is not None
         flat = self.channel.wait(exchange.future)
         rates = self.learning_rates(track)
         with torch.no_grad():
@@ -114,16 +136,63 @@ class StreamingDiLoCo(DiLoCo):
                 exchange.names, flat.split([self._anchors[n].numel() for n in exchange.names]), strict=True
             ):
                 self.update(self._anchors[name], self._momenta[name], delta, rates[name])
-                own = memory_view(self.parameters[name])
-                weight = self.options.local_weight if self.options.delay else 0.0
-                own.mul_(weight).add_(self._anchors[name], alpha=1 - weight)
+        self._mix(exchange.names)
         self.settle(Track(optimizer=track.optimizer, names=exchange.names, num_steps=track.num_steps))
+
+    @torch.no_grad()
+    def _mix(self, names: list[str]) -> None:
+        weight = self.options.local_weight if self.options.delay else 0.0
+        for name in names:
+            own = memory_view(self.parameters[name])
+            own.mul_(weight).add_(self._anchors[name], alpha=1 - weight)
+
+    def agree(self) -> None:
+        """As of others; what is under way comes first on all ranks."""
+        self._send_again()
+        super().agree()
+
+    # ------------------------------------------------------------------ other ranks
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """They never agree, once local training has begun."""
+        return self._is_local
+
+    def rejoin(self, group: Group) -> None:
+        """Goes on with other ranks, to which what is under way is sent again, unless one has applied it."""
+        under_way = self._under_way
+        super().rejoin(group)
+        self._under_way = under_way
+        for exchange in under_way.values():
+            exchange.future = None
+
+    def _send_again(self) -> None:
+        for exchange in self._under_way.values():
+            if exchange.future is None:
+                exchange.future = self._send(exchange)
+
+    def for_others(self) -> dict[str, Any]:
+        """Without what is under way, of which each rank has its own part."""
+        return {**super().state_dict(), "met": self.met()}
+
+    def catch_up(self, state: dict[str, Any]) -> None:
+        """Takes the outer state of a rank that has applied what is under way, and mixes this one's in."""
+        if not self._is_local:
+            super().catch_up(state)
+            return
+        put_back(self._before)
+        self.take_outer(state["outer"])
+        for exchange in self._under_way.values():
+            self._mix(exchange.names)
+        self._under_way = {}
+        self.unfinished, self.has_met, self._before = None, True, []
 
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """As `DiLoCo`, and exchanges that are not yet applied; waits for them."""
         state = super().state_dict()
+        self._send_again()
         state["under_way"] = {
             index: {
                 "names": list(exchange.names),
@@ -131,6 +200,7 @@ class StreamingDiLoCo(DiLoCo):
                 "mean": self.channel.wait(exchange.future).cpu().clone(),
             }
             for index, exchange in self._under_way.items()
+            if exchange.future is not None
         }
         return state
 
@@ -142,7 +212,10 @@ class StreamingDiLoCo(DiLoCo):
             return notes
         for index, saved in state["under_way"].items():
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(saved["mean"].to(self.channel.device, copy=True))
+            mean = saved["mean"].to(self.channel.device, copy=True)
+            future.set_result(mean)
             if all(name in self.parameters for name in saved["names"]):
-                self._under_way[int(index)] = _Exchange(names=saved["names"], due=saved["due"], future=future)
+                self._under_way[int(index)] = _Exchange(
+                    names=saved["names"], due=saved["due"], moved=mean.clone(), future=future
+                )
         return notes

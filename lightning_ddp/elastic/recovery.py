@@ -368,10 +368,9 @@ class Recovery:
         error = self._calls.error
         is_meeting = self._ours.boundary.is_meeting
         is_over = mark is None or mark.step < self.taken
-        in_round = self._communication.is_in_round
-        is_trying = not is_over and (in_round or not self._communication.is_local) and not is_meeting
-        form = self._regroup(is_trying=is_trying)
-        is_lifted = form.step > step
+        in_round, is_local = self._communication.is_in_round, self._communication.is_local
+        form = self._regroup(is_trying=not is_over and (in_round or not is_local) and not is_meeting)
+        is_lifted = form.step > step and (in_round or not is_local)
         self.committed = form.step
         self._last_phase = form.phase
         self.is_alone = self._phase < form.phase
@@ -513,7 +512,7 @@ class Recovery:
             self._trainer.lightning_module,
             self._trainer.strategy.optimizers,
             source=source,
-            is_behind=is_behind,
+            is_behind=is_behind and not self._communication.keeps_parameters,
             is_local=self._communication.is_local,
             device=device,
         )

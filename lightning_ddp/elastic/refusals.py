@@ -60,8 +60,6 @@ def check_arguments(
 
 def _check_averager(settings: RecoverySettings, averager: AveragerPlan) -> None:
     instead = "model_averaging='diloco'"
-    if averager.name == "streaming_diloco":
-        _refuse(averager.name, "an exchange that is under way while ranks train is not repeated yet", instead)
     if getattr(averager.options, "gradients", "none") != "none":
         _refuse("gradients='node'", "the ranks of a node may become fewer than those of another", instead)
     if settings.batch == "global":

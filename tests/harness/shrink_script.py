@@ -422,7 +422,7 @@ def be_late_in_round(trainer: Any) -> None:
 def outer_state(trainer: Any) -> str:
     """What an averager keeps that is the same on all ranks."""
     averager = trainer.strategy._communication.averager
-    outer = averager.state_dict()["outer"] if averager is not None else {}
+    outer = averager.for_others()["outer"] if averager is not None else {}
     return hash_of(value for name in sorted(outer) for value in outer[name].values())
 
 
