@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FABRICS",
+    "FIRST_BARRIERS",
     "ROOTS",
     "Accelerator",
     "AsyncCheckpointIO",
@@ -508,6 +509,10 @@ def wrap_validation_setup(trainer: Trainer, setup: Any) -> None:
     """Has a function called with `setup_data` of the loop of validation within a fit, in its place."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loop.setup_data = functools.partial(setup, _get(loop, "setup_data"))
+
+
+FIRST_BARRIERS = ("_CheckpointConnector.resume_end", "run-stage")
+"""Names of those of a fit between the hooks `on_fit_start` and the first data."""
 
 
 def _set_up_whole(loop: Any) -> Any:

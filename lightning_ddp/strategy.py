@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import (
+    FIRST_BARRIERS,
     Accelerator,
     AsyncCheckpointIO,
     CheckpointIO,
@@ -65,8 +66,6 @@ __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
 T = TypeVar("T")
 UnevenInputs = Literal["error", "join"]
-_FIRST_BARRIERS = ("_CheckpointConnector.resume_end", "run-stage")
-"""Lightning's, between the hooks `on_fit_start` and the first data."""
 _UNEVEN_INPUTS = (None, "error", "join")
 _log = logging.getLogger("lightning_ddp")
 _UNUSED = (
@@ -799,7 +798,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._journal is not None and self._journal.is_read:  # a barrier has no result
             return
         wait = partial(super().barrier, name)
-        if name in _FIRST_BARRIERS and self._recovery is not None and self._is_training():
+        if name in FIRST_BARRIERS and self._recovery is not None and self._is_training():
             self._recovery.repeat(wait)
         else:
             self._together(None, wait, lambda: None)

@@ -606,6 +606,7 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
     "pytorch_lightning.Trainer._run_sanity_check",
     "pytorch_lightning.loops.evaluation_loop._EvaluationLoop()._max_batches",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_epoch",
+    "pytorch_lightning.trainer.connectors.checkpoint_connector._CheckpointConnector.resume_end",
     "pytorch_lightning.callbacks.ModelCheckpoint()._last_global_step_saved",
 )
 def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) -> None:
@@ -641,7 +642,11 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
         others=note,
     )
     data = DataLoader(torch.ones(8, 32), sampler=DistributedSampler(range(8), 2, 0))
+    trainer.strategy.barrier = called.append
     trainer.fit(Model(lambda model: None), val_dataloaders=data)
+    first = called.index(_lightning.FIRST_BARRIERS[0])
+    assert called[first : first + 3] == [*_lightning.FIRST_BARRIERS, "_run_sanity_check"]
+    called = [name for name in called[first + 2 :] if name and "dataloader" not in name]
     assert called[:4] == ["_run_sanity_check", "setup_data", "on_run_start", "on_advance_start"]
     assert called[-2:] == ["on_advance_end", "on_run_end"]
     assert _lightning.saved_last(saving) == trainer.global_step
