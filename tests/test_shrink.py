@@ -237,7 +237,14 @@ def test_the_process_that_waits_for_its_ranks_gets_what_the_lowest_of_those_left
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "moment", ["fit start", "train dataloader", "val dataloader", "train start", "epoch start"]
+    "moment",
+    [
+        "fit start",
+        "train start",
+        "val dataloader",
+        pytest.param("train dataloader", marks=pytest.mark.exhaustive),
+        pytest.param("epoch start", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_rank_may_be_lost_before_the_first_step_as_well(moment, tmp_path) -> None:
     trainer = {"num_sanity_val_steps": 0}
@@ -494,13 +501,21 @@ def test_those_that_are_left_train_as_if_they_had_been_alone_since_the_step_befo
     assert found == ledger.commits[-1]["parameters"]
 
 
+LOCAL = [
+    pytest.param(
+        name,
+        *moment,
+        marks=pytest.mark.exhaustive if name in ("slowmo", "streaming_diloco") and number % 2 else (),
+    )
+    for name in ("post_local_sgd", "slowmo", "diloco", "hierarchical_sgd", "streaming_diloco")
+    for number, moment in enumerate(
+        [("forward", 7), ("between buckets", 2), ("optimizer", 8), ("batch end", 6)]
+    )
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["post_local_sgd", "slowmo", "diloco", "hierarchical_sgd", "streaming_diloco"]
-)
-@pytest.mark.parametrize(
-    ("moment", "step"), [("forward", 7), ("optimizer", 8), ("between buckets", 2), ("batch end", 6)]
-)
+@pytest.mark.parametrize(("name", "moment", "step"), LOCAL)
 def test_local_training_goes_on_to_the_next_round_and_deals_the_data_then(
     name, moment, step, tmp_path
 ) -> None:

@@ -33,7 +33,7 @@ __all__ = ["Calls"]
 _RING_EVERY_S = 0.1
 _ABORT_AFTER_S = 0.3
 _LOOK_EVERY_S = 0.05
-_DECLINE_AFTER_S = 10.0
+_DECLINE_AFTER_S = 30.0
 """How long a process that could not meet the others waits for the call that says why."""
 
 
