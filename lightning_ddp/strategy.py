@@ -464,8 +464,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             rank=rank,
             world_size=world_size,
             timeout=self._group_timeout,
-            # a rank that answers no call for as long as failure_grace_s is taken for lost
-            meet_within=timedelta(seconds=self._reconcile_settings.failure_grace_s / 10),
+            # five times that is less than failure_grace_s, after which a rank is taken for lost; but between
+            # nodes news may take seconds
+            meet_within=timedelta(
+                seconds=self._reconcile_settings.failure_grace_s / (10 if self.num_nodes == 1 else 1)
+            ),
             device=self.root_device,
         )
         self._group = Group(group, ours.interrupt, transport=self._transport)

@@ -217,8 +217,8 @@ def test_the_node_with_the_control_server_goes_on_when_the_link_is_cut_and_the_o
 
 @pytest.mark.exhaustive
 def test_a_rank_is_lost_where_news_takes_seconds(tmp_path) -> None:
-    faults = [fault(3, "forward", 2)]
-    with shrinking(tmp_path, faults=faults, trainer={"max_steps": 4}) as (link, first, second):
+    order = {"strategy": {"bucket_cap_mb_list": [1.0]}, "trainer": {"max_steps": 4}}
+    with shrinking(tmp_path, faults=[fault(3, "forward", 2)], **order) as (link, first, second):
         first.wait_until(lambda: bool(Ledger(tmp_path).commits))
         link.delay_s = 3.0
         assert first.wait().returncode == 0, first.output()

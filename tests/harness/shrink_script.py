@@ -510,9 +510,8 @@ def new_trainer() -> pl.Trainer:
     if ORDER.get("records"):
         saving.append(lightning_ddp.callbacks.CommunicationMonitor(4, timeline=FOLDER / "timeline"))
     strategy = Strategy(
-        bucket_cap_mb_list=[0.0001],
         stall_timeout=stall_timeout,
-        **{"on_failure": "shrink", **ORDER.get("strategy", {})},
+        **{"bucket_cap_mb_list": [0.0001], "on_failure": "shrink", **ORDER.get("strategy", {})},
     )
     return pl.Trainer(
         accelerator="cpu",
