@@ -16,7 +16,7 @@ import torch
 from harness import start_script
 from test_shrink import SAMPLES, fault
 
-DEADLINE_S = 180.0
+DEADLINE_S = 480.0
 SAME = ("parameters", "optimizer", "average", "lr", "generation", "epoch", "batch", "world_size")
 """What all members have alike after each step."""
 RUN = ("-m", "lightning_ddp", "run")
@@ -223,3 +223,36 @@ def test_a_new_process_joins_local_training_at_a_round(name, tmp_path) -> None:
             assert {entry["place"] for entry in entries} == {0, 1, 2}
             assert len({entry["outer"] for entry in entries}) == 1
             assert number % 3 != 2 or len({entry["parameters"] for entry in entries}) == 1
+
+
+CELLS: dict[str, dict[str, Any]] = {
+    "validation, checkpoints, sanity check": {
+        "validates": True,
+        "checkpoints": {"every_n_train_steps": 3, "save_top_k": -1},
+        "trainer": {"num_sanity_val_steps": 2, "val_check_interval": 0.5},
+    },
+    "accumulation, EMA, workers": {
+        "callbacks": True,
+        "validates": True,
+        "loader": {"num_workers": 1, "persistent_workers": True},
+        "trainer": {"accumulate_grad_batches": 2, "check_val_every_n_epoch": 2},
+        "scheduler": ["ReduceLROnPlateau", {"patience": 0, "threshold": 100.0}],
+    },
+    "a scale of the loss": {"overflows": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [pytest.param(cell, marks=pytest.mark.exhaustive) for cell in CELLS])
+def test_a_new_process_has_what_lightning_has_beside_a_step(cell, tmp_path) -> None:
+    ledger = train(tmp_path, fault(1, "between buckets", 3), launcher=RUN, **CELLS[cell])
+    if "accumulation" in cell:  # a step has several batches
+        assert sorted(set(ledger.ended)) == [0, 1, 2]
+        assert ledger.of("excepts") == []
+        for entries in ledger.by_step().values():
+            for batch in {entry["batch"] for entry in entries}:
+                same = [entry for entry in entries if entry["batch"] == batch]
+                for key in SAME:
+                    assert len({entry[key] for entry in same}) == 1, (key, same)
+    else:
+        ledger.check_members(3)

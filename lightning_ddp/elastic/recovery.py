@@ -209,6 +209,8 @@ class Recovery:
     def _setup_validation(self, setup: Callable[[], None]) -> None:
         """Its loaders are set up in the sanity check, or when training starts, or by a first validation."""
         assert self._journal is not None
+        if self._form is not None:  # the others make theirs later, and communicate for it
+            return
         with self._journal.part(VALIDATION):
             setup()
         self._journal.end(VALIDATION)
@@ -485,7 +487,10 @@ class Recovery:
             leave(self._ours, self._wrapper)
             self._is_through(attempt)
         assert self._handover is not None
+        form, self._form = self._form, None
         prepare_loaders(self._trainer, validates=self._handover.validates)
+        self._journal.end(VALIDATION)
+        self._form = form
 
     def _enter(self, form: Form) -> None:
         """Before the first step of a process that has joined."""
