@@ -121,6 +121,7 @@ __all__ = [
     "set_logger_version",
     "set_num_threads_if_needed",
     "set_redirection",
+    "set_saved_last",
     "set_training_results",
     "set_up_validation",
     "settle_counters",
@@ -595,6 +596,11 @@ def limit_validation(trainer: Trainer) -> None:
 def saved_last(callback: Any) -> int | None:
     """The step at which a `ModelCheckpoint` has saved last, `_last_global_step_saved`; None for others."""
     return getattr(callback, "_last_global_step_saved", None)
+
+
+def set_saved_last(callback: Any, step: int) -> None:
+    """Sets the same."""
+    _set(callback, "_last_global_step_saved", step)
 
 
 def may_validate(trainer: Trainer, fetcher: Any) -> bool:

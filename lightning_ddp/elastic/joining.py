@@ -22,7 +22,9 @@ from lightning_ddp._lightning import (
     has_validation_loaders,
     load_loops,
     restore_checkpoint,
+    saved_last,
     set_callback_metrics,
+    set_saved_last,
 )
 from lightning_ddp.communication import Communication
 from lightning_ddp.elastic.redeal import Dealer
@@ -44,6 +46,8 @@ class Handover:
     """Of this epoch, that are used."""
     metrics: dict[str, Any]
     """What callbacks monitor."""
+    saved: list[int | None]
+    """At which step each callback that saves checkpoints has done so last."""
     should_stop: bool
     validates: bool
     """Whether the loaders of validation are set up, for which the ranks communicate."""
@@ -59,6 +63,7 @@ class Handover:
             dealt=dealer.state(),
             num_batches=int(trainer.fit_loop.epoch_loop.batch_progress.current.completed),
             metrics=callback_metrics(trainer),
+            saved=[saved_last(callback) for callback in _callbacks(trainer)],
             should_stop=bool(trainer.should_stop),
             validates=has_validation_loaders(trainer),
         )
@@ -70,12 +75,19 @@ class Handover:
             names = [name for name, _ in trainer.lightning_module.named_parameters()]
             communication.load(self.shared, None, names)
         set_callback_metrics(trainer, self.metrics)
+        for callback, step in zip(_callbacks(trainer), self.saved, strict=True):
+            if step is not None:
+                set_saved_last(callback, step)
         trainer.should_stop = self.should_stop
 
     def restore_loops(self, trainer: Trainer, dealer: Dealer) -> None:
         """Sets the counters of the loops, inside of the epoch."""
         load_loops(trainer, self.checkpoint["loops"]["fit_loop"])
         dealer.load(self.dealt)
+
+
+def _callbacks(trainer: Any) -> list[Any]:
+    return list(trainer.callbacks)
 
 
 def seed_generators(*, seed: int, rank: int, step: int) -> None:
