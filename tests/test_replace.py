@@ -114,6 +114,14 @@ def test_a_new_process_that_dies_delays_nobody_and_is_replaced(moments, num_gene
 
 
 @pytest.mark.slow
+def test_a_process_that_has_joined_repeats_a_validation_without_another(tmp_path) -> None:
+    kills = fault(1, "forward", 2), fault(2, "validation", None, generation=2)
+    ledger = train(tmp_path, *kills, launcher=RUN, validates=True)
+    ledger.check_members(3)
+    assert ledger.changes_of(1) == [[2, 3], [3, 2], [2, 3]]
+
+
+@pytest.mark.slow
 def test_a_global_batch_is_that_of_a_run_without_losses(tmp_path) -> None:
     """Split over fewer and then over more again: the parameters are those of an undisturbed run."""
     kills = [fault(1, "forward", 2)]

@@ -52,7 +52,7 @@ STEP = {"validation": 6, "checkpoint": 4, "epoch end": 6, "sanity check": 0}
 """At which step a moment comes; 3 for the others."""
 
 
-def fault(place: int, moment: str, step: int, **more: Any) -> dict[str, Any]:
+def fault(place: int, moment: str, step: int | None, **more: Any) -> dict[str, Any]:
     return {"place": place, "moment": moment, "step": step, **more}
 
 

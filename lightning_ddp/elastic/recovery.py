@@ -329,13 +329,10 @@ class Recovery:
             phase: what is done.
             is_new_epoch: whether the batches that are counted are those of the epoch before.
         """
-        if self._is_repeating:
+        if self._is_repeating or self._is_joining:  # who joins meets nobody yet
             phase()
             return
         self._is_repeating = True
-        if self._is_joining:  # nobody would answer
-            phase()
-            return
         mark = PhaseMark(self._trainer, self._trainer.lightning_module)
         num_rows = self._loggers.begin(self.committed)
 
