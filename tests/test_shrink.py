@@ -166,7 +166,7 @@ def train(folder: Path, refusal: str | None = None, **order: Any) -> Ledger:
 @pytest.mark.parametrize("fits", ["again", pytest.param("with another Trainer", marks=pytest.mark.slow)])
 def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_begins(fits, tmp_path) -> None:
     order = {"devices": 3, "faults": [fault(1, "forward", 3)], "tests": True, "fits": fits, "logs": True}
-    ledger = train(tmp_path, refusal="ConfigurationError: on_failure='shrink': this script has lost", **order)
+    ledger = train(tmp_path, refusal="ConfigurationError: on_failure: this script has lost", **order)
     ledger.check([0, 2])
     assert {(entry["world_size"], entry["mean"]) for entry in ledger.of("tests")} == {(2, (SAMPLES - 1) / 2)}
     assert [entry["is_deaf"] for entry in ledger.of("test begins")] == [False, False]

@@ -138,7 +138,7 @@ class DealtSampler(Sampler[Any]):
         mine, order = found
         if mine != share_of(order, inner.rank, inner.num_replicas, drops_last=self.drops_last):
             raise ConfigurationError(
-                f"on_failure='shrink' cannot deal the rest of an epoch of {type(inner).__name__} anew: it"
+                f"on_failure: the rest of an epoch of {type(inner).__name__} cannot be dealt anew: it"
                 " does not deal one order of samples to the ranks in turn, or draws another one each time it"
                 " is asked. Use torch's DistributedSampler, a sampler that draws by a torch.Generator, or"
                 " on_failure='stop'."
@@ -303,7 +303,7 @@ class Dealer:
         inner = getattr(batches, "sampler", None)
         if not isinstance(loader, DataLoader) or not hasattr(inner, "num_replicas"):
             raise ConfigurationError(
-                f"on_failure='shrink' cannot deal the rest of an epoch of a {type(loader).__name__} anew: it"
+                f"on_failure: the rest of an epoch of a {type(loader).__name__} cannot be dealt anew: it"
                 " needs a DataLoader whose batches come from a distributed sampler, as Lightning sets one by"
                 " itself for a dataset with a length. What an iterable dataset of a lost rank had still to"
                 " give would be lost. Use a dataset with a length, or on_failure='stop'."
@@ -330,7 +330,7 @@ class Dealer:
         """
         if self._keeps_global and len(self._dealt) > 1:
             raise ConfigurationError(
-                "on_failure='shrink' with batch='global' and several training dataloaders: samples of one may"
+                "on_failure with batch='global' and several training dataloaders: samples of one may"
                 " not weigh as much as those of another. Use one dataloader, or batch='rank'."
             )
 

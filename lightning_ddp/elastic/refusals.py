@@ -1,4 +1,4 @@
-"""What `on_failure="shrink"` cannot do exactly is refused before training starts, with the reason."""
+"""What cannot go on exactly without a rank is refused before training starts, with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_arguments", "check_next_run", "check_training"]
 
 def _refuse(what: str, why: str, instead: str) -> None:
     raise ConfigurationError(
-        f"on_failure='shrink' with {what}: {why}. Write {instead}, or on_failure='stop'."
+        f"training cannot go on without a rank with {what}: {why}. Write {instead}, or on_failure='stop'."
     )
 
 
@@ -127,7 +127,7 @@ def check_next_run(trainer: Any, *, generation: int, is_same: bool) -> None:
     """
     if generation and (is_fitting(trainer) or not is_same):
         raise ConfigurationError(
-            "on_failure='shrink': this script has lost ranks in a fit, and begins another fit, or another"
+            "on_failure: this script has lost ranks in a fit, and begins another fit, or another"
             " Trainer, which would need all of them. Save what the first fit has trained, and begin the next"
             " one in a new program; validate and test go on with the Trainer that has lost the ranks."
         )

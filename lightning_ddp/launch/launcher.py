@@ -437,9 +437,8 @@ class _MayBeLost:
 
     def __init__(self, process: Any, place: int, server: ControlServer) -> None:
         self._process, self._place, self._server = process, place, server
-        self._lock = (
-            threading.Lock()
-        )  # two threads that wait for a process take its exit code from each other
+        # two threads that wait for a process take its exit code from each other
+        self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)
