@@ -7,6 +7,7 @@ dependency drops or changes them. The last tests read the package and find the n
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import gc
 import importlib
@@ -657,6 +658,68 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
     data.sampler.num_samples = 1  # type: ignore[union-attr]
     _lightning.limit_validation(trainer)
     assert trainer.num_val_batches == [1]
+
+
+@canary(
+    "pytorch_lightning.trainer.connectors.checkpoint_connector._CheckpointConnector()._loaded_checkpoint",
+    "pytorch_lightning.trainer.connectors.logger_connector._LoggerConnector()._callback_metrics",
+    "pytorch_lightning.loops.fit_loop._FitLoop()._restarting",
+    "pytorch_lightning.loops.fit_loop._FitLoop()._loaded_from_state_dict",
+    "pytorch_lightning.loops.fit_loop._FitLoop()._resuming_from_checkpoint",
+)
+def test_a_fit_takes_over_the_state_of_another_inside_of_its_epoch() -> None:
+    """After the first batch of one: the other begins with the second one, with weights, step and metrics."""
+    taken: dict[str, Any] = {}
+    begun: list[tuple[int, int, float, float]] = []
+
+    def look(model: Model) -> None:
+        metric = float(model.trainer.callback_metrics.get("step", -1))
+        index = model.trainer.fit_loop.epoch_loop.batch_idx
+        begun.append((index, model.trainer.global_step, float(model.layer.weight.sum()), metric))
+
+    def call(original: Any, *arguments: Any) -> None:
+        original(*arguments)
+
+    def fit(advance: Any, on_epoch_start: Any, sanity_check: Any) -> None:
+        trainer = new_trainer(max_epochs=1, limit_val_batches=0, limit_train_batches=3)
+        own = {"advance": advance, "on_epoch_start": on_epoch_start, "sanity_check": sanity_check}
+        parts = {
+            name: functools.partial(function, trainer) if function is not call else call
+            for name, function in own.items()
+        }
+        _lightning.wrap_steps(
+            trainer, **parts, on_advance_end=call, on_run_start=call, on_run_end=call, others=call
+        )
+        trainer.fit(Model(look))
+        assert [vars(counter)["completed"] for counter in _lightning.loop_counters(trainer)[:2]] == [3, 3]
+
+    def give(trainer: Any, original: Any, fetcher: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.completed == 1:
+            taken["state"] = copy.deepcopy(_lightning.dump_checkpoint(trainer))
+            taken["metrics"] = _lightning.callback_metrics(trainer)
+        original(fetcher)
+
+    def take(trainer: Any, original: Any) -> None:
+        _lightning.prepare_loaders(trainer, validates=False)
+        _lightning.restore_checkpoint(trainer, dict(taken["state"]))
+        _lightning.set_callback_metrics(trainer, taken["metrics"])
+
+    def enter(trainer: Any, original: Any) -> None:
+        original()
+        _lightning.enter_epoch(trainer)
+
+    def go_on(trainer: Any, original: Any, fetcher: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.completed == 0:
+            _lightning.load_loops(trainer, taken["state"]["loops"]["fit_loop"])
+            _lightning.fetch_anew(trainer, 1)
+        original(fetcher)
+
+    fit(give, call, call)
+    givers, begun = begun, []
+    fit(go_on, enter, take)
+    assert [entry[0] for entry in givers] == [0, 1, 2]
+    assert [entry[:2] for entry in begun] == [(1, 1), (2, 2)]
+    assert begun[0] == givers[1]
 
 
 @canary(
