@@ -171,6 +171,7 @@ notes = Path(os.environ["NOTES"])
 (notes / f"{rank}.json").write_text(json.dumps({"facts": at_start, "drawn": drawn}))
 if rank == 0:
     os.environ["FIRST"] = str(os.getpid())
+    os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")  # as scikit-learn does when it is imported
     os.environ["MINE"] = "a value \\udcff"
     os.umask(0o31)
     os.nice(1)
