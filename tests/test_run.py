@@ -6,11 +6,13 @@ import contextlib
 import csv
 import itertools
 import json
+import multiprocessing
 import os
 import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +32,7 @@ from test_launch import require_trained
 from user_script import order, read_notes, wait_for_notes
 
 from lightning_ddp import cli
+from lightning_ddp.launch.control_process import ALL_ENDED, serve
 from lightning_ddp.telemetry.recording import load_folder
 
 NUM_STARTS = 3
@@ -347,6 +350,30 @@ def test_all_ranks_vanish_with_a_supervisor_that_is_killed(tmp_path, when) -> No
                 os.kill(notes[f"ready-{rank}"]["pid"], signal.SIGSTOP)
         os.kill(script.pid, signal.SIGKILL)
         assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
+
+
+def run_control_process(rank_0: socket.socket, supervisor: socket.socket) -> None:
+    sys.exit(serve(rank_0, supervisor))
+
+
+@pytest.mark.parametrize(("last", "code"), [(b"", 1), (ALL_ENDED, 0)], ids=["killed", "ended"])
+def test_a_control_process_says_goodbye_to_the_ranks_only_if_the_supervisor_does(last, code) -> None:
+    """That one hangs up as well when it is killed; then the ranks have to see that nobody is left."""
+    with contextlib.ExitStack() as stack:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        ours, theirs = zip(*pairs, strict=True)
+        for end in ours:
+            stack.enter_context(end)
+        process = multiprocessing.get_context("spawn").Process(target=run_control_process, args=theirs)
+        process.start()
+        for end in theirs:
+            end.close()
+        if last:
+            ours[1].send(last)
+        else:
+            ours[1].close()
+        process.join(DEADLINE_S)
+        assert process.exitcode == code
 
 
 BEFORE_THEY_MEET = """

@@ -31,6 +31,7 @@ from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 __all__ = [
+    "ALL_ENDED",
     "LONGEST_MESSAGE",
     "REPORTED",
     "START",
@@ -43,6 +44,8 @@ __all__ = [
 LONGEST_MESSAGE = 150_000
 START = 0
 """In the place of a signal: the supervisor is to start processes, whose places follow."""
+ALL_ENDED = b"all"
+"""What the supervisor says last."""
 REPORTED, WENT_ON = 1, 2
 """Exit codes: it has reported a failure; the others went on without rank 0, so that its end was none."""
 _LOOK_EVERY_S = 0.05
@@ -57,7 +60,7 @@ _ORPHANS_S = 10.0
 
 
 def serve(rank_0: socket.socket, supervisor: socket.socket) -> int:
-    """Answers rank 0 until the supervisor hangs up, after the last rank; then reports a failure.
+    """Answers rank 0 until the supervisor says that all ranks have ended; then reports a failure.
 
     Args:
         rank_0: where rank 0 asks.
@@ -72,7 +75,9 @@ def serve(rank_0: socket.socket, supervisor: socket.socket) -> int:
         for ready in select.select(heard, (), ())[0]:
             data = _receive(ready)
             if ready is supervisor:
-                if not data:
+                if not data:  # killed, as this process is in a moment: all ranks see their connections close
+                    os._exit(1)
+                if data == ALL_ENDED:
                     return host.report()
                 host.ended(*json.loads(data))
             elif data:

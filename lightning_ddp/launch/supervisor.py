@@ -45,6 +45,7 @@ import torch
 from lightning_ddp._lightning import ROOTS, read_rank_again
 from lightning_ddp.hydra_jobs.jobs import STARTER
 from lightning_ddp.launch.control_process import (
+    ALL_ENDED,
     LONGEST_MESSAGE,
     REPORTED,
     START,
@@ -377,11 +378,13 @@ class _Supervisor:
         """Has it report what ended the run, if rank 0 could not; returns its exit code."""
         if self._control is None or self._control_pid < 0:
             return 0
-        self._control.close()
+        with contextlib.suppress(OSError):  # it is gone
+            self._control.send(ALL_ENDED)
         deadline = time.monotonic() + _LAST_REPORT_S
         while (code := _exit_code(self._control_pid)) is None:
             if signal.sigtimedwait({signal.SIGCHLD}, max(0.0, deadline - time.monotonic())) is None:
                 _kill([self._control_pid])
+        self._control.close()
         return code
 
     def _end_as(self, code: int, *, is_reported: bool) -> NoReturn:
