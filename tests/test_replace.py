@@ -177,7 +177,8 @@ def test_random_faults_of_all_ranks_cost_no_step_and_no_sample(seed, seconds, tm
 def test_rank_0_is_replaced_as_well_and_who_sends_the_state_may_die(tmp_path) -> None:
     """Under `run`: the lowest that is left dies as it sends its state to the new rank 0, and is replaced."""
     trainer = {"log_every_n_steps": 1}
-    order = {"dies_sending": 1, "until_generation": 5, "logs": True, "trainer": trainer}
+    # both may join in the fourth generation, or one in the fifth
+    order = {"dies_sending": 1, "until_generation": 4, "logs": True, "trainer": trainer}
     ledger = train(tmp_path, fault(0, "forward", 3), launcher=RUN, **order)
     ledger.check_members(3)
     assert (tmp_path / "sending").exists()
