@@ -105,8 +105,8 @@ def test_the_wait_of_a_handle_may_be_given_up_and_tried_again(kind) -> None:
             comm.send(group, torch.full((2,), 5.0), 0)
             return comm.all_reduce(group, torch.ones(2)).tolist()
         handles = [
-            comm.recv(group, torch.zeros(2), 1, async_op=True),
-            comm.all_reduce(group, torch.ones(2), async_op=True),
+            comm.recv.start(group, torch.zeros(2), 1),
+            comm.all_reduce.start(group, torch.ones(2)),
         ]
         for handle in handles:
             with pytest.raises(CollectiveTimeoutError, match="may be waited for again"):
@@ -130,9 +130,9 @@ def test_a_failure_elsewhere_interrupts_every_wait_with_its_own_error() -> None:
             comm.all_reduce(Group(process_group), torch.ones(1))
             return
         handles = [
-            comm.recv(group, torch.ones(1), 1, async_op=True),
-            comm.all_reduce(group, torch.ones(1), async_op=True),
-            comm.monitored_barrier(group, timeout=timedelta(seconds=20), async_op=True),
+            comm.recv.start(group, torch.ones(1), 1),
+            comm.all_reduce.start(group, torch.ones(1)),
+            comm.monitored_barrier.start(group, timeout=timedelta(seconds=20)),
         ]
         labels = []
 
@@ -187,7 +187,7 @@ def test_monitored_barrier_names_the_missing_ranks_on_all_ranks(kind) -> None:
             limit = SOON
         if rank == 2:
             assert over.wait(20)
-        handle = comm.monitored_barrier(group, "epoch end", timeout=limit, async_op=True)
+        handle = comm.monitored_barrier.start(group, "epoch end", timeout=limit)
         if rank == 1:
             came.set()
         with pytest.raises(
@@ -213,7 +213,7 @@ def test_monitored_barrier_waits_for_the_last_rank() -> None:
             order.append("last rank arrives")
             comm.monitored_barrier(group, timeout=timedelta(seconds=20))
             return
-        handle = comm.monitored_barrier(group, timeout=timedelta(seconds=20), async_op=True)
+        handle = comm.monitored_barrier.start(group, timeout=timedelta(seconds=20))
         arrived.set()
         handle.wait()
         order.append("passed")
@@ -224,7 +224,7 @@ def test_monitored_barrier_waits_for_the_last_rank() -> None:
 
 def test_monitored_barriers_may_be_waited_for_in_another_order() -> None:
     def check(rank, size, group):
-        handles = [comm.monitored_barrier(group, timeout=SHORT, async_op=True) for _ in range(3)]
+        handles = [comm.monitored_barrier.start(group, timeout=SHORT) for _ in range(3)]
         for handle in reversed(handles):
             handle.wait()
 
@@ -367,9 +367,6 @@ REFUSED = {
     "send to rank \\d, which is this rank itself": lambda g: comm.send(g, torch.ones(1), g.rank),
     "recv from rank 2, but": lambda g: comm.recv(g, torch.ones(1), 2),
     "17 dimensions; at most 16": lambda g: comm.all_gather_uneven(g, torch.ones([1] * 17)),
-    "sync_grads=True needs async_op=False": lambda g: comm.all_gather(
-        g, torch.ones(1), sync_grads=True, async_op=True
-    ),
     "all_reduce: timeout=3; expected a timedelta": lambda g: comm.all_reduce(g, torch.ones(1), timeout=3),
     "barrier: timeout=.*0\\); expected a timedelta": lambda g: comm.barrier(g, CPU, timeout=timedelta(0)),
     "torch knows no store for this group": lambda g: comm.monitored_barrier(
@@ -405,7 +402,7 @@ def test_labels_are_seen_in_the_profiler() -> None:
             return set()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             comm.all_reduce(group, torch.ones(1), label="sum of losses")
-            comm.barrier(group, CPU, "epoch end", async_op=True).wait()
+            comm.barrier.start(group, CPU, "epoch end").wait()
             comm.recv(group, torch.ones(1), 1)
             comm.monitored_barrier(group, timeout=timedelta(seconds=20))
         return {event.name for event in profiler.events() if event.name.startswith("lightning_ddp::")}

@@ -72,7 +72,7 @@ def moving(rank, size, group):
         expected = torch.stack([tensor_of(r + 3 * rank, dtype) for r in range(size)]).flatten(0, 1)
         assert torch.equal(comm.all_to_all(group, sent), expected), (dtype, "all_to_all")
         dst, src = (rank + 1) % size, (rank - 1) % size
-        handle = comm.send(group, mine, dst, tag=3, async_op=True)
+        handle = comm.send.start(group, mine, dst, tag=3)
         arrived = comm.recv(group, torch.empty(3, 2, dtype=dtype).t(), src, tag=3)
         handle.wait()
         assert torch.equal(arrived, everyone[src]), (dtype, "send and recv")
@@ -165,7 +165,7 @@ def uneven(rank, size, group):
         expected = torch.tensor(sources).unsqueeze(1).expand(-1, 2).to(dtype)
         assert torch.equal(comm.all_to_all(group, rows, splits), expected)
         outputs = list(range(size)) if rank == 0 else [1] * size
-        handle = comm.all_to_all(group, rows, splits, outputs, async_op=True)
+        handle = comm.all_to_all.start(group, rows, splits, outputs)
         assert torch.equal(handle.wait(), expected)
     assert comm.all_to_all(group, torch.empty(size, 0)).shape == (size, 0)
 
@@ -256,17 +256,17 @@ def test_objects_are_sent_to_one_rank(kind) -> None:
 def asynchronous(rank, size, group):
     tensor = torch.full((3,), rank + 1.0)
     handles = [
-        comm.all_reduce(group, tensor.clone(), "mean", async_op=True, label="first"),
-        comm.reduce(group, tensor.clone(), 0, async_op=True),
-        comm.broadcast(group, tensor.clone(), 1, async_op=True),
-        comm.all_gather(group, tensor[:1], async_op=True),
-        comm.gather(group, tensor[:1], 0, async_op=True),
-        comm.scatter(group, torch.zeros(3), [tensor, tensor * 2] if rank == 0 else None, 0, async_op=True),
-        comm.reduce_scatter(group, tensor[:2], async_op=True),
-        comm.all_to_all(group, tensor[:2], async_op=True),
-        comm.all_gather_uneven(group, tensor[: rank + 1], async_op=True),
-        comm.barrier(group, CPU, async_op=True),
-        comm.monitored_barrier(group, timeout=timedelta(seconds=20), async_op=True),
+        comm.all_reduce.start(group, tensor.clone(), "mean", label="first"),
+        comm.reduce.start(group, tensor.clone(), 0),
+        comm.broadcast.start(group, tensor.clone(), 1),
+        comm.all_gather.start(group, tensor[:1]),
+        comm.gather.start(group, tensor[:1], 0),
+        comm.scatter.start(group, torch.zeros(3), [tensor, tensor * 2] if rank == 0 else None, 0),
+        comm.reduce_scatter.start(group, tensor[:2]),
+        comm.all_to_all.start(group, tensor[:2]),
+        comm.all_gather_uneven.start(group, tensor[: rank + 1]),
+        comm.barrier.start(group, CPU),
+        comm.monitored_barrier.start(group, timeout=timedelta(seconds=20)),
     ]
     assert handles[0].label == "first"
     results = {}

@@ -11,18 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import REDUCE_SCATTER_FLAT, reduce_scatter_flat
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, CallOptions, Handle, check_rank
+from lightning_ddp.comm.handle import Call, Collective, Handle, check_rank
 from lightning_ddp.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["all_reduce", "all_reduce_coalesced", "reduce", "reduce_op", "reduce_scatter"]
 
@@ -111,40 +108,21 @@ class _Reduction:
         return tensor
 
 
-@overload
-def all_reduce(
-    group: Group,
-    tensor: torch.Tensor,
-    op: Any = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> torch.Tensor: ...
-@overload
-def all_reduce(
-    group: Group,
-    tensor: torch.Tensor,
-    op: Any = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[torch.Tensor]: ...
+@Collective
 def all_reduce(
     group: Group,
     tensor: torch.Tensor,
     op: Any = "sum",
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "all_reduce",
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Reduces `tensor` over all ranks in place, in one collective, and returns it.
 
     Args:
         group: the ranks.
         tensor: any shape; the same shape and dtype on all ranks.
         op: a `ReduceOp` or 'sum', 'mean', 'avg', 'min', 'max', 'product'.
-        async_op: returns a `Handle` at once, whose `wait` returns the tensor.
         timeout: deadline of this call; None for the group's own limit.
         label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
 
@@ -156,8 +134,7 @@ def all_reduce(
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     reduction = _Reduction.of(tensor, op)
     work = call.start(lambda: group.all_reduce(reduction.sent, reduction.op, **call.limit))
-    handle = call.handle(call.wait_for(work), lambda: reduction.write_back(tensor, group.size))
-    return handle if async_op else handle.wait()
+    return call.handle(call.wait_for(work), lambda: reduction.write_back(tensor, group.size))
 
 
 def all_reduce_coalesced(
@@ -196,36 +173,16 @@ def all_reduce_coalesced(
                 tensor.detach().copy_(part.view(tensor.shape))
 
 
-@overload
-def reduce(
-    group: Group,
-    tensor: torch.Tensor,
-    dst: int = ...,
-    op: Any = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> torch.Tensor: ...
-@overload
-def reduce(
-    group: Group,
-    tensor: torch.Tensor,
-    dst: int = ...,
-    op: Any = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[torch.Tensor]: ...
+@Collective
 def reduce(
     group: Group,
     tensor: torch.Tensor,
     dst: int = 0,
     op: Any = "sum",
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "reduce",
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Reduces `tensor` over all ranks, in place on group rank `dst`; on the others it stays as it was.
 
     On a backend without a reduce it is an all-reduce of a copy.
@@ -235,7 +192,6 @@ def reduce(
         tensor: any shape; the same shape and dtype on all ranks.
         dst: the rank that gets the result.
         op: as in `all_reduce`.
-        async_op: returns a `Handle` at once, whose `wait` returns the tensor.
         timeout: deadline of this call; None for the group's own limit.
         label: as in `all_reduce`.
 
@@ -258,39 +214,20 @@ def reduce(
     )
     if work is None:
         work = call.start(lambda: group.all_reduce(reduction.sent, reduction.op, **call.limit))
-    handle = call.handle(
+    return call.handle(
         call.wait_for(work), lambda: reduction.write_back(tensor, group.size) if is_root else tensor
     )
-    return handle if async_op else handle.wait()
 
 
-@overload
-def reduce_scatter(
-    group: Group,
-    tensor: torch.Tensor | Sequence[torch.Tensor],
-    op: Any = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> torch.Tensor: ...
-@overload
-def reduce_scatter(
-    group: Group,
-    tensor: torch.Tensor | Sequence[torch.Tensor],
-    op: Any = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[torch.Tensor]: ...
+@Collective
 def reduce_scatter(
     group: Group,
     tensor: torch.Tensor | Sequence[torch.Tensor],
     op: Any = "sum",
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "reduce_scatter",
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Reduces over all ranks and leaves part r of the result on rank r.
 
     On a backend without a reduce-scatter it is an all-reduce of which each rank keeps its part.
@@ -300,7 +237,6 @@ def reduce_scatter(
         tensor: of shape (size * k, ...), whose k rows r * k and following are part r; or a list of `size`
             tensors of one shape, part r at index r. The same shapes and dtype on all ranks.
         op: as in `all_reduce`.
-        async_op: returns a `Handle` at once, whose `wait` returns the part.
         timeout: deadline of this call; None for the group's own limit.
         label: as in `all_reduce`.
 
@@ -332,11 +268,10 @@ def reduce_scatter(
         work = call.start(lambda: group.all_reduce(reduction.sent, reduction.op, **call.limit))
     mine = torch.view_as_complex(part) if sent.is_complex() else part
     result = _Reduction(sent=mine, op=reduction.op, is_mean=reduction.is_mean)
-    handle = call.handle(
+    return call.handle(
         call.wait_for(work),
         lambda: result.finish(group.size).view(stacked.shape[1:]).to(stacked.dtype),
     )
-    return handle if async_op else handle.wait()
 
 
 def _parts(group: Group, tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,57 +9,33 @@ import math
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm.broadcast_gather import numbers, start_gather
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, CallOptions, Handle, OnSlice, Wait
+from lightning_ddp.comm.handle import Call, Collective, Handle, OnSlice, Wait
 from lightning_ddp.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["all_to_all"]
 
 Splits = Sequence[int]
 
 
-@overload
-def all_to_all(
-    group: Group,
-    tensor: torch.Tensor,
-    input_splits: Splits | None = ...,
-    output_splits: Splits | None = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> torch.Tensor: ...
-@overload
-def all_to_all(
-    group: Group,
-    tensor: torch.Tensor,
-    input_splits: Splits | None = ...,
-    output_splits: Splits | None = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[torch.Tensor]: ...
+@Collective
 def all_to_all(
     group: Group,
     tensor: torch.Tensor,
     input_splits: Splits | None = None,
     output_splits: Splits | None = None,
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "all_to_all",
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Sends each rank its rows of `tensor`; returns the rows that all ranks had for this one, in rank order.
 
-    Uneven splits cost an all-gather of the splits first, for which it waits with `async_op` as well, unless
+    Uneven splits cost an all-gather of the splits first, for which it waits in `start` as well, unless
     `output_splits` are given too. On a backend without an all-to-all it is an all-gather of everything,
     padded to the longest, of which each rank keeps its rows.
 
@@ -68,7 +44,6 @@ def all_to_all(
         tensor: of shape (rows, ...); dtype and the other dimensions are the same on all ranks.
         input_splits: rows for rank 0, 1 ... Given on all ranks or on none; None for the same number for all.
         output_splits: rows that come from rank 0, 1 ..., if they are known. Given on all ranks or on none.
-        async_op: returns a `Handle`, whose `wait` returns the result.
         timeout: deadline of this call; None for the group's own limit.
         label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
 
@@ -101,10 +76,9 @@ def all_to_all(
             kind="all_to_all",  # rows may differ between ranks
         )
         if work is None:
-            return _from_everything(call, sent, table or _all_splits(call, sends), async_op)
+            return _from_everything(call, sent, table or _all_splits(call, sends))
         wait = call.wait_for(work)
-    handle = call.handle(wait, lambda: received)
-    return handle if async_op else handle.wait()
+    return call.handle(wait, lambda: received)
 
 
 def _no_wait(on_slice: OnSlice) -> None:
@@ -152,9 +126,7 @@ def _all_splits(call: Call, sends: list[int]) -> list[list[int]]:
     return table
 
 
-def _from_everything(
-    call: Call, sent: torch.Tensor, table: list[list[int]], async_op: bool
-) -> torch.Tensor | Handle[torch.Tensor]:
+def _from_everything(call: Call, sent: torch.Tensor, table: list[list[int]]) -> Handle[torch.Tensor]:
     padded = sent.new_empty((max(map(sum, table)), *sent.shape[1:]))
     padded[: sent.shape[0]] = sent
     wait, everything = start_gather(call, padded)
@@ -167,5 +139,4 @@ def _from_everything(
             mine.append(rows[ends[rank] - splits[rank] : ends[rank]])
         return torch.cat(mine)
 
-    handle = call.handle(wait, finish)
-    return handle if async_op else handle.wait()
+    return call.handle(wait, finish)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, CallOptions, Handle, OnSlice, check_timeout
+from lightning_ddp.comm.handle import Call, Collective, Handle, OnSlice, check_timeout
 from lightning_ddp.comm.waits import InThread
 from lightning_ddp.errors import CollectiveTimeoutError, ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["barrier", "monitored_barrier"]
 
@@ -22,40 +19,21 @@ _POLL_S = 0.005
 _ALL_CAME = "all came"
 
 
-@overload
-def barrier(
-    group: Group,
-    device: torch.device,
-    name: str | None = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> None: ...
-@overload
-def barrier(
-    group: Group,
-    device: torch.device,
-    name: str | None = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[None]: ...
+@Collective
 def barrier(
     group: Group,
     device: torch.device,
     name: str | None = None,
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str | None = None,
-) -> Handle[None] | None:
+) -> Handle[None]:
     """Returns once all ranks have called it. All ranks call it; it communicates.
 
     Args:
         group: the ranks.
         device: one that the group's backend serves.
         name: part of the label, if that is not given.
-        async_op: returns a `Handle` at once, whose `wait` returns once all ranks have called it.
         timeout: deadline of this call; None for the group's own limit.
         label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
 
@@ -66,40 +44,21 @@ def barrier(
     call = Call(group=group, device=device, label=label or _label("barrier", name), timeout=timeout)
     token = torch.zeros(1, dtype=torch.int32, device=device)
     work = call.start(lambda: group.all_reduce(token, **call.limit))
-    handle = call.handle(call.wait_for(work), lambda: group.wait_device(device))
-    return handle if async_op else handle.wait()
+    return call.handle(call.wait_for(work), lambda: group.wait_device(device))
 
 
 def _label(what: str, name: str | None) -> str:
     return what if name is None else f"{what} {name!r}"
 
 
-@overload
-def monitored_barrier(
-    group: Group,
-    name: str | None = ...,
-    *,
-    timeout: timedelta,
-    async_op: Literal[False] = ...,
-    label: str | None = ...,
-) -> None: ...
-@overload
-def monitored_barrier(
-    group: Group,
-    name: str | None = ...,
-    *,
-    timeout: timedelta,
-    async_op: Literal[True],
-    label: str | None = ...,
-) -> Handle[None]: ...
+@Collective
 def monitored_barrier(
     group: Group,
     name: str | None = None,
     *,
     timeout: timedelta,
-    async_op: bool = False,
     label: str | None = None,
-) -> Handle[None] | None:
+) -> Handle[None]:
     """A barrier that names the ranks that have not called it in time. All ranks call it.
 
     It goes through the group's key-value store and not through the backend, so that it is the same with
@@ -112,7 +71,6 @@ def monitored_barrier(
         group: the ranks.
         name: part of the label, if that is not given.
         timeout: deadline of this call.
-        async_op: returns a `Handle` at once: this rank has come, and its `wait` waits for the others.
         label: as in `barrier`.
 
     Raises:
@@ -129,8 +87,7 @@ def monitored_barrier(
             " pass its store: Group(process_group, store=store)"
         )
     roll = _RollCall(call, group.store, timeout.total_seconds())
-    handle = call.handle(roll.wait, lambda: None)
-    return handle if async_op else handle.wait()
+    return call.handle(roll.wait, lambda: None)
 
 
 class _RollCall:

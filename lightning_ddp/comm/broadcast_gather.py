@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, CallOptions, Handle, Wait, check_rank
+from lightning_ddp.comm.handle import Call, Collective, Handle, Wait, check_rank
 from lightning_ddp.errors import ConfigurationError, RankMismatchError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = [
     "all_gather",
@@ -50,40 +47,21 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype in _TRAVEL_AS_THEY_ARE else flat.view(torch.uint8)
 
 
-@overload
-def broadcast(
-    group: Group,
-    tensor: torch.Tensor,
-    src: int = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> torch.Tensor: ...
-@overload
-def broadcast(
-    group: Group,
-    tensor: torch.Tensor,
-    src: int = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[torch.Tensor]: ...
+@Collective
 def broadcast(
     group: Group,
     tensor: torch.Tensor,
     src: int = 0,
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "broadcast",
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Overwrites `tensor` with that of group rank `src` and returns it.
 
     Args:
         group: the ranks.
         tensor: any shape and strides; the same shape and dtype on all ranks.
         src: the rank whose values all get.
-        async_op: returns a `Handle` at once, whose `wait` returns the tensor.
         timeout: deadline of this call; None for the group's own limit.
         label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
 
@@ -103,8 +81,7 @@ def broadcast(
                 tensor.detach().copy_(contiguous)
         return tensor
 
-    handle = call.handle(call.wait_for(work), finish)
-    return handle if async_op else handle.wait()
+    return call.handle(call.wait_for(work), finish)
 
 
 class _AllGather(torch.autograd.Function):
@@ -140,86 +117,53 @@ def start_gather(call: Call, tensor: torch.Tensor) -> tuple[Wait, Callable[[], t
     return call.wait_for(work), lambda: stacked
 
 
-@overload
-def all_gather(
-    group: Group,
-    tensor: torch.Tensor,
-    *,
-    sync_grads: bool = ...,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> torch.Tensor: ...
-@overload
-def all_gather(
-    group: Group,
-    tensor: torch.Tensor,
-    *,
-    sync_grads: bool = ...,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[torch.Tensor]: ...
+@Collective
 def all_gather(
     group: Group,
     tensor: torch.Tensor,
     *,
     sync_grads: bool = False,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "all_gather",
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """The tensors of all ranks, stacked: shape (size, *tensor.shape), in rank order.
 
     Args:
         group: the ranks.
         tensor: the same shape and dtype on all ranks; see `all_gather_uneven`.
-        sync_grads: whether gradients flow back to the rank that contributed (its backward communicates).
-        async_op: returns a `Handle` at once, whose `wait` returns the result.
+        sync_grads: whether gradients flow back to the rank that contributed (its backward communicates);
+            then `start` waits as well.
         timeout: deadline of this call, and of its backward; None for the group's own limit.
         label: as in `broadcast`.
 
     Raises:
-        ConfigurationError: `sync_grads` and `async_op` are both wanted.
         CollectiveTimeoutError: the deadline has passed.
         CollectiveError: the backend failed.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
-    if sync_grads and async_op:
-        raise ConfigurationError(
-            "all_gather: sync_grads=True needs async_op=False, as its result has a gradient"
-        )
     if sync_grads and torch.is_grad_enabled() and tensor.requires_grad:
         gathered: torch.Tensor = _AllGather.apply(tensor, call)  # type: ignore[no-untyped-call]
-        return gathered
+        return call.handle(lambda _: None, lambda: gathered)
     with torch.no_grad():
-        handle = call.handle(*start_gather(call, tensor))
-        return handle if async_op else handle.wait()
+        return call.handle(*start_gather(call, tensor))
 
 
-@overload
-def all_gather_uneven(
-    group: Group, tensor: torch.Tensor, *, async_op: Literal[False] = ..., **options: Unpack[CallOptions]
-) -> list[torch.Tensor]: ...
-@overload
-def all_gather_uneven(
-    group: Group, tensor: torch.Tensor, *, async_op: Literal[True], **options: Unpack[CallOptions]
-) -> Handle[list[torch.Tensor]]: ...
+@Collective
 def all_gather_uneven(
     group: Group,
     tensor: torch.Tensor,
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "all_gather_uneven",
-) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+) -> Handle[list[torch.Tensor]]:
     """The tensors of all ranks, in rank order, which may differ in every dimension and in how many they have.
 
-    Two collectives: the shapes first, for which it waits with `async_op` as well, then the tensors, padded to
+    Two collectives: the shapes first, for which it waits in `start` as well, then the tensors, padded to
     the longest.
 
     Args:
         group: the ranks.
         tensor: of one dtype on all ranks; up to 16 dimensions.
-        async_op: returns a `Handle`, whose `wait` returns the list.
         timeout: deadline of both together; None for the group's own limit.
         label: as in `broadcast`.
 
@@ -240,8 +184,7 @@ def all_gather_uneven(
         rows = stacked().unbind(0)
         return [row[: math.prod(s)].view(s) for row, s in zip(rows, shapes, strict=True)]
 
-    handle = call.handle(wait, finish)
-    return handle if async_op else handle.wait()
+    return call.handle(wait, finish)
 
 
 def _all_shapes(call: Call, tensor: torch.Tensor) -> list[tuple[int, ...]]:

@@ -7,49 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm.broadcast_gather import numbers, start_gather
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, CallOptions, Handle, check_rank
+from lightning_ddp.comm.handle import Call, Collective, Handle, check_rank
 from lightning_ddp.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["gather", "scatter"]
 
 
-@overload
-def gather(
-    group: Group,
-    tensor: torch.Tensor,
-    dst: int = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> torch.Tensor | None: ...
-@overload
-def gather(
-    group: Group,
-    tensor: torch.Tensor,
-    dst: int = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[torch.Tensor | None]: ...
+@Collective
 def gather(
     group: Group,
     tensor: torch.Tensor,
     dst: int = 0,
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "gather",
-) -> torch.Tensor | Handle[torch.Tensor | None] | None:
+) -> Handle[torch.Tensor | None]:
     """The tensors of all ranks, stacked, on group rank `dst`; None on the others.
 
     On a backend without a gather it is an all-gather.
@@ -58,7 +36,6 @@ def gather(
         group: the ranks.
         tensor: the same shape and dtype on all ranks.
         dst: the rank that gets them, of shape (size, *tensor.shape).
-        async_op: returns a `Handle` at once, whose `wait` returns the result.
         timeout: deadline of this call; None for the group's own limit.
         label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
 
@@ -81,43 +58,21 @@ def gather(
         sent=[mine],
     )
     if work is not None:
-        handle = call.handle(call.wait_for(work), lambda: stacked)
-    else:
-        wait, everything = start_gather(call, tensor)
-        handle = call.handle(wait, lambda: everything() if is_root else None)
-    return handle if async_op else handle.wait()
+        return call.handle(call.wait_for(work), lambda: stacked)
+    wait, everything = start_gather(call, tensor)
+    return call.handle(wait, lambda: everything() if is_root else None)
 
 
-@overload
-def scatter(
-    group: Group,
-    tensor: torch.Tensor,
-    parts: Sequence[torch.Tensor] | None = ...,
-    src: int = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> torch.Tensor: ...
-@overload
-def scatter(
-    group: Group,
-    tensor: torch.Tensor,
-    parts: Sequence[torch.Tensor] | None = ...,
-    src: int = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[torch.Tensor]: ...
+@Collective
 def scatter(
     group: Group,
     tensor: torch.Tensor,
     parts: Sequence[torch.Tensor] | None = None,
     src: int = 0,
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "scatter",
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Overwrites `tensor` on rank r with part r of those that group rank `src` passed, and returns it.
 
     On a backend without a scatter it is a broadcast of all parts.
@@ -127,7 +82,6 @@ def scatter(
         tensor: any shape and strides; the same shape and dtype on all ranks.
         parts: on `src` one tensor a rank, of the shape and dtype of `tensor`; ignored on the others.
         src: the rank whose parts are sent.
-        async_op: returns a `Handle` at once, whose `wait` returns the tensor.
         timeout: deadline of this call; None for the group's own limit.
         label: as in `gather`.
 
@@ -163,8 +117,7 @@ def scatter(
             tensor.detach().copy_(received)
         return tensor
 
-    handle = call.handle(call.wait_for(work), finish)
-    return handle if async_op else handle.wait()
+    return call.handle(call.wait_for(work), finish)
 
 
 def _check_parts(call: Call, tensor: torch.Tensor, parts: Sequence[torch.Tensor] | None) -> None:

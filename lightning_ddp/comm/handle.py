@@ -9,12 +9,13 @@ comes next: gloo breaks its connections, and the communicator of NCCL is aborted
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -29,8 +30,9 @@ from lightning_ddp.errors import (
     LightningDDPError,
 )
 
-__all__ = ["Call", "CallOptions", "Handle", "OnSlice", "Wait", "check_member", "check_rank", "check_timeout"]
+__all__ = ["Call", "Collective", "Handle", "OnSlice", "Wait", "check_member", "check_rank", "check_timeout"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 OnSlice = Callable[[float], None] | None
 Wait = Callable[[OnSlice], None]
@@ -39,15 +41,6 @@ Wait = Callable[[OnSlice], None]
 _MARGIN = timedelta(seconds=2)
 _LACKING = ("not support", "not implemented", "unsupported")
 _WORDS_OF_A_TIMEOUT = ("timed out", "timeout")
-
-
-class CallOptions(TypedDict, total=False):
-    """What most collectives take as well."""
-
-    timeout: timedelta | None
-    """Deadline of the call."""
-    label: str
-    """What it is called in errors, in the profiler and where somebody asks what a rank waits for."""
 
 
 def check_member(group: Group | None) -> Group:
@@ -290,7 +283,7 @@ def _seconds(timeout: timedelta | None) -> str:
 
 
 class Handle(Generic[T]):
-    """A collective that is under way, as `async_op=True` returns it.
+    """A collective that is under way, as `start` of one returns it.
 
     Tensors that it sends or fills must stay as they are until `wait` has returned. Collectives of a group
     may be waited for in any order, but are started in the same order on all ranks.
@@ -328,3 +321,18 @@ class Handle(Generic[T]):
             self._result = self._finish()
             self._wait = self._finish = None
         return self._result
+
+
+class Collective(Generic[P, T]):
+    """A collective written once, as what starts it: called it waits, `start` returns its `Handle` at once.
+
+    Args:
+        start: starts it. Its documentation is that of the call: what it returns is the result of the handle.
+    """
+
+    def __init__(self, start: Callable[P, Handle[T]]) -> None:
+        self.start = start
+        functools.update_wrapper(self, start)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.start(*args, **kwargs).wait()

@@ -9,56 +9,33 @@ from __future__ import annotations
 import pickle
 from datetime import timedelta
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 
 from lightning_ddp.comm.broadcast_gather import numbers
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, CallOptions, Handle, OnSlice, Wait, check_rank
+from lightning_ddp.comm.handle import Call, Collective, Handle, OnSlice, Wait, check_rank
 from lightning_ddp.comm.objects import to_bytes, to_tensor
 from lightning_ddp.comm.waits import InThread
 from lightning_ddp.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["recv", "recv_object", "send", "send_object"]
 
 _POLL_S = 0.005
 
 
-@overload
-def send(
-    group: Group,
-    tensor: torch.Tensor,
-    dst: int,
-    tag: int = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> None: ...
-@overload
-def send(
-    group: Group,
-    tensor: torch.Tensor,
-    dst: int,
-    tag: int = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[None]: ...
+@Collective
 def send(
     group: Group,
     tensor: torch.Tensor,
     dst: int,
     tag: int = 0,
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "send",
-) -> Handle[None] | None:
-    """Sends `tensor` to group rank `dst`, which calls `recv`.
+) -> Handle[None]:
+    """Sends `tensor` to group rank `dst`, which calls `recv`. It must not change until the wait has returned.
 
     On a backend without messages they go through the group's key-value store.
 
@@ -67,7 +44,6 @@ def send(
         tensor: any shape, strides and dtype.
         dst: the rank that receives it.
         tag: tells messages between the same ranks apart.
-        async_op: returns a `Handle` at once; the tensor must not change until its `wait` has returned.
         timeout: deadline of this call; None for the group's own limit.
         label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
 
@@ -81,45 +57,23 @@ def send(
     flat = numbers(tensor.detach().contiguous())
     work = call.start_if_known("send", lambda: group.process_group.send([flat], dst, tag))
     if work is not None:
-        handle = call.handle(_wait_for(call, work), lambda: None)
-    else:
-        data = to_bytes(group, flat.view(torch.uint8))
-        post = partial(_store(call).set, _next_key(call, group.rank, dst, tag), data)
-        thread = InThread(lambda _: post(), _limit_s(call))
-        handle = call.handle(call.wait_for_thread(lambda: thread), lambda: None)
-    return handle if async_op else handle.wait()
+        return call.handle(_wait_for(call, work), lambda: None)
+    data = to_bytes(group, flat.view(torch.uint8))
+    post = partial(_store(call).set, _next_key(call, group.rank, dst, tag), data)
+    thread = InThread(lambda _: post(), _limit_s(call))
+    return call.handle(call.wait_for_thread(lambda: thread), lambda: None)
 
 
-@overload
-def recv(
-    group: Group,
-    tensor: torch.Tensor,
-    src: int,
-    tag: int = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
-) -> torch.Tensor: ...
-@overload
-def recv(
-    group: Group,
-    tensor: torch.Tensor,
-    src: int,
-    tag: int = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CallOptions],
-) -> Handle[torch.Tensor]: ...
+@Collective
 def recv(
     group: Group,
     tensor: torch.Tensor,
     src: int,
     tag: int = 0,
     *,
-    async_op: bool = False,
     timeout: timedelta | None = None,
     label: str = "recv",
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Overwrites `tensor` with what group rank `src` sends to this rank, and returns it.
 
     Args:
@@ -127,7 +81,6 @@ def recv(
         tensor: of the shape and dtype that are sent; any strides.
         src: the rank that sends.
         tag: that of the message.
-        async_op: returns a `Handle` at once, whose `wait` returns the tensor.
         timeout: deadline of this call; None for the group's own limit.
         label: as in `send`.
 
@@ -148,8 +101,7 @@ def recv(
             tensor.detach().copy_(received)
         return tensor
 
-    handle = call.handle(wait, finish)
-    return handle if async_op else handle.wait()
+    return call.handle(wait, finish)
 
 
 def _check_peer(call: Call, rank: int, what: str) -> None:
