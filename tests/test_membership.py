@@ -21,6 +21,10 @@ ANSWER_S = 30.0
 MANY = RecoverySettings(max_recoveries=100)
 
 
+def anywhere(place: int) -> bool:
+    return True
+
+
 def record(place: int) -> FailureRecord:
     return FailureRecord(rank=place, message="killed", exit_code=-9)
 
@@ -468,11 +472,11 @@ def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_vac
     vacancies = Vacancies(most=3)
     vacancies.lost([1], 10, 0.0)
     waited, now = [], 0.0
-    while (at := vacancies.deadline()) is not None:
+    while (at := vacancies.deadline(anywhere)) is not None:
         waited.append(at - now)
-        assert vacancies.due(at - 0.01) == []
+        assert vacancies.due(at - 0.01, anywhere) == []
         now = at
-        for place in vacancies.due(at):
+        for place in vacancies.due(at, anywhere):
             assert vacancies.is_expected(place)
             assert vacancies.ended(place, now)
     assert waited == [0.0, 0.5, 1.0, 2.0, 4.0]
@@ -483,7 +487,7 @@ def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_vac
 def test_steps_in_between_are_progress_of_a_place(distance) -> None:
     vacancies = Vacancies(most=3)
     vacancies.lost([1], 10, 0.0)
-    vacancies.due(0.0)
+    vacancies.due(0.0, anywhere)
     vacancies.joined([1], 20)
     vacancies.lost([1], 20 + distance, 5.0)
-    assert vacancies.deadline() == (5.5 if distance == 1 else 5.0)
+    assert vacancies.deadline(anywhere) == (5.5 if distance == 1 else 5.0)

@@ -22,6 +22,7 @@ from harness.namespaces import (
     two_namespaces,
     two_namespaces_with_link,
 )
+from test_replace import Ledger as ReplacedLedger
 from test_shrink import SCRIPT, Ledger, fault
 from user_script import order, read_notes, wait_for_notes
 
@@ -213,6 +214,35 @@ def test_the_node_with_the_control_server_goes_on_when_the_link_is_cut_and_the_o
     for entries in ledger.by_step().values():
         assert len({entry["parameters"] for entry in entries}) == 1
     assert not list(tmp_path.glob("**/emergency*"))
+
+
+@contextlib.contextmanager
+def replacing(
+    folder: Path, num_generations: int, launcher: tuple[str, ...] = (), **order: Any
+) -> Iterator[tuple[Link, RunningScript, RunningScript]]:
+    """The same, up to the end of an epoch in which all places are taken, after so many generations."""
+    # BatchNorm is spared a batch of one by samples that are repeated
+    order = {"step_s": 0.05, "plain": True, "until_generation": num_generations, **order}
+    order["strategy"] = {"on_failure": "replace", **order.get("strategy", {})}
+    order["trainer"] = {"max_epochs": 10_000, **order.get("trainer", {})}
+    with shrinking(folder, launcher, **order) as run:
+        yield run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(RUN, marks=pytest.mark.exhaustive)], ids=["python", "run"]
+)
+def test_a_rank_of_another_node_is_replaced_by_the_launcher_there(launcher, tmp_path) -> None:
+    """One that is killed; then the new one stands still, and the launcher kills it."""
+    faults = [fault(3, "forward", 3), fault(3, "forward", None, generation=2, how="stop")]
+    with replacing(tmp_path, 4, launcher, faults=faults, stall_s=6.0) as (_, first, second):
+        for script in (first, second):
+            assert script.wait().returncode == 0, script.output()
+    ledger = ReplacedLedger(tmp_path)
+    ledger.check_members(4)
+    assert ledger.changes_of(3) == [[3, 4], [3, 4]]
+    assert ledger.changes_of(2) == [[4, 3], [3, 4]] * 2
 
 
 @pytest.mark.exhaustive

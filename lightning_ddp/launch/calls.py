@@ -117,6 +117,10 @@ class Calls:
             self._alarm.ring(error)
             time.sleep(_RING_EVERY_S)
 
+    def goes_on_without(self, place: int) -> bool:
+        """Whether the last generation that was heard of has nobody in a place."""
+        return self._form is not None and place not in self._form.members
+
     # ------------------------------------------------------------------ the main thread
 
     def defer(self, is_deferred: bool) -> None:

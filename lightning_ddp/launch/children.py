@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -98,8 +98,8 @@ class Children:
         self._wake_pair: tuple[socket.socket, socket.socket] | None = None
         self._again: dict[int, Callable[[], None]] = {}
         """Local rank -> starts a process in its place."""
-        self._new: set[int] = set()
-        """Process ids of those that were started in the place of lost ones."""
+        self._new: dict[int, int] = {}
+        """Process ids of those that were started in the place of lost ones -> local rank."""
         self._first: ChildExit | None = None
 
     def start(
@@ -155,7 +155,7 @@ class Children:
         with self._changed:
             self.procs.append(proc)
             if is_new:
-                self._new.add(proc.pid)
+                self._new[proc.pid] = local_rank
             self._alive.append(_Child(local_rank, proc, log, _open_end(proc)))
             self._wake()
         self.resume()
@@ -187,19 +187,29 @@ class Children:
                 self._thread = threading.Thread(target=self._watch, daemon=True, name="children-watch")
                 self._thread.start()
 
-    def start_again(self, local_rank: int) -> None:
-        """Starts a child in the place of one that has ended, to join the run. Any thread."""
-        if local_rank in self._again and not self.ending.locked():
-            self._again[local_rank]()
+    def start_again(self, place: int) -> None:
+        """Starts a child in the place of one that is lost, to join the run. Any thread.
 
-    def end_new(self, members: Container[int]) -> None:
+        Args:
+            place: the rank that the lost one had in the beginning. If it only stands still it is killed.
+        """
+        local_rank = place - (self.first_rank or 0)
+        if local_rank not in self._again or self.ending.locked():
+            return
+        with self._changed:
+            lost = [child.process for child in self._alive if child.local_rank == local_rank]
+        for process in lost:
+            process.send_signal(signal.SIGKILL)
+        self._again[local_rank]()
+
+    def end_new(self, is_left_out: Callable[[int], bool]) -> None:
         """Ends those that were started in the place of lost ones and are no members of the run.
 
         Args:
-            members: process ids of those that are.
+            is_left_out: whether a place has no member, by the rank that the lost one had in the beginning.
         """
         for proc in self.procs:
-            if proc.pid in self._new and proc.pid not in members:
+            if proc.pid in self._new and is_left_out((self.first_rank or 0) + self._new[proc.pid]):
                 proc.send_signal(signal.SIGKILL)
 
     def _wake(self) -> None:

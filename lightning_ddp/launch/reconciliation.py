@@ -50,7 +50,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.failure_report import write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
-from lightning_ddp.supervise.protocol import Exited, Message, Saved, Stopped
+from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
@@ -179,6 +179,7 @@ class Reconciliation:
             parent=parent,
             on_message=self._on_message,
             is_new=is_new,
+            is_launcher=self._children.first_rank is not None,
         )
         if self.calls is not None:
             self.calls.watch = self.watch
@@ -200,7 +201,9 @@ class Reconciliation:
         self.interrupt.check()
 
     def _on_message(self, message: Message) -> None:
-        if self.calls is None or not self.calls.on_message(message):
+        if isinstance(message, Start):
+            self._children.start_again(message.place)
+        elif self.calls is None or not self.calls.on_message(message):
             self.inspector.on_message(message)
 
     def is_call(self, error: BaseException) -> bool:

@@ -149,7 +149,7 @@ class Session:
                 address,
                 on_failure=on_failure,
                 on_condemned=on_condemned or (lambda identity: self.children.kill_one(identity.pid)),
-                on_vacant=lambda place: self.children.start_again(place - (self.children.first_rank or 0)),
+                on_vacant=self.children.start_again,
                 **options,
             )
         self.control.server = server
@@ -253,7 +253,9 @@ class Session:
         has_failed = error is not None or ours.has_failed
         self.children.ending.acquire()
         if isinstance(self.control.server, ControlServer):
-            self.children.end_new([identity.pid for identity in self.control.server.identities])
+            self.children.end_new(self.control.server.goes_on_without)
+        elif ours.calls is not None:
+            self.children.end_new(ours.calls.goes_on_without)
         if not has_failed:
             self.children.end(_EXIT_GRACE_S)
         else:  # without a control channel nobody has told the children

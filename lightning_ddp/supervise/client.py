@@ -75,6 +75,7 @@ class Watch:
         parent: the process that started this one, if it is ours: its end is noticed.
         on_message: called in the watching thread with each message of a kind that is not the watch's own.
         is_new: whether this process is in the place of a lost one.
+        is_launcher: whether it starts the processes of its node.
 
     Raises:
         RendezvousError: the server cannot be reached.
@@ -92,9 +93,10 @@ class Watch:
         parent: Identity | None = None,
         on_message: Callable[[Message], None] = lambda message: None,
         is_new: bool = False,
+        is_launcher: bool = False,
     ) -> None:
         self.identity = identity
-        self._is_new = is_new
+        self._hello = Hello(server.token, identity, is_new, is_launcher)
         self.failure: FailureRecord | None = None
         self.has_lost_server = False
         """Whether the failure is that the server's process is gone, which reports failures else."""
@@ -147,7 +149,7 @@ class Watch:
         connection.settimeout(None)
         keep_alive(connection, self._settings.heartbeat_timeout_s)
         with suppress(OSError):  # at once: the server does not wait long; reading will say what is wrong
-            connection.sendall(pack(Hello(self._server.token, self.identity, self._is_new)))
+            connection.sendall(pack(self._hello))
         return connection
 
     # ------------------------------------------------------------------ called by the main thread

@@ -58,6 +58,8 @@ class Hello(Message):
     """Who speaks."""
     is_new: bool = False
     """Whether it is a process in the place of a lost one, which joins the run while that goes on."""
+    is_launcher: bool = False
+    """Whether it starts the processes of its node: `Start`."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,13 @@ class Form(Message):
     """The most that a member has finished: the others finish theirs alone, and then all go on together."""
     joined: tuple[int, ...] = ()
     """Members that were not in the generation before: they take over all that `source` has."""
+
+
+@dataclass(frozen=True)
+class Start(Message):
+    """To the launcher of another node: a new process is to be started in the place of a lost one."""
+
+    place: int
 
 
 @dataclass(frozen=True)

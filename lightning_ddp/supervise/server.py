@@ -52,6 +52,7 @@ from lightning_ddp.supervise.protocol import (
     ProtocolError,
     Ready,
     Saved,
+    Start,
     Stop,
     Stopped,
     Vanished,
@@ -88,8 +89,8 @@ class ControlServer:
         any_interface: bind all interfaces, for an address that resolves to the loopback on this host only.
         on_condemned: called in the server's thread with a rank that the others go on without, and that may
             still run: it is to be killed, and its end to be told as of any child.
-        on_vacant: called in the server's thread with the place of a lost rank, in which a new process is to
-            be started.
+        on_vacant: called in the server's thread with the place of a lost rank of this node, in which a new
+            process is to be started. Launchers of other nodes are told to.
 
     Raises:
         RendezvousError: the address is not one of this host.
@@ -125,12 +126,16 @@ class ControlServer:
         """Place -> a process that is to join there."""
         self._fallen: set[int] = set()
         """Places of such ones that were lost as they joined, and have not ended yet."""
-        self._ended_pids: set[int | None] = set()
+        self._ended_pids: set[tuple[int | None, int | None]] = set()
+        self._lost_pids: set[tuple[int | None, int | None]] = set()
+        """Of members that were lost: a node and a process id, as in `_ended_pids`."""
         self._ended_places: set[int] = set()
         self._identities: dict[int, Identity] = {}
         """Place, the rank that a process had in the beginning, -> who has it, with its present rank."""
-        self._places: dict[tuple[str | None, int | None], int] = {}
-        """Host and process id, also of those that are lost -> place."""
+        self._places: dict[tuple[int | None, int | None], int] = {}
+        """Node and process id, also of those that are lost -> place."""
+        self._nodes: dict[int, int] = {}
+        """Place -> its node."""
         self.has_met = False
         """Whether all ranks have been connected."""
         self._num_ended: Counter[int] = Counter()
@@ -260,7 +265,7 @@ class ControlServer:
         if self._membership is not None:
             deadlines.append(self._membership.deadline())
         if self._vacancies is not None and not self._is_told:
-            deadlines.append(self._vacancies.deadline())
+            deadlines.append(self._vacancies.deadline(self._may_start))
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
@@ -362,6 +367,7 @@ class ControlServer:
         if not is_known:
             raise ProtocolError(f"rank {rank}")
         peer.identity, peer.is_new = message.identity, message.is_new
+        peer.is_launcher = message.is_launcher
         peer.is_active = True
         peer.unpacker.limit_bytes = _RECEIVE_BYTES
         with suppress(OSError):  # it is gone already, which reading from it will say
@@ -375,7 +381,8 @@ class ControlServer:
             return
         self._ranks[rank] = peer
         self._identities[rank] = message.identity
-        self._places[message.identity.host, message.identity.pid] = rank
+        self._places[message.identity.node_rank, message.identity.pid] = rank
+        self._nodes[rank] = message.identity.node_rank
         self._inspection.joined(rank)
         if self._verdict.first is not None:
             self._send(peer, Failure(self._verdict.first.cut()))
@@ -412,9 +419,9 @@ class ControlServer:
 
     def _vanished(self, record: FailureRecord, now: float) -> None:
         """A process is gone, says one that it has started: it may be a rank, or one that is lost already."""
-        place = self._places.get((record.host, record.pid))
+        place = self._places.get((record.node_rank, record.pid))
         if self._membership is not None and place is not None:
-            if place not in self._membership.remaining:
+            if place not in self._membership.remaining or self._identities[place].pid != record.pid:
                 return
             record = replace(record, rank=self._identities[place].rank)
         self._verdict.vanished(record, now)
@@ -500,10 +507,15 @@ class ControlServer:
     def _has_met_its_end(self, record: FailureRecord) -> bool:
         """A child has ended; whether that is no news of a failure."""
         assert self._membership is not None
-        if record.pid in self._ended_pids:  # two have told of it
+        process = (record.node_rank, record.pid)
+        if process in self._ended_pids:  # two have told of it
             return True
-        self._ended_pids.add(record.pid)
-        if self._vacancies is not None and self._vacancies.ended(record.rank, time.monotonic()):
+        self._ended_pids.add(process)
+        was_lost = process in self._lost_pids
+        if was_lost and record.rank in self._membership.remaining:  # another one is there already
+            return True
+        vacancies = None if was_lost else self._vacancies
+        if vacancies is not None and vacancies.ended(record.rank, time.monotonic()):
             self._membership.withdrew(record.rank)
             self._membership.ended(record.rank)
             return True
@@ -524,14 +536,16 @@ class ControlServer:
         if place not in membership.members:
             return False
         # one of another node cannot be killed from here; it is told nothing more, and its node does that
-        has_ended |= place in self._ended_places or self._identities[place].node_rank != 0
+        who = self._identities[place]
+        has_ended |= place in self._ended_places or who.node_rank != 0
+        self._lost_pids.add((who.node_rank, who.pid))
         self._history.lost(place, record, now)
         before = membership.members
         outgoing = membership.lost(place, record, now, has_ended=has_ended)
         self._send_to_places(outgoing)
         self._demote(set(before) - set(membership.members) - {place})
         if place in membership.condemned:
-            self._on_condemned(self._identities[place])
+            self._on_condemned(who)
         if place not in membership.members:  # it has not got as far as the others, to whom it is no loss
             self._fallen.add(place)
             if place not in membership.condemned:
@@ -577,7 +591,7 @@ class ControlServer:
             if peer is not None and peer.identity is not None:
                 peer.is_new = False
                 self._identities[place] = peer.identity
-                self._places[peer.identity.host, peer.identity.pid] = place
+                self._places[peer.identity.node_rank, peer.identity.pid] = place
 
     def _demote(self, places: Iterable[int]) -> None:
         """They have not got their state, and may ask again."""
@@ -601,10 +615,26 @@ class ControlServer:
         """Has processes started, and lets in those that are ready."""
         if self._membership is None or self._vacancies is None or self._is_told:
             return
-        for place in self._vacancies.due(now):
-            self._on_vacant(place)
+        for place in self._vacancies.due(now, self._may_start):
+            launcher = self._launcher_of(place)
+            if launcher is None:
+                self._on_vacant(place)
+            else:
+                self._send(launcher, Start(place))
         if self._stop.deadline() is None:
             self._send_to_places(self._membership.gather())
+
+    def _may_start(self, place: int) -> bool:
+        """Whether there is somebody who starts processes on the node of a place."""
+        return self._nodes.get(place, 0) == 0 or self._launcher_of(place) is not None
+
+    def _launcher_of(self, place: int) -> Peer | None:
+        """Who starts processes on the node of a place; None for the first one, where this process does."""
+        node = self._nodes.get(place, 0)
+        for peer in self._peers.values():
+            if peer.is_launcher and peer.identity is not None and peer.identity.node_rank == node != 0:
+                return peer
+        return None
 
     # ------------------------------------------------------------------ members
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 __all__ = ["STEPS_TO_FORGET", "Vacancies"]
 
@@ -59,6 +59,7 @@ class Vacancies:
         """Processes that were started here are members."""
         for place in places:
             self._started.discard(place)
+            self._open.pop(place, None)
             self._joined_at[place] = step
 
     def expect(self, place: int) -> None:
@@ -70,18 +71,23 @@ class Vacancies:
         """Whether a process was started there that has not joined."""
         return place in self._started
 
-    def due(self, now: float) -> list[int]:
-        """Places in which a process is to be started now; each is told once."""
-        found = [place for place, at in self._open.items() if at <= now]
+    def due(self, now: float, may_start: Callable[[int], bool]) -> list[int]:
+        """Places in which a process is to be started now; each is told once.
+
+        Args:
+            now: when.
+            may_start: whether there is somebody who starts one in a place; else that stays vacant.
+        """
+        found = [place for place, at in self._open.items() if at <= now and may_start(place)]
         for place in found:
             del self._open[place]
         found = [place for place in sorted(found) if self._num_failed[place] <= self._most]
         self._started.update(found)
         return found
 
-    def deadline(self) -> float | None:
+    def deadline(self, may_start: Callable[[int], bool]) -> float | None:
         """When to ask `due` at the latest; None if nothing is pending."""
-        return min(self._open.values(), default=None)
+        return min((at for place, at in self._open.items() if may_start(place)), default=None)
 
     def _delay(self, place: int) -> float:
         """Twice as long each time."""
