@@ -22,7 +22,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]  # has no stubs
 import torch
 
-from lightning_ddp.comm.collectives import all_gather_objects, barrier, broadcast_object
+from lightning_ddp.comm import all_gather_objects, barrier, broadcast_object
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 

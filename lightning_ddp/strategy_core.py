@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import bind_like, choose_backend, set_launcher
 from lightning_ddp._torch import tree_leaves
-from lightning_ddp.comm import collectives
+from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError
@@ -222,7 +222,7 @@ class StrategyCore:
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
         if self._group is not None and not self._is_alone():
-            collectives.barrier(self._group, self.root_device, name)
+            barrier(self._group, self.root_device, name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`.
@@ -231,7 +231,7 @@ class StrategyCore:
         """
         if self._group is None or self._is_alone():
             return obj
-        received: T = collectives.broadcast_nested(self._group, obj, src, self.root_device, label="broadcast")
+        received: T = broadcast_nested(self._group, obj, src, self.root_device, label="broadcast")
         return received
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -255,7 +255,7 @@ class StrategyCore:
         return tensor
 
     def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
-        collectives.all_reduce_coalesced(group, tensors, reduce_op)
+        all_reduce_coalesced(group, tensors, reduce_op)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """The same as `reduce`, under Fabric's name."""
@@ -275,7 +275,7 @@ class StrategyCore:
             return tensor
         if self._is_alone():
             return tensor.unsqueeze(0)
-        return collectives.all_gather(self._group_of(group), tensor, sync_grads=sync_grads)
+        return all_gather(self._group_of(group), tensor, sync_grads=sync_grads)
 
     # ------------------------------------------------------------------ end
 

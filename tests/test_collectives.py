@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from harness import run_threads
 
-from lightning_ddp.comm import collectives
+from lightning_ddp import comm
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.ddp.buffers import BufferSync
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 def test_all_reduce_by_name(op, expected) -> None:
     def rank_main(rank, world_size, process_group):
         tensor = torch.tensor([1.0, 10.0]) * (rank + 1)
-        result = collectives.all_reduce(Group(process_group), tensor, op)
+        result = comm.all_reduce(Group(process_group), tensor, op)
         assert result is tensor
         return result.tolist()
 
@@ -46,7 +46,7 @@ def test_all_reduce_by_name(op, expected) -> None:
 def test_mean_of_integers_is_written_back_as_integers_as_lightning_does() -> None:
     def rank_main(rank, world_size, process_group):
         tensor = torch.tensor([1, 4]) + rank
-        return collectives.all_reduce(Group(process_group), tensor, "mean").tolist()
+        return comm.all_reduce(Group(process_group), tensor, "mean").tolist()
 
     assert run_threads(rank_main, 2) == [[1, 4]] * 2  # 1.5 and 4.5, truncated
 
@@ -55,7 +55,7 @@ def test_all_reduce_of_a_strided_tensor_is_in_place() -> None:
     def rank_main(rank, world_size, process_group):
         base = torch.zeros(2, 3)
         base[:, 1] = rank + 1.0
-        collectives.all_reduce(Group(process_group), base[:, 1])
+        comm.all_reduce(Group(process_group), base[:, 1])
         return base.tolist()
 
     assert run_threads(rank_main, 2) == [[[0.0, 3.0, 0.0], [0.0, 3.0, 0.0]]] * 2
@@ -63,7 +63,7 @@ def test_all_reduce_of_a_strided_tensor_is_in_place() -> None:
 
 def test_unknown_reduce_op_lists_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match="unknown reduce_op 'median'; there are avg, max, mean"):
-        collectives.reduce_op("median")
+        comm.reduce_op("median")
 
 
 def test_coalesced_reduction_spends_one_collective_a_dtype() -> None:
@@ -77,7 +77,7 @@ def test_coalesced_reduction_spends_one_collective_a_dtype() -> None:
     def rank_main(rank, world_size, process_group):
         group = CountingGroup(process_group)
         tensors = [torch.full((2,), rank + 1.0), torch.full((3, 1), rank * 10.0), torch.tensor(rank)]
-        collectives.all_reduce_coalesced(group, tensors, "sum")
+        comm.all_reduce_coalesced(group, tensors, "sum")
         return group.num_collectives, [t.flatten().tolist() for t in tensors]
 
     assert run_threads(rank_main, 2) == [(2, [[3.0, 3.0], [10.0] * 3, [1]])] * 2
@@ -88,7 +88,7 @@ def test_coalesced_reduction_spends_one_collective_a_dtype() -> None:
 def test_broadcast_object_of_any_size_from_any_rank(size, src) -> None:
     def rank_main(rank, world_size, process_group):
         obj = {"rank": rank, "data": bytes([rank]) * size}
-        return collectives.broadcast_object(Group(process_group), obj, src, CPU)
+        return comm.broadcast_object(Group(process_group), obj, src, CPU)
 
     expected = {"rank": src, "data": bytes([src]) * size}
     assert run_threads(rank_main, 3) == [expected] * 3
@@ -97,14 +97,14 @@ def test_broadcast_object_of_any_size_from_any_rank(size, src) -> None:
 def test_broadcast_from_a_rank_that_does_not_exist() -> None:
     def rank_main(rank, world_size, process_group):
         with pytest.raises(ConfigurationError, match="broadcast from rank 2, but the group has ranks 0 to 1"):
-            collectives.broadcast_object(Group(process_group), 1, 2, CPU)
+            comm.broadcast_object(Group(process_group), 1, 2, CPU)
 
     run_threads(rank_main, 2)
 
 
 def test_gather_objects_of_different_sizes() -> None:
     def rank_main(rank, world_size, process_group):
-        return collectives.all_gather_objects(Group(process_group), "x" * rank * 1000, CPU)
+        return comm.all_gather_objects(Group(process_group), "x" * rank * 1000, CPU)
 
     assert run_threads(rank_main, 3) == [["", "x" * 1000, "x" * 2000]] * 3
 
@@ -112,7 +112,7 @@ def test_gather_objects_of_different_sizes() -> None:
 def test_all_gather_sends_gradients_back_to_their_rank() -> None:
     def rank_main(rank, world_size, process_group):
         tensor = torch.full((2,), rank + 1.0, requires_grad=True)
-        gathered = collectives.all_gather(Group(process_group), tensor, sync_grads=True)
+        gathered = comm.all_gather(Group(process_group), tensor, sync_grads=True)
         weights = torch.tensor([[1.0], [10.0]]) * (rank + 1)
         (gathered * weights).sum().backward()
         assert tensor.grad is not None
@@ -125,7 +125,7 @@ def test_all_gather_sends_gradients_back_to_their_rank() -> None:
 def test_all_gather_without_gradients_is_detached() -> None:
     def rank_main(rank, world_size, process_group):
         tensor = torch.ones(2, requires_grad=True)
-        return collectives.all_gather(Group(process_group), tensor).requires_grad
+        return comm.all_gather(Group(process_group), tensor).requires_grad
 
     assert run_threads(rank_main, 2) == [False, False]
 
@@ -141,7 +141,7 @@ def test_barrier_waits_for_the_last_rank() -> None:
             order.append("last rank arrives")
         else:
             arrived.set()
-        collectives.barrier(group, CPU)
+        comm.barrier(group, CPU)
         order.append("passed")
 
     run_threads(rank_main, 2)

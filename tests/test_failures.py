@@ -28,7 +28,7 @@ from harness import RUN, ScriptResult, run_script, start_script
 from test_hydra import starts
 from user_script import ALL, order, read_notes, wait_for_notes
 
-from lightning_ddp.comm import collectives
+from lightning_ddp.comm import group
 from lightning_ddp.encoding import codecs, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError, PeerFailure
 from lightning_ddp.launch.reconciliation import _is_of_backend
@@ -406,7 +406,14 @@ def test_only_what_a_backend_has_raised_may_be_an_echo(error, is_of_backend) -> 
 
 @pytest.mark.parametrize(
     ("module", "is_of_backend"),
-    [(collectives, True), (arena, True), (codecs, True), (side_stream, False), (dist, True), (json, False)],
+    [
+        (group, True),
+        (arena, True),
+        (codecs, True),
+        (side_stream, False),
+        (dist, True),
+        (json, False),
+    ],
 )
 def test_what_a_module_that_communicates_raises_may_be_an_echo(module, is_of_backend) -> None:
     code = compile("raise RuntimeError('the other side is gone')", module.__file__, "exec")

@@ -16,8 +16,7 @@ from harness import run_script, run_threads
 from torch import nn
 from user_script import order, read_notes
 
-from lightning_ddp import BucketedDDP
-from lightning_ddp.comm import collectives
+from lightning_ddp import BucketedDDP, comm
 from lightning_ddp.comm.activity import Activity, Lane
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.interrupt import Interrupt
@@ -74,7 +73,7 @@ class Member:
         self.group = Group(process_group, self.interrupt)
 
     def barrier(self, name: str) -> None:
-        collectives.barrier(self.group, CPU, name)
+        comm.barrier(self.group, CPU, name)
 
 
 def play(
@@ -249,9 +248,9 @@ def test_what_matches_passes_and_is_computed() -> None:
         for number in range(3):
             step(member, 4)
             future = channel.submit(lambda: channel.all_reduce(torch.ones(2)))
-            assert collectives.broadcast_object(member.group, {"n": number}, 0, CPU) == {"n": number}
+            assert comm.broadcast_object(member.group, {"n": number}, 0, CPU) == {"n": number}
             assert channel.wait(future).tolist() == [3.0, 3.0]
-            assert collectives.all_gather(member.group, torch.full((2,), rank)).tolist() == [
+            assert comm.all_gather(member.group, torch.full((2,), rank)).tolist() == [
                 [0, 0],
                 [1, 1],
                 [2, 2],

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.collectives import all_gather_objects
+from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.encoding.chunks import average_
 from lightning_ddp.encoding.mean import PlainWire
 from lightning_ddp.encoding.side_stream import Channel

@@ -3,32 +3,23 @@
 They take a `Group`, which is made of any torch process group: `Group(torch.distributed.group.WORLD)`.
 """
 
-from lightning_ddp.comm.collectives import (
-    Handle,
-    all_gather,
-    all_gather_objects,
-    all_gather_uneven,
+from lightning_ddp.comm.all_reduce import (
     all_reduce,
     all_reduce_coalesced,
-    all_to_all,
-    barrier,
-    broadcast,
-    broadcast_nested,
-    broadcast_object,
-    gather,
-    monitored_barrier,
-    node_group,
-    recv,
-    recv_object,
     reduce,
+    reduce_op,
     reduce_scatter,
-    scatter,
-    send,
-    send_object,
-    sub_group,
 )
+from lightning_ddp.comm.all_to_all import all_to_all
+from lightning_ddp.comm.barrier import barrier, monitored_barrier
+from lightning_ddp.comm.broadcast_gather import all_gather, all_gather_uneven, broadcast
+from lightning_ddp.comm.gather_scatter import gather, scatter
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.handle import Handle
 from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.objects import all_gather_objects, broadcast_nested, broadcast_object
+from lightning_ddp.comm.point_to_point import recv, recv_object, send, send_object
+from lightning_ddp.comm.subgroups import node_group, part_group, sibling_group, sub_group
 
 __all__ = [
     "Group",
@@ -47,12 +38,15 @@ __all__ = [
     "gather",
     "monitored_barrier",
     "node_group",
+    "part_group",
     "recv",
     "recv_object",
     "reduce",
+    "reduce_op",
     "reduce_scatter",
     "scatter",
     "send",
     "send_object",
+    "sibling_group",
     "sub_group",
 ]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import tree_map
-from lightning_ddp.comm import collectives
+from lightning_ddp.comm import all_gather, all_reduce, all_reduce_coalesced, reduce_op
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.uploads import uploaded
 from lightning_ddp.ddp.snapshot import ModuleSnapshot
@@ -89,7 +89,7 @@ class Lockstep:
                 " out is not known for each. Combine the datasets in one dataloader."
             )
         mine = torch.tensor([_length(loader)], device=self._device)
-        lengths = [int(n) for n in collectives.all_gather(self._group, mine).view(-1).tolist()]
+        lengths = [int(n) for n in all_gather(self._group, mine).view(-1).tolist()]
         unsized = [rank for rank, length in enumerate(lengths) if length == _UNSIZED]
         if unsized and len(unsized) < len(lengths):
             raise ConfigurationError(
@@ -210,17 +210,17 @@ class Lockstep:
         Raises:
             ConfigurationError: the name of the operation is unknown.
         """
-        resolved = collectives.reduce_op(op)
+        resolved = reduce_op(op)
         num_active = self._num_active(group)
         if not num_active:
-            collectives.all_reduce_coalesced(group, tensors, resolved)
+            all_reduce_coalesced(group, tensors, resolved)
             return
         is_mean = resolved == dist.ReduceOp.AVG
         with torch.no_grad():
             if self.turn.is_replay:
                 for tensor in tensors:
                     tensor.detach().fill_(_neutral(resolved, tensor.dtype))
-            collectives.all_reduce_coalesced(group, tensors, dist.ReduceOp.SUM if is_mean else resolved)
+            all_reduce_coalesced(group, tensors, dist.ReduceOp.SUM if is_mean else resolved)
             if is_mean:
                 for tensor in tensors:
                     tensor.detach().copy_(tensor / num_active)
@@ -229,7 +229,7 @@ class Lockstep:
         if group is self._group:
             return self.turn.num_active
         count = torch.tensor(int(not self.turn.is_replay), device=self._device)
-        return int(collectives.all_reduce(group, count).item())
+        return int(all_reduce(group, count).item())
 
 
 class LockstepLoader:

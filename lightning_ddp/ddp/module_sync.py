@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.collectives import all_gather_objects
+from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.plan import MIB, ParameterSpec
 from lightning_ddp.errors import RankMismatchError

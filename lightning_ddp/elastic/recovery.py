@@ -29,7 +29,7 @@ from lightning_ddp._lightning import (
     wrap_steps,
     wrap_validation_setup,
 )
-from lightning_ddp.comm.collectives import broadcast_nested
+from lightning_ddp.comm import broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.snapshot import ModuleSnapshot

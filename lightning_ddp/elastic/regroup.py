@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_ddp._torch import backend_of, count_groups_anew, set_timeout
+from lightning_ddp.comm import broadcast_nested
 from lightning_ddp.comm.abort import remember_connections
-from lightning_ddp.comm.collectives import broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.retired import retire_groups
 from lightning_ddp.ddp.module_sync import broadcast_coalesced
