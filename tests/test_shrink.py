@@ -620,6 +620,7 @@ def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_proc
             accepted, _ = server.accept()
             stack.enter_context(accepted)
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            of_a_thread, of_a_child = map(stack.enter_context, socket.socketpair())
             abort_groups()  # while the group is being made
             assert peer.recv(1) == b""
             assert elsewhere.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -631,6 +632,8 @@ def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_proc
         stranger.sendall(b"x")
         assert kept.recv(1) == b"x"
         stack.enter_context(socket.create_connection(listener.getsockname()))
+        of_a_thread.sendall(b"x")
+        assert of_a_child.recv(1) == b"x"
 
 
 def test_a_scaler_forgets_a_step_that_has_begun() -> None:

@@ -238,7 +238,7 @@ def test_a_rank_of_another_node_is_replaced_by_the_launcher_there(launcher, tmp_
     faults = [fault(3, "forward", 3), fault(3, "forward", None, generation=2, how="stop")]
     with replacing(tmp_path, 4, launcher, faults=faults, stall_s=6.0) as (_, first, second):
         for script in (first, second):
-            assert script.wait().returncode == 0, script.output()
+            assert script.wait().returncode == 0, first.output() + second.output()
     ledger = ReplacedLedger(tmp_path)
     ledger.check_members(4)
     assert ledger.changes_of(3) == [[3, 4], [3, 4]]

@@ -62,7 +62,10 @@ def abort_groups() -> None:
 
 
 def _opened_since(before: dict[int, str]) -> dict[int, str]:
-    """The sockets that are new, but those that a server of this process has accepted, such as the store's."""
+    """The connections that are new, but those that a server here has accepted, such as the store's.
+
+    Pairs of sockets within this host are of other threads, which start processes meanwhile.
+    """
     opened = {descriptor: name for descriptor, name in _sockets().items() if before.get(descriptor) != name}
     served = set()
     for descriptor, name in before.items() if opened else ():
@@ -72,7 +75,7 @@ def _opened_since(before: dict[int, str]) -> dict[int, str]:
                     served.add(_port_of(connection))
     for descriptor in list(opened):
         with suppress(OSError), _duplicate(descriptor) as connection:
-            if _port_of(connection) in served:
+            if (port := _port_of(connection)) in served or port < 0:
                 del opened[descriptor]
     return opened
 
