@@ -318,13 +318,13 @@ def test_a_process_group_that_was_kept_from_before_is_named(keeps, name, tmp_pat
 
 @pytest.mark.slow
 def test_ranks_that_wait_for_one_to_connect_go_on_when_it_is_killed(tmp_path) -> None:
-    """Before and after it has said where it is reached, which is where gloo waits without an end."""
-    strategy = {"failure_grace_s": 12.0}
+    """Before and after it has said where it is reached, which is where gloo waits for 15 s."""
     faults = [fault(4, "forward", 1), fault(3, "once it could be reached", 1)]
     faults += [fault(2, "forward", 3), fault(1, "before it can be reached", 3)]
-    ledger = train(tmp_path, devices=5, faults=faults, strategy=strategy)
+    ledger = train(tmp_path, devices=5, faults=faults, stall_s=4.0)
     ledger.check([0])
     assert len(ledger.of("dies")) == 4
+    assert max(entry["seconds"] for entry in ledger.changes) < 10
     changes = [(*entry["sizes"], *entry["lost"]) for entry in ledger.changes if entry["place"] == 0]
     assert changes == [(5, 3, 3, 4), (3, 1, 1, 2)]
 

@@ -3,13 +3,15 @@
 NCCL communicators are aborted, which ends what they have on the device; from then on NCCL's watchdog does not
 look at them any more, and does not end the process because of them. gloo has nothing of the kind (its `abort`
 leaves waiting threads waiting), so the connections that the group has opened are shut down: to gloo every
-peer is gone, and its waits fail.
+peer is gone, and its waits fail. Where a group is being made, and gloo waits for a peer to connect that never
+will, it is connected to from here, and left again.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -23,23 +25,27 @@ __all__ = ["abort_groups", "remember_connections"]
 _DESCRIPTORS = Path("/proc/self/fd")
 _remembered: dict[int, str] = {}
 """Of the process, as descriptors are; who aborts knows no group, and the groups do not tell their sockets."""
-_making: list[dict[int, str]] = []
-"""For each group that is being made: the sockets that there were before."""
+_making: list[tuple[dict[int, str], int]] = []
+"""For each group that is being made: the sockets that there were before, and how many peers may connect."""
+_KNOCK_WITHIN_S = 1.0
 
 
 @contextmanager
-def remember_connections() -> Generator[None, None, None]:
+def remember_connections(num_peers: int = 0) -> Generator[None, None, None]:
     """Remembers the sockets that are opened in here, so that `abort_groups` can shut them down.
 
     Also while they are opened: a group is not made before all ranks have come, which they may never do.
+
+    Args:
+        num_peers: for how many gloo may wait to connect, if it does.
     """
-    before = _sockets()
-    _making.append(before)
+    making = _sockets(), num_peers
+    _making.append(making)
     try:
         yield
     finally:
-        _making.remove(before)
-    _remembered.update(_opened_since(before))
+        _making.remove(making)
+    _remembered.update(_opened_since(making[0]))
 
 
 def abort_groups() -> None:
@@ -52,13 +58,23 @@ def abort_groups() -> None:
         threading.Thread(target=_abort, args=(group,), daemon=True, name="lightning_ddp abort").start()
     present = _sockets()
     ours = {descriptor: name for descriptor, name in _remembered.items() if present.get(descriptor) == name}
-    for before in list(_making):
-        ours.update(_opened_since(before))
-    for descriptor in ours:
+    num_peers = dict.fromkeys(ours, 0)
+    for before, number in list(_making):
+        num_peers.update(dict.fromkeys(_opened_since(before), number))
+    for descriptor, number in num_peers.items():
         with suppress(OSError), _duplicate(descriptor) as connection:
             # a listening socket stays: gloo ends the process when it cannot accept
             if not _is_listener(connection):
                 connection.shutdown(socket.SHUT_RDWR)
+            elif number:
+                threading.Thread(target=_knock, args=(connection.getsockname(), number), daemon=True).start()
+
+
+def _knock(address: Any, num_peers: int) -> None:
+    """Connects to a socket at which gloo listens as each of its peers would, and leaves."""
+    for number in range(num_peers):  # which a peer says first
+        with suppress(OSError), socket.create_connection(address[:2], _KNOCK_WITHIN_S) as connection:
+            connection.sendall(number.to_bytes(8, sys.byteorder))
 
 
 def _opened_since(before: dict[int, str]) -> dict[int, str]:

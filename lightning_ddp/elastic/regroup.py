@@ -74,7 +74,8 @@ def meet_again(
         session.store = session.store.clone()
     store = dist.PrefixStore(f"generation{session.control.calls.member.generation}", session.store)
     is_gloo = backend_names(backend) == {"gloo"}
-    with tell_long_wait(rank, lambda: f"the {world_size} ranks that go on to meet again"):
+    said = f"the {world_size} ranks that go on to meet again"
+    with session.control.calls.waiting(), tell_long_wait(rank, lambda: said):
         _wait_for_all(store, rank, world_size, session.control.interrupt.check)
         group = join_default_group(
             backend,

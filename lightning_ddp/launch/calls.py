@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from lightning_ddp.comm.abort import abort_groups
@@ -145,6 +146,15 @@ class Calls:
             self._interrupt.clear()
             abort_groups()
 
+    @contextmanager
+    def waiting(self) -> Generator[None, None, None]:
+        """In here the main thread waits for the other ranks, which is no stall of this one."""
+        self._interrupt.activity.begin("the others, to go on with them")
+        try:
+            yield
+        finally:
+            self._interrupt.activity.advance()
+
     def wait_for_form(
         self, step: int, *, is_clean: bool, is_trying: bool, phase: int, check: Callable[[], None]
     ) -> Form:
@@ -160,20 +170,21 @@ class Calls:
         assert self.watch is not None
         posted = None
         declines_at = time.monotonic() + _DECLINE_AFTER_S
-        while True:
-            self._changed.clear()
-            answer = self.member.answer(step, is_clean=is_clean, is_trying=is_trying, phase=phase)
-            if answer is not posted:
-                self.watch.post(answer)
-                posted = answer
-            form = self._form
-            if form is not None and self.member.fits(form):
-                return form
-            if time.monotonic() >= declines_at and not self.member.is_called:
-                declines_at = math.inf
-                self.decline("the ranks that are left could not connect to each other")
-            self._changed.wait(_LOOK_EVERY_S)
-            check()
+        with self.waiting():
+            while True:
+                self._changed.clear()
+                answer = self.member.answer(step, is_clean=is_clean, is_trying=is_trying, phase=phase)
+                if answer is not posted:
+                    self.watch.post(answer)
+                    posted = answer
+                form = self._form
+                if form is not None and self.member.fits(form):
+                    return form
+                if time.monotonic() >= declines_at and not self.member.is_called:
+                    declines_at = math.inf
+                    self.decline("the ranks that are left could not connect to each other")
+                self._changed.wait(_LOOK_EVERY_S)
+                check()
 
     def wait_for_invitation(self, check: Callable[[], None]) -> Form:
         """In a new process: asks to join the others; returns the generation that it is a member of.

@@ -260,7 +260,8 @@ def join_default_group(
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
         arguments["device_id"] = device
-    with remember_connections():
+    is_gloo = "gloo" in backend_names(backend)
+    with remember_connections(num_peers=world_size if is_gloo else 0):
         dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), **arguments)
     if "nccl" in backend_names(backend):
         atexit.register(leave_default_group)  # torch warns of an NCCL group that is left to the exit

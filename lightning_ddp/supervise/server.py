@@ -456,7 +456,8 @@ class ControlServer:
 
     def _decide(self) -> None:
         now = time.monotonic()
-        stalled = self._stall.find(now) if self._stall is not None else None
+        is_meeting = self._membership is not None and self._membership.phase in (Phase.CALLING, Phase.FORMING)
+        stalled = self._stall.find(now, may_all_wait=is_meeting) if self._stall is not None else None
         if stalled is not None and not self._lose(stalled, now, has_ended=False):
             self._verdict.accuse(stalled)
         for stranger in list(takewhile(lambda s: s.since + _HELLO_WAIT_S <= now, self._strangers)):

@@ -71,8 +71,13 @@ class StallWatch:
         """When to look again."""
         return (self._looked_at if self._looked_at is not None else now) + self._timeout_s / REPORTS_A_TIMEOUT
 
-    def find(self, now: float) -> FailureRecord | None:
-        """The rank that has stalled, if one has."""
+    def find(self, now: float, *, may_all_wait: bool = False) -> FailureRecord | None:
+        """The rank that has stalled, if one has.
+
+        Args:
+            now: when.
+            may_all_wait: whether it is no stall that all wait, as for one of them that is known to be lost.
+        """
         interval = self._timeout_s / REPORTS_A_TIMEOUT
         if self._looked_at is None or now < self._looked_at + interval:
             return None
@@ -87,7 +92,7 @@ class StallWatch:
         busy = [p for p in stuck if p.where.waits_for is None]
         if busy:
             return self._describe(busy[0], "no progress", now)
-        if stuck and len(stuck) == len(self._ranks) > 1:
+        if not may_all_wait and stuck and len(stuck) == len(self._ranks) > 1:
             return self._describe(stuck[0], "all ranks wait, for different things", now)
         return None
 
