@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.launch import supervisor
+from lightning_ddp.launch import join_command, supervisor
 from lightning_ddp.tools import ToolError, draw_timeline, run_page
 from lightning_ddp.tools.bench.failures import FAILURES
 from lightning_ddp.tools.bench.hooks import HOOKS
@@ -61,6 +61,7 @@ class Variants:
 
 _COMMANDS: Mapping[str, Command] = {
     "run": supervisor,
+    "join": join_command,
     "variants": Variants(),
     "doctor": doctor,
     "timeline": draw_timeline,
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     # the doctor has nothing to remove, unless it starts a script to kill a rank of; it waits for other ranks
     # outside of Python, which hears no signals
-    leaves_nothing = args.command == "run" or (args.command == "doctor" and not args.verify)
+    leaves_nothing = args.command in ("run", "join") or (args.command == "doctor" and not args.verify)
     scope = contextlib.nullcontext() if leaves_nothing else unwinds_at_sigterm()
     try:
         with scope:

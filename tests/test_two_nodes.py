@@ -151,17 +151,23 @@ def shrinking(
     folder: Path, launcher: tuple[str, ...] = (), **order: Any
 ) -> Iterator[tuple[Link, RunningScript, RunningScript]]:
     """A run of two nodes with two ranks each, which go on when some are lost."""
-    order = {"folder": str(folder), "devices": 2, **order, "trainer": {"num_nodes": 2, **order["trainer"]}}
-    with two_namespaces_with_link() as link, contextlib.ExitStack() as stack:
-        first, second = (
-            stack.enter_context(
-                start_script(
-                    SCRIPT, [json.dumps(order)], variables_of(node), namespace=namespace, launcher=launcher
-                )
-            )
-            for node, namespace in enumerate(NAMESPACES)
-        )
+    with (
+        two_namespaces_with_link() as link,
+        start_node(0, folder, launcher, **order) as first,
+        start_node(1, folder, launcher, **order) as second,
+    ):
         yield link, first, second
+
+
+def start_node(
+    node: int, folder: Path, launcher: tuple[str, ...] = (), **order: Any
+) -> contextlib.AbstractContextManager[RunningScript]:
+    """The program of the run on one node."""
+    order = {"folder": str(folder), "devices": 2, **order, "trainer": {"num_nodes": 2, **order["trainer"]}}
+    variables, namespace = variables_of(node), NAMESPACES[node]
+    if "join" in launcher:
+        del variables["NODE_RANK"]
+    return start_script(SCRIPT, [json.dumps(order)], variables, namespace=namespace, launcher=launcher)
 
 
 @pytest.mark.slow
@@ -216,17 +222,13 @@ def test_the_node_with_the_control_server_goes_on_when_the_link_is_cut_and_the_o
     assert not list(tmp_path.glob("**/emergency*"))
 
 
-@contextlib.contextmanager
-def replacing(
-    folder: Path, num_generations: int, launcher: tuple[str, ...] = (), **order: Any
-) -> Iterator[tuple[Link, RunningScript, RunningScript]]:
-    """The same, up to the end of an epoch in which all places are taken, after so many generations."""
+def replacing(num_generations: int, **order: Any) -> dict[str, Any]:
+    """To train to the end of an epoch in which all places are taken, after so many generations."""
     # BatchNorm is spared a batch of one by samples that are repeated
     order = {"step_s": 0.05, "plain": True, "until_generation": num_generations, **order}
     order["strategy"] = {"on_failure": "replace", **order.get("strategy", {})}
     order["trainer"] = {"max_epochs": 10_000, **order.get("trainer", {})}
-    with shrinking(folder, launcher, **order) as run:
-        yield run
+    return order
 
 
 @pytest.mark.slow
@@ -236,13 +238,51 @@ def replacing(
 def test_a_rank_of_another_node_is_replaced_by_the_launcher_there(launcher, tmp_path) -> None:
     """One that is killed; then the new one stands still, and the launcher kills it."""
     faults = [fault(3, "forward", 3), fault(3, "forward", None, generation=2, how="stop")]
-    with replacing(tmp_path, 4, launcher, faults=faults, stall_s=6.0) as (_, first, second):
+    order = replacing(4, faults=faults, stall_s=6.0)
+    with shrinking(tmp_path, launcher, **order) as (_, first, second):
         for script in (first, second):
             assert script.wait().returncode == 0, first.output() + second.output()
     ledger = ReplacedLedger(tmp_path)
     ledger.check_members(4)
     assert ledger.changes_of(3) == [[3, 4], [3, 4]]
     assert ledger.changes_of(2) == [[4, 3], [3, 4]] * 2
+
+
+NODE_IS_LOST = [fault(2, "forward", 3), fault(3, "forward", 3)]
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_and_started_again_is_let_in(tmp_path) -> None:
+    """All of its processes are killed. Then the same program is started there."""
+    order = replacing(2, faults=NODE_IS_LOST)  # both may join in this generation, or one in the next
+    with shrinking(tmp_path, **order) as (_, first, second), contextlib.ExitStack() as stack:
+        assert second.wait().returncode != 0, second.output()
+        again = stack.enter_context(start_node(1, tmp_path, **order))
+        for script in (first, again):
+            assert script.wait().returncode == 0, first.output() + again.output()
+    ledger = ReplacedLedger(tmp_path)
+    ledger.check_members(4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", [(), RUN], ids=["python", "run"])
+@pytest.mark.parametrize("lost", [{0, 1}, {1}, {0}], ids=["both", "second", "first"])
+def test_a_node_whose_link_was_cut_ends_and_joins_when_that_has_healed(launcher, lost, tmp_path) -> None:
+    order = replacing(2, strategy={"heartbeat_timeout_s": HEARTBEAT_S}, step_s=0.1)
+    with shrinking(tmp_path, launcher, **order) as (link, first, second), contextlib.ExitStack() as stack:
+        first.wait_until(lambda: any(entry["step"] == 3 for entry in Ledger(tmp_path).commits))
+        link.lost |= lost
+        first.wait_until(lambda: bool(Ledger(tmp_path).changes))
+        link.lost.clear()
+        assert second.wait(END_S).returncode == 1, second.output()
+        join = ("-m", "lightning_ddp", "join", f"{ADDRESSES[0]}:29511")
+        again = stack.enter_context(start_node(1, tmp_path, join, **order))
+        for script in (first, again):
+            assert script.wait().returncode == 0, first.output() + again.output()
+        assert "joins the run" in again.output()
+    ledger = ReplacedLedger(tmp_path)
+    ledger.entries = [entry for entry in ledger.entries if entry["event"] != "excepts"]
+    ledger.check_members(4)
 
 
 @pytest.mark.exhaustive

@@ -43,6 +43,7 @@ from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.environment import global_seed
 from lightning_ddp.launch.reconciliation import Reconciliation
+from lightning_ddp.launch.terminal import tell_long_wait
 from lightning_ddp.supervise.protocol import Form
 
 __all__ = ["Recovery"]
@@ -472,7 +473,8 @@ class Recovery:
             self._ours.check_end()
 
         def attempt() -> None:
-            form = calls.wait_for_invitation(look)
+            with tell_long_wait(calls.member.place, lambda: "the others to let it join"):
+                form = calls.wait_for_invitation(look)
             calls.enter(form)
             self._hand_over(form, self._meet(form))
             calls.go_on()

@@ -111,6 +111,7 @@ class Children:
         *,
         log: Path | None = None,
         inherited: IO[bytes] | None = None,
+        is_later: bool = False,
     ) -> None:
         """Starts one child, of whose end a thread hears.
 
@@ -121,10 +122,12 @@ class Children:
             cwd: its working directory; None for this process's.
             log: a file to which its output is appended; None for this process's terminal.
             inherited: a file that it inherits under its descriptor.
+            is_later: whether it is started only by `start_again`, as the run has begun already.
         """
         begin = functools.partial(self._start, local_rank, command, cwd=cwd, log=log, inherited=inherited)
         self._again[local_rank] = functools.partial(begin, {**env, JOIN_VARIABLE: "1"}, is_new=True)
-        begin(env)
+        if not is_later:
+            begin(env)
 
     def _start(
         self,

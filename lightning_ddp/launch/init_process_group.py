@@ -19,7 +19,7 @@ from lightning_ddp.launch.init_method import meet, tcp_address
 from lightning_ddp.launch.interface import backend_names, choose_interface
 from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.reconciliation import is_enabled
-from lightning_ddp.launch.rendezvous import existing_group, join_default_group, run_store
+from lightning_ddp.launch.rendezvous import existing_group, join_default_group, note_met, run_store
 from lightning_ddp.launch.session import Session
 from lightning_ddp.launch.stop_signals import WaitSignals
 from lightning_ddp.launch.terminal import describe_rank, tell_long_wait
@@ -112,6 +112,8 @@ def join_run(
             session, environment, lambda: f"all {world_size} ranks; there are {_who_is_here(session)}"
         ):
             session.connect(store, identity, settings, timeout_s)
+        if rank == 0 and has_launcher and settings.recovery is not None:
+            note_met(store)
     if has_launcher and is_elsewhere and not session.num_failed:
         store = meet_elsewhere()
     session.store = store

@@ -138,6 +138,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except BaseException:
             rendezvous.close()
             raise
+        replaces = isinstance(self._settings.recovery, ReplaceSettings)
+        if replaces and node_rank != 0 and not session.is_joining:
+            session.is_joining = rendezvous.comes_back()
         tells_all = self._settings.recovery is not None
         session.begin_launch(first_rank, node_rank, variables, tells_all=tells_all)
         if node_rank == 0 and world_size > 1 and is_enabled():  # a lone rank has nobody to hear of
@@ -166,7 +169,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
             env = {**common, "LOCAL_RANK": str(local_rank)}
             log = command.log_of(first_rank + local_rank)
             session.children.start(
-                local_rank, command.arguments, env, command.cwd, log=log, inherited=command.handed
+                local_rank,
+                command.arguments,
+                env,
+                command.cwd,
+                log=log,
+                inherited=command.handed,
+                is_later=session.is_joining,
             )
         session.children.guard()
         if command.handed is not None:

@@ -234,6 +234,7 @@ class Reconciliation:
     def leave_if_late(self) -> None:
         """In a process that was to join: ends it, with code 0, if the others have ended their run."""
         if self.watch is not None and self.watch.has_been_left:
+            self._children.kill()  # they come too late as well
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)

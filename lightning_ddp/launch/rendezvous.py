@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import socket
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -37,8 +38,10 @@ __all__ = [
     "join_default_group",
     "leave_default_group",
     "named_port",
+    "note_met",
     "require_backend",
     "run_store",
+    "running",
 ]
 
 STORE_VARIABLE = "LIGHTNING_DDP_STORE"
@@ -55,6 +58,13 @@ has, rank 0 draws one and leaves it in the store, where it is as readable as tha
 
 JOIN_VARIABLE = "LIGHTNING_DDP_JOIN"
 """Environment variable by which a process knows that it comes in the place of one that a run has lost."""
+
+
+_RUN_KEY = "lightning_ddp/run"
+"""In a store of several runs: the number of the present one."""
+_MET_KEY = "lightning_ddp/has_met"
+"""In the store of a run that goes on without ranks that it loses: all have been there."""
+_PROBE_S = 2.0
 
 
 class HostedStore:
@@ -152,10 +162,25 @@ class Rendezvous:
             if self._hosted is None or not self._is_hosted(address, port):
                 self._hosted = HostedStore(address, port, named_by, self.control)
             port = int(self._hosted.store.port)
+            self._hosted.store.set(_RUN_KEY, str(self._num_runs))
         self.handed = {STORE_VARIABLE: f"{address}:{port}/{self._num_runs}"}
         if num_nodes == 1 and not os.environ.get(TOKEN_VARIABLE):
             self.handed[TOKEN_VARIABLE] = secrets.token_hex(16)
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+    def comes_back(self) -> bool:
+        """Whether the run had all its ranks before this process, which is the first of another node, came.
+
+        Then it is the present one of the store's process, which may have had others before.
+        """
+        assert self.where is not None
+        address, port, _ = _parts_of(self.where)
+        number = running(address, port)
+        if number is None:
+            return False
+        self._num_runs = number
+        self.handed[STORE_VARIABLE] = f"{address}:{port}/{number}"
+        return True
 
     def _is_hosted(self, address: str, port: int | None) -> bool:
         """Whether this process has a store there already."""
@@ -321,6 +346,22 @@ def run_store(where: str, timeout: timedelta | None) -> Any:
             f" {describe_route(address)}. Check that the first node is up, and that MASTER_ADDR and"
             " MASTER_PORT are the same on all nodes."
         ) from error
+
+
+def running(address: str, port: int) -> int | None:
+    """The number of the run whose store listens there; None if there is none, or its ranks have not met."""
+    try:
+        socket.create_connection((address, port), timeout=_PROBE_S).close()
+    except OSError:  # the first node begins as well
+        return None
+    store = dist.TCPStore(address, port, is_master=False)
+    number = store.get(_RUN_KEY).decode() if store.check([_RUN_KEY]) else ""
+    return int(number) if number and dist.PrefixStore(f"run{number}", store).check([_MET_KEY]) else None
+
+
+def note_met(store: Any) -> None:
+    """Called by rank 0 with the store of its run: all ranks have connected."""
+    store.set(_MET_KEY, "")
 
 
 def _parts_of(where: str) -> tuple[str, int, str]:

@@ -41,7 +41,7 @@ from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
-__all__ = ["Session", "end_job", "session_of_process"]
+__all__ = ["Session", "end_job", "server_in", "session_of_process"]
 
 _STORE_KEY = "lightning_ddp/control_server"
 _LOOK_EVERY_S = 0.1
@@ -159,25 +159,11 @@ class Session:
         return server
 
     def find_server(self, store: Any) -> ServerAddress:
-        """Where the control server of the run is, as its store says.
-
-        Raises:
-            ConfigurationError: rank 0 has a token that the user has set, and this process has none, or vice
-                versa.
-        """
+        """As `server_in`, once it is there."""
         while self.num_failed and not store.check([_STORE_KEY]):  # rank 0 may have left
             self.control.interrupt.check()
             time.sleep(_LOOK_EVERY_S)
-        host, port, published, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
-        shared = self.rendezvous.token
-        if bool(shared) == bool(published):
-            here, not_here = ("here", "for rank 0") if shared else ("for rank 0", "here")
-            raise ConfigurationError(
-                f"{TOKEN_VARIABLE} is set {here} and not {not_here}: set it to the same text for all"
-                " processes, or for none"
-            )
-        identity = Identity(rank=int(rank), node_rank=int(node_rank), host=name, pid=int(pid))
-        return ServerAddress(host=host, port=int(port), token=shared or published, identity=identity)
+        return server_in(store, self.rendezvous.token)
 
     def connect(self, store: Any, identity: Identity, settings: ReconcileSettings, timeout_s: float) -> None:
         """Connects to the control server, and waits until all ranks have. Does nothing the second time.
@@ -282,6 +268,27 @@ class Session:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exit handler has no other way to change the exit code
+
+
+def server_in(store: Any, shared: str | None) -> ServerAddress:
+    """Where the control server of a run is, as its store says.
+
+    Args:
+        store: of the run.
+        shared: the secret of the run, where that is not left in the store.
+
+    Raises:
+        ConfigurationError: rank 0 has a token that the user has set, and this process none, or vice versa.
+    """
+    host, port, published, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
+    if bool(shared) == bool(published):
+        here, not_here = ("here", "for rank 0") if shared else ("for rank 0", "here")
+        raise ConfigurationError(
+            f"{TOKEN_VARIABLE} is set {here} and not {not_here}: set it to the same text for all"
+            " processes, or for none"
+        )
+    identity = Identity(rank=int(rank), node_rank=int(node_rank), host=name, pid=int(pid))
+    return ServerAddress(host=host, port=int(port), token=shared or published, identity=identity)
 
 
 _session: Session | None = None

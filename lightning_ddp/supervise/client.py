@@ -41,7 +41,7 @@ from lightning_ddp.supervise.protocol import (
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.stall import REPORTS_A_TIMEOUT, silent
 
-__all__ = ["ServerAddress", "Watch"]
+__all__ = ["ServerAddress", "Watch", "ask"]
 
 _RECEIVE_BYTES = 64 * 1024
 _FLUSH_WAIT_S = 1.0
@@ -386,6 +386,27 @@ class Watch:
         if self._parent_fd is not None:
             with suppress(OSError):
                 os.close(self._parent_fd)
+
+
+def ask(server: ServerAddress, question: Message, *, timeout_s: float) -> Message:
+    """Asks the server something, of a process that is no rank; returns the first answer.
+
+    Raises:
+        RendezvousError: it cannot be reached, or does not know this process's secret.
+    """
+    try:
+        with socket.create_connection((server.host, server.port), timeout=timeout_s) as connection:
+            hello = Hello(server.token, Identity(rank=-1, node_rank=-1))
+            connection.sendall(pack(hello) + pack(question))
+            unpacker = Unpacker()
+            while data := connection.recv(_RECEIVE_BYTES):
+                for message in unpacker.feed(data):
+                    return message
+    except OSError as error:
+        raise RendezvousError(
+            f"cannot reach the control server at {server.host}, port {server.port}: {error}"
+        ) from error
+    raise RendezvousError(f"the control server at {server.host}, port {server.port} does not answer")
 
 
 def _open_pid(process: Identity | None) -> int | None:

@@ -36,6 +36,8 @@ class Peer:
         self.has_left = False
         self.is_new = False
         """Whether it is in the place of a lost process, and no member yet."""
+        self.is_ready = False
+        """Whether such a one stands before its first step."""
         self.is_launcher = False
         """Whether it starts the processes of its node."""
         self.num_ended = 0

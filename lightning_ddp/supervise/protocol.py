@@ -84,6 +84,11 @@ class Who(Message):
 
 
 @dataclass(frozen=True)
+class WhoIsMissing(Message):
+    """Asks which nodes are lost, and have not come back: `Missing`. Also of a process that is no rank."""
+
+
+@dataclass(frozen=True)
 class Progress(Message):
     """What a rank is doing, where stalls are looked for; answered by `Beat`."""
 
@@ -255,6 +260,13 @@ class Here(Message):
     """Answers `Who`."""
 
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Missing(Message):
+    """Answers `WhoIsMissing`."""
+
+    nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from lightning_ddp.supervise.protocol import (
     Joined,
     Left,
     Message,
+    Missing,
     Position,
     Present,
     Progress,
@@ -57,6 +58,7 @@ from lightning_ddp.supervise.protocol import (
     Stopped,
     Vanished,
     Who,
+    WhoIsMissing,
     pack,
 )
 from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
@@ -265,7 +267,7 @@ class ControlServer:
         if self._membership is not None:
             deadlines.append(self._membership.deadline())
         if self._vacancies is not None and not self._is_told:
-            deadlines.append(self._vacancies.deadline(self._may_start))
+            deadlines.append(self._vacancies.deadline(lambda p: self._may_start(p) or self._waits(p)))
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
@@ -316,8 +318,13 @@ class ControlServer:
         if peer.identity is None:
             self._greet(peer, message)
             return
+        if isinstance(message, WhoIsMissing):
+            self._send(peer, Missing(self._missing_nodes()))
+            return
         if peer.is_new:
             self._handle_new(peer, peer.identity, message)
+            return
+        if peer.identity.rank < 0:
             return
         rank, now = peer.identity.rank, time.monotonic()
         match message:
@@ -361,14 +368,17 @@ class ControlServer:
         if not hmac.compare_digest(message.token.encode(), self.token.encode()):
             raise ProtocolError("another token")
         rank = message.identity.rank
-        is_known = 0 <= rank < self._world_size
+        is_known = rank < self._world_size
         if message.is_new:
-            is_known = self._vacancies is not None and self._vacancies.is_expected(rank)
+            is_known = self._may_come(message)
+            if rank in self._new:
+                text = f"another process has come before this one, to join as rank {rank}"
+                self._send(peer, Failure(FailureRecord.of_identity(message.identity, text)))
         if not is_known:
             raise ProtocolError(f"rank {rank}")
         peer.identity, peer.is_new = message.identity, message.is_new
         peer.is_launcher = message.is_launcher
-        peer.is_active = True
+        peer.is_active = rank >= 0
         peer.unpacker.limit_bytes = _RECEIVE_BYTES
         with suppress(OSError):  # it is gone already, which reading from it will say
             keep_alive(peer.connection, self._settings.heartbeat_timeout_s)
@@ -378,6 +388,9 @@ class ControlServer:
             self._new[rank] = peer
             self._ended_places.discard(rank)
             self._send(peer, AllHere())
+            if self._launcher_of(rank) is peer:  # its node has come back
+                self._reopen(message.identity.node_rank)
+        if peer.is_new or rank < 0:
             return
         self._ranks[rank] = peer
         self._identities[rank] = message.identity
@@ -565,7 +578,7 @@ class ControlServer:
         assert self._membership is not None
         match message:
             case Ready():
-                self._membership.ready(identity.rank)
+                peer.is_ready = True
                 self._close_if_late(peer)
             case Active(is_active=False):  # a run that the others have ended long ago, such as a validation
                 peer.num_ended += 1
@@ -582,6 +595,7 @@ class ControlServer:
         if any(peer.num_ended > new.num_ended for peer in self._ranks.values()):
             assert new.identity is not None
             assert self._membership is not None
+            new.is_ready = False
             self._membership.withdrew(new.identity.rank)
             self._send(new, Closing())
 
@@ -590,7 +604,7 @@ class ControlServer:
         for place in places:
             peer = self._new.pop(place, None)
             if peer is not None and peer.identity is not None:
-                peer.is_new = False
+                peer.is_new = peer.is_ready = False
                 self._identities[place] = peer.identity
                 self._places[peer.identity.node_rank, peer.identity.pid] = place
 
@@ -622,12 +636,45 @@ class ControlServer:
                 self._on_vacant(place)
             else:
                 self._send(launcher, Start(place))
+        for place in filter(self._waits, self._new):
+            if self._vacancies.may_enter(place, now):
+                self._membership.ready(place)
         if self._stop.deadline() is None:
             self._send_to_places(self._membership.gather())
 
+    def _may_come(self, hello: Hello) -> bool:
+        """Whether a new process is one that was asked for, or the launcher of a node that comes back.
+
+        That may be sooner back than it is known to be lost: then it waits.
+        """
+        place, node = hello.identity.rank, hello.identity.node_rank
+        if self._vacancies is None or place in self._new or self._nodes.get(place) != node:
+            return False
+        return self._vacancies.is_expected(place) or (hello.is_launcher and node != 0)
+
+    def _reopen(self, node: int) -> None:
+        """The launcher of a node has come: it is asked for processes in the other places there."""
+        assert self._membership is not None
+        assert self._vacancies is not None
+        taken = {*self._membership.members, *self._new}
+        places = [place for place, its in self._nodes.items() if its == node and place not in taken]
+        self._vacancies.reopen(places, time.monotonic())
+
+    def _missing_nodes(self) -> tuple[int, ...]:
+        members = () if self._membership is None else self._membership.members
+        here = {self._nodes[place] for place in (*members, *self._new)}
+        return tuple(sorted(set(self._nodes.values()) - here))
+
     def _may_start(self, place: int) -> bool:
-        """Whether there is somebody who starts processes on the node of a place."""
-        return self._nodes.get(place, 0) == 0 or self._launcher_of(place) is not None
+        """Whether there is somebody who starts processes on the node of a place, and none is there."""
+        has_launcher = self._nodes.get(place, 0) == 0 or self._launcher_of(place) is not None
+        return has_launcher and place not in self._new
+
+    def _waits(self, place: int) -> bool:
+        """Whether a process is there that is let in once it is time."""
+        assert self._membership is not None
+        is_vacant = place not in self._membership.members
+        return is_vacant and place in self._new and self._new[place].is_ready
 
     def _launcher_of(self, place: int) -> Peer | None:
         """Who starts processes on the node of a place; None for the first one, where this process does."""
@@ -768,6 +815,8 @@ class ControlServer:
         elif peer.identity is not None and self._ranks.get(peer.identity.rank) is peer:
             del self._ranks[peer.identity.rank]
             self._deliver(self._inspection.left(peer.identity.rank, time.monotonic()))
+        if peer.is_launcher and peer.identity is not None and self._vacancies is not None:
+            self._reopen(peer.identity.node_rank)  # what it was asked for is of another one, if there is one
 
     def close_sockets(self) -> None:
         """Called at the end; and in a forked process, so that a socket does not live on there."""

@@ -62,6 +62,21 @@ class Vacancies:
             self._open.pop(place, None)
             self._joined_at[place] = step
 
+    def reopen(self, places: Iterable[int], now: float) -> None:
+        """Who starts processes there has come or gone: also where that was given up, or begun by another."""
+        for place in places:
+            self._started.discard(place)
+            if place not in self._open:
+                self._num_failed[place] = 0
+                self._open[place] = now
+
+    def may_enter(self, place: int, now: float) -> bool:
+        """Whether a process that nobody was asked to start is let in there; it may have to wait as others."""
+        if self._open.get(place, now) > now:
+            return False
+        self._open.pop(place, None)
+        return True
+
     def expect(self, place: int) -> None:
         """The process there has not joined after all, and may yet."""
         self._joined_at.pop(place, None)
