@@ -156,7 +156,7 @@ def test_random_faults_of_all_ranks_cost_no_step_and_no_sample(seed, seconds, tm
         tmp_path,
         launcher=RUN,
         devices=4,
-        stall_s=6.0,
+        stall_s=2.0,
         timeout_s=seconds + 3 * DEADLINE_S,
         chaos={"seed": seed, "mean_s": 4.0, "seconds": seconds},
         samples=1200,
@@ -186,6 +186,11 @@ def test_rank_0_is_replaced_as_well_and_who_sends_the_state_may_die(tmp_path) ->
     (metrics,) = tmp_path.glob("logs/*/version_*/metrics.csv")
     steps = [int(row["step"]) for row in csv.DictReader(metrics.read_text().splitlines()) if row["loss_step"]]
     assert steps == sorted(set(steps))
+
+
+@pytest.mark.slow
+def test_rank_0_that_ends_with_code_0_in_a_step_is_replaced_as_well(tmp_path) -> None:
+    train(tmp_path, fault(0, "forward", 3, how="exit"), launcher=RUN).check_members(3)
 
 
 @pytest.mark.slow

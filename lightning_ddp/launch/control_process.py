@@ -157,7 +157,7 @@ class _Host:
             self._rank_0_has_ended.set()
         if self._server is None:
             return
-        if self._server.goes_on and not is_rank_0:
+        if self._server.goes_on and (not is_rank_0 or (code == 0 and self._server.has_met)):
             identity = Identity(rank=place, node_rank=0, pid=pid)
             message = f"the process {describe_exit(code)}; what it printed stands above"
             self._server.tell(Exited(FailureRecord.of_identity(identity, message, exit_code=code)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -97,6 +98,13 @@ def chaos_is_over() -> bool:
     return time.time() > float(begun.read_text() or time.time()) + ORDER["chaos"]["seconds"]
 
 
+def takes_steps(place: int) -> bool:
+    """Whether the process there has taken a step since another one has died there."""
+    events = [json.loads(line)["event"] for line in (FOLDER / f"ledger-{place}").read_text().splitlines()]
+    last = len(events) - events[::-1].index("dies") if "dies" in events else 0
+    return "starts" in events[last:] and "commits" in events[last:]
+
+
 class Chaos(threading.Thread):
     """After a random time, a random fault of this process."""
 
@@ -112,10 +120,14 @@ class Chaos(threading.Thread):
     def run(self) -> None:
         """In the thread."""
         time.sleep(self._random.expovariate(1 / (ORDER["chaos"]["mean_s"] * ORDER["devices"])))
-        if chaos_is_over():
-            return
         kind = self._random.choice(["kill", "kill", "stop", "exit", "raise"])
-        note(event="dies", time=time.time(), kind=kind)
+        with (FOLDER / "begun").open() as turns:
+            fcntl.flock(turns, fcntl.LOCK_EX)  # with all members a run has lost all that it has
+            while not chaos_is_over() and not any(map(takes_steps, set(range(ORDER["devices"])) - {place()})):
+                time.sleep(0.2)
+            if chaos_is_over():
+                return
+            note(event="dies", time=time.time(), kind=kind)
         if kind == "raise" and place() != 0:
             self.raises = True
         elif kind == "exit":
