@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -236,9 +237,12 @@ def test_a_rank_that_is_killed_costs_no_step_and_no_sample(tmp_path: Path, capsy
     files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
     options = ["--rounds", "1", "--world-size", "2", "--contenders", "shrink", *files]
     assert main(["bench", "recovery", *options]) == 0
-    assert "1 of 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 of 1" in printed
+    assert re.search(r"^ *step +stop +\d+\.\d+ +\d+\.\d+ +\d\.\d+$", printed, re.MULTILINE), printed
     (run,) = json.loads((tmp_path / "a.json").read_text())["summary"]["runs"]["shrink"]
     assert (run["is_recovered"], run["steps_again"], run["samples_lost"]) == (True, 0, 0)
+    assert 0 < run["regroup_s"] < run["seconds"]
     assert (tmp_path / "a.png").stat().st_size > 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -37,24 +39,27 @@ class ModuleSnapshot:
             for metric in modules
             if hasattr(type(metric), "metric_state") and hasattr(metric, UPDATE_COUNT)
         ]
+        self._buffers: list[tuple[Any, str, Any]] = []
+        self._present: list[torch.Tensor | None] = []
         self._tensors: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         self.retake()
 
     def retake(self) -> None:
         """Copies what the modules that were found hold now, into the same memory."""
-        self._buffers = [(owner, key, tensor) for owner in self._owners for key, tensor in owner.items()]
-        tensors = [tensor for _, _, tensor in self._buffers if tensor is not None]
-        is_same = list(map(id, tensors)) == list(map(id, self._tensors))
-        if is_same and tensors:
+        present = list(chain.from_iterable(map(dict.values, self._owners)))
+        is_same = len(present) == len(self._present) and all(map(is_, present, self._present))
+        if is_same and self._tensors:
             try:
                 with torch.no_grad():
-                    foreach_copy_(self._values, tensors)
+                    foreach_copy_(self._values, self._tensors)
             except RuntimeError:  # one has another size now
                 is_same = False
         if not is_same:
-            self._values = [tensor.detach().clone() for tensor in tensors]
-        self._tensors = tensors
+            self._buffers = [(owner, key, tensor) for owner in self._owners for key, tensor in owner.items()]
+            self._present = present
+            self._tensors = [tensor for tensor in present if tensor is not None]
+            self._values = [tensor.detach().clone() for tensor in self._tensors]
         self._metrics = [(m, copy_states(m), getattr(m, UPDATE_COUNT)) for m in self._found]
 
     def restore(self) -> None:

@@ -118,6 +118,7 @@ class Recovery:
         self._is_repeating = False
         self._mark: Mark | None = None
         self._snapshot: ModuleSnapshot | None = None
+        self._random = RandomStates()
         self._batch: Any = None
         self._output: Any = None
         self._loggers = Loggers(trainer, trainer.strategy.broadcast, is_joining=is_joining)
@@ -304,7 +305,7 @@ class Recovery:
             if self._deal_after is not None and self.committed > self._deal_after:
                 self._deal(progress.completed, anew=True)
             self._snapshot = self._snapshot or ModuleSnapshot(self._trainer.lightning_module)
-            self._mark = Mark(self._trainer, self._snapshot, self._communication, self.taken)
+            self._mark = Mark(self._trainer, self._snapshot, self._random, self._communication, self.taken)
             self._num_rows = self._loggers.begin(self.committed)
         self._calls.defer(False)
         is_whole = progress.completed % self._trainer.accumulate_grad_batches == 0

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,18 @@ def main(
     on_failure: str | None = None,
     folder: str | None = None,
     step_s: float = 0.0,
+    stall_s: float | None = None,
+    turns: list[str] | None = None,
+    block: int = 1,
 ) -> None:
     """Trains, and prints `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
 
     Strategy, devices, accelerator and number of steps are the Trainer's; a model of `models.py` has its steps
-    timed. The victim has its fault, "exception" or "kill", in the fourth step or another one, once; a file to
-    preload runs first. With `on_failure`, or a folder to save each step in and to go on from, all ranks print
-    `COMMIT` with the time, the step and the samples of each batch.
+    timed. The victim has its fault, "exception", "kill" or "stop", in the fourth step or another one, once;
+    a file to preload runs first. With `on_failure`, or a folder to save each step in and to go on from, all
+    print `COMMIT` with the time, the step and the samples of each batch; rank 0 says in `REGROUP` how many
+    seconds it took to go on. With `turns`, two named pipes, this script and another one train in turns, a
+    block of steps with a part of a sample each; listed is the mean step of each block, with its boundaries.
     """
     models: Any = importlib.import_module("models") if model else None  # "ddp" runs without the package
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # whose names are common
@@ -54,7 +60,7 @@ def main(
         sys.path.insert(0, package_root)
         import lightning_ddp
 
-    has_ledger = on_failure is not None or folder is not None
+    has_ledger = (on_failure is not None or folder is not None) and not turns
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     place = int(os.environ.get("LOCAL_RANK", "0"))
     if preload:
@@ -72,30 +78,48 @@ def main(
         def on_train_start(self) -> None:
             rank = self.global_rank
             inputs = models.build_workload(model, rank=rank).batch if models else torch.randn(8, 32)
-            self.inputs = inputs.to(self.device)
+            self.inputs = (inputs[:1, ..., :8, :8] if turns else inputs).to(self.device)
+            self.pipes = [os.open(path, os.O_RDWR) for path in turns or () if rank == 0]
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if self.global_rank == 0 and batch_idx == 0:
                 _say(f"FIRST_BATCH {time.time():.6f}")
-            if models:
+            if turns and batch_idx % block == 0:
+                self.end_turn(batch_idx)
+                if self.pipes:
+                    os.read(self.pipes[0], 1)
+            if models and batch_idx % block == 0:
                 self.trainer.strategy.barrier()
                 self.started_at = self.now()
+
+        def end_turn(self, batch_idx: int) -> None:
+            if self.pipes and batch_idx:
+                self.seconds.append((self.now() - self.started_at) / block)
+                os.write(self.pipes[1], b".")
+
+        def on_train_end(self) -> None:
+            if turns:
+                self.end_turn(num_steps)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(step_s)
             if fault and self.global_step == fault_step and place == victim and attempt == 0:
                 _say(f"FAULT {time.time():.6f}")
-                if fault == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault != "exception":
+                    os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
                 raise ValueError("the fault of this benchmark")
             return self.module(self.inputs).square().mean()
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if models:
+            if models and not turns:
                 self.seconds.append(self.now() - self.started_at)
             if has_ledger:
                 ids = " ".join(map(str, batch[:, 0].int().tolist()))
                 _say(f"COMMIT {time.time():.6f} {self.trainer.global_step} {self.global_rank} {ids}")
+
+        def on_world_changed(self, change: Any) -> None:
+            if change.new_rank == 0:
+                _say(f"REGROUP {change.seconds:.6f}")
 
         def now(self) -> float:
             if self.device.type == "cuda":
@@ -117,7 +141,8 @@ def main(
         callbacks.append(pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_last=True))
     chosen: Any = strategy
     if on_failure is not None:
-        chosen = lightning_ddp.CustomDDPStrategy(on_failure=on_failure)
+        stall_timeout = timedelta(seconds=stall_s) if stall_s is not None else None
+        chosen = lightning_ddp.CustomDDPStrategy(on_failure=on_failure, stall_timeout=stall_timeout)
     trainer = pl.Trainer(
         strategy=chosen,
         accelerator=accelerator,

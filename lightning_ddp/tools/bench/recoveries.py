@@ -1,37 +1,42 @@
-"""Time from a kill to the next committed step: `on_failure="shrink"` beside restarts from a checkpoint.
+"""Time from the loss of a rank to the next committed step: `on_failure="shrink"` beside restarts.
 
-Each sample starts a real script in which the last rank is killed in a training step. "restart" is Lightning's
-"ddp" under `torchrun --max-restarts`, with a checkpoint each step. A step that is committed twice counts as
-lost, and so does a sample that no committed step has used. Steps without a failure are timed in scripts that
-take turns, with `on_failure="stop"` and "shrink".
+Each sample starts a real script in which the last rank is killed in a training step, or stopped ("stalled").
+"restart" is Lightning's "ddp" under `torchrun --max-restarts`, with a checkpoint each step. A step that is
+committed twice counts as lost, and so does a sample that no committed step has used. Steps without a failure
+are timed in two scripts, with `on_failure="stop"` and "shrink", that train in turns, a few steps each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_ddp.tools.arguments import add_shared
-from lightning_ddp.tools.bench.benchmark import Benchmark, Result, save_panels
+from lightning_ddp.tools.bench.benchmark import Benchmark, Result, format_comparisons, save_panels
 from lightning_ddp.tools.report import format_table, progress_bar
 from lightning_ddp.tools.scripts import PACKAGE_ROOT, TRAINING, run_to_mark, started
 
-CONTENDERS: Final = ("shrink", "restart")
+CONTENDERS: Final = ("shrink", "stalled", "restart")
 _MODES: Final = ("stop", "shrink")
-_NUM_STEPS: Final = 40
-_NUM_HEALTHY_STEPS: Final = 60
-_FAULT_STEP: Final = 10
-_STEP_S: Final = 0.05
-_HEALTHY: Final = "step without a failure"
-_KILLED: Final = "kill to next step"
+_NUM_STEPS: Final = 24
+_FAULT_STEP: Final = 8
+_STEP_S: Final = 0.02
+_STALL_S: Final = 2.0
+_BLOCK: Final = 10
+_BLOCKS_TO_WARM: Final = 2
+_RUN: Final = ("-m", "lightning_ddp", "run")
+_HEALTHY: Final = "step"
+_KILLED: Final = "loss to next step"
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +54,16 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace) -> Result:
     names = list(dict.fromkeys(args.contenders))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    healthy: dict[str, list[float]] = {mode: [] for mode in _MODES}
-    with progress_bar(args.rounds * (len(names) + len(_MODES)), "bench recovery") as bar:
-        for number in range(args.rounds):
+    with progress_bar(args.rounds * len(names) + 1, "bench recovery") as bar:
+        healthy: dict[str, list[float]] = {mode: [] for mode in _MODES}
+        for modes in (_MODES, _MODES[::-1]):  # the same code in two processes differs by some percent
+            found = time_steps(modes, args.world_size, 2 * args.rounds, timeout_s=args.timeout_s)
+            for mode in modes:
+                healthy[mode] += found[mode]
+        bar.update()
+        for _ in range(args.rounds):
             for name in names:
                 runs[name].append(run_to_recovery(name, args.world_size, timeout_s=args.timeout_s))
-                bar.update()
-            for mode in _MODES if number % 2 else reversed(_MODES):
-                healthy[mode].append(_time_steps(mode, args.world_size, timeout_s=args.timeout_s))
                 bar.update()
     return Result(
         samples={
@@ -64,7 +71,12 @@ def _measure(args: argparse.Namespace) -> Result:
             _HEALTHY: healthy,
         },
         references={_KILLED: names[0], _HEALTHY: "shrink"},
-        settings={"rounds": args.rounds, "world_size": args.world_size, "step_s": _STEP_S},
+        settings={
+            "rounds": args.rounds,
+            "world_size": args.world_size,
+            "step_s": _STEP_S,
+            "stall_timeout_s": _STALL_S,
+        },
         extra={"runs": runs},
     )
 
@@ -78,20 +90,22 @@ def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str
         timeout_s: seconds for all of it; then it is killed, and counts as not recovered.
     """
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_recovery_") as folder:
+        is_ours = name != "restart"
         arguments = {
-            "strategy": "custom_ddp" if name == "shrink" else "ddp",
-            "on_failure": "shrink" if name == "shrink" else None,
-            "folder": None if name == "shrink" else folder,
+            "strategy": "custom_ddp" if is_ours else "ddp",
+            "on_failure": "shrink" if is_ours else None,
+            "folder": None if is_ours else folder,
             "devices": world_size,
             "package_root": str(PACKAGE_ROOT),
             "num_steps": _NUM_STEPS,
-            "fault": "kill",
+            "fault": "stop" if name == "stalled" else "kill",
             "fault_step": _FAULT_STEP,
             "victim": world_size - 1,
             "step_s": _STEP_S,
+            "stall_s": _STALL_S if name == "stalled" else None,
         }
         elastic = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=3"]
-        launcher = [] if name == "shrink" else [*elastic, f"--nproc-per-node={world_size}"]
+        launcher = _RUN if is_ours else [*elastic, f"--nproc-per-node={world_size}"]
         with started(TRAINING, arguments, launcher) as running:
             with suppress(subprocess.TimeoutExpired):  # it hangs: then what it has printed by now counts
                 running.process.wait(timeout_s)
@@ -100,7 +114,9 @@ def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str
             if not faults:
                 raise running.failed("reached no fault")
     commits = re.findall(r"COMMIT (\d+\.\d+) (\d+) (\d+) ([\d ]+)$", text, re.MULTILINE)
-    return _outcome(commits, float(faults[0]), world_size, timeout_s)
+    found = _outcome(commits, float(faults[0]), world_size, timeout_s)
+    regroups = re.findall(r"^REGROUP (\d+\.\d+)$", text, re.MULTILINE)
+    return {**found, "regroup_s": float(regroups[0]) if regroups else None}
 
 
 def _outcome(
@@ -125,39 +141,78 @@ def _outcome(
     }
 
 
-def _time_steps(mode: str, world_size: int, *, timeout_s: float) -> float:
-    """Median of the seconds of a step in which nothing fails."""
-    arguments = {
-        "strategy": "custom_ddp",
-        "on_failure": mode,
-        "devices": world_size,
-        "package_root": str(PACKAGE_ROOT),
-        "num_steps": _NUM_HEALTHY_STEPS,
-        "model": "linear16",
-    }
-    _, found = run_to_mark(TRAINING, arguments, "STEP_SECONDS", timeout_s=timeout_s)
-    seconds: list[float] = json.loads(found)
-    return statistics.median(seconds[_NUM_HEALTHY_STEPS // 4 :])
+def time_steps(
+    modes: Sequence[str], world_size: int, num_blocks: int, *, timeout_s: float
+) -> dict[str, list[float]]:
+    """Seconds of a step in which nothing fails, with two values of `on_failure`: means of blocks, in turns.
+
+    Args:
+        modes: the two; the first one begins.
+        world_size: number of ranks.
+        num_blocks: so many of each, of ten steps.
+        timeout_s: seconds for the two scripts.
+
+    Raises:
+        ToolError: a script fails, or is not done in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="lightning_ddp_turns_") as folder:
+        pipes = [Path(folder, mode) for mode in modes]
+        for path in pipes:
+            os.mkfifo(path)
+        first, second = (
+            {
+                "strategy": "custom_ddp",
+                "on_failure": mode,
+                "devices": world_size,
+                "package_root": str(PACKAGE_ROOT),
+                "num_steps": _BLOCK * (num_blocks + _BLOCKS_TO_WARM),
+                "model": "convbn40",
+                "turns": [str(path) for path in turns],
+                "block": _BLOCK,
+            }
+            for mode, turns in zip(modes, (pipes, pipes[::-1]), strict=True)
+        )
+        token = os.open(pipes[0], os.O_RDWR)
+        try:
+            os.write(token, b".")
+            with started(TRAINING, first, _RUN) as running:
+                _, of_second = run_to_mark(
+                    TRAINING, second, "STEP_SECONDS", timeout_s=timeout_s, launcher=_RUN
+                )
+                if running.process.wait(timeout_s):
+                    raise running.failed("failed")
+                of_first = running.text.rpartition("STEP_SECONDS ")[2].splitlines()[0]
+        finally:
+            os.close(token)
+    texts = zip(modes, (of_first, of_second), strict=True)
+    return {mode: json.loads(text)[_BLOCKS_TO_WARM:] for mode, text in texts}
 
 
 def _format(result: Result) -> str:
     rows: list[tuple[str | int | float, ...]] = []
     for name, runs in result.extra["runs"].items():
         recovered = [run["seconds"] for run in runs if run["is_recovered"]]
+        regroups = [run["regroup_s"] for run in runs if run["regroup_s"] is not None]
         rows.append(
             (
-                name,
+                f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name,
                 f"{len(recovered)} of {len(runs)}",
                 f"{statistics.median(recovered):.3f}" if recovered else "never",
                 f"{max(recovered):.3f}" if recovered else "never",
+                f"{statistics.median(regroups):.3f}" if regroups else "-",
                 max(run["steps_again"] for run in runs),
                 max(run["samples_lost"] for run in runs),
             )
         )
-    head = ("a rank is killed", "went on", "median s", "worst s", "steps again", "samples lost")
-    healthy = result.comparisons[_HEALTHY]
-    cost = ", ".join(f"{mode} {1e3 * healthy[mode].median:.3f} ms" for mode in _MODES)
-    return f"{format_table(head, rows)}\n{_HEALTHY}: {cost}; shrink / stop {healthy['stop'].ratio:.3f}"
+    head = ("a rank is lost", "went on", "median s", "worst s", "regroup s", "steps again", "samples lost")
+    healthy = {
+        _HEALTHY: {
+            mode: replace(figures, median=1e3 * figures.median, iqr=1e3 * figures.iqr)
+            for mode, figures in result.comparisons[_HEALTHY].items()
+        }
+    }
+    table = format_comparisons(healthy, (_HEALTHY, "on_failure", "shrink / this"), "ms")
+    return f"{format_table(head, rows)}\n\n{table}"
 
 
 def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
@@ -169,10 +224,10 @@ def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
             axes.plot(*zip(*((moment - start, step) for moment, step in runs[0]["curve"]), strict=True), ".-")
             axes.lines[-1].set_label(name)
         axes.set(xlabel=unit, ylabel="committed step")
-        axes.axhline(_FAULT_STEP, color="red", linestyle="--", label="kill")
+        axes.axhline(_FAULT_STEP, color="red", linestyle="--", label="loss")
         axes.legend()
 
-    save_panels(path, {"a rank is killed": draw}, title=title)
+    save_panels(path, {"a rank is lost": draw}, title=title)
 
 
 RECOVERY: Final = Benchmark(
