@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 import signal
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp.supervise.failure_record import FailureRecord
+from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.launch.calls import Calls
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity
+from lightning_ddp.supervise.graceful_stop import StepBoundary
+from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.membership import REPEAT_S, SETTLE_S, STEPS_TO_FORGET, Member, Membership, Phase
 from lightning_ddp.supervise.protocol import Form, Gather, Joined, MeetAfter, Message, Muster, Present
 from lightning_ddp.supervise.settings import RecoverySettings
@@ -449,6 +454,26 @@ def test_a_loss_while_others_join_leaves_them_out_until_they_ask_again(victim) -
     assert membership.remaining == ((0, 2) if victim == 1 else (2,))
     at_rest(membership, 5, 1.0)
     assert (membership.phase, membership.members) == (Phase.RUNNING, (0, 2) if victim == 1 else (2,))
+
+
+def test_a_member_says_that_it_goes_on_once_it_has_its_state_and_then_as_often_as_it_is_asked() -> None:
+    """The server says again who is in a generation, to those that are slow and those that it did not hear."""
+    posted: list[Message] = []
+    calls = Calls(0, Interrupt(), Alarm(), StepBoundary())
+    watch: Any = SimpleNamespace(
+        post=posted.append, identity=Identity(rank=0, node_rank=0, pid=1, host="a"), failure=None
+    )
+    calls.watch = watch
+    calls.on_message(MeetAfter(1, 5))
+    form = Form(1, 1, (0, 1), (), (0,), 7, 0, (), is_retried=False, phase=0, joined=(1,))
+    calls.on_message(form)
+    how: dict[str, Any] = {"is_clean": True, "is_trying": False, "phase": 0, "check": lambda: None}
+    calls.enter(calls.wait_for_form(7, **how))
+    calls.on_message(form)
+    assert not any(isinstance(message, Joined) for message in posted)
+    calls.go_on()
+    calls.on_message(form)
+    assert [message for message in posted if isinstance(message, Joined)] == [Joined(1)] * 2
 
 
 def test_a_failure_voids_a_meeting_and_one_that_does_not_get_its_state_in_time_is_lost() -> None:

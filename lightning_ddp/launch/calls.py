@@ -61,6 +61,8 @@ class Calls:
         self._changed = threading.Event()
         self._has_stopped = False
         self._num_stops = 0
+        self._gone_on_in = 0
+        """The last generation of which this process has the state."""
 
     # ------------------------------------------------------------------ the thread of the channel
 
@@ -82,7 +84,7 @@ class Calls:
                 if self._form is None or generation > self._form.generation:
                     self._boundary.restart()  # on all ranks before the server asks for anything else
                 self._form = message
-                if generation == self.member.generation and self.error is None and self.watch is not None:
+                if generation == self._gone_on_in and self.watch is not None:  # it has not heard so
                     self.watch.post(Joined(generation))
             case _:
                 return False
@@ -235,6 +237,7 @@ class Calls:
                 assert self.error is not None
                 raise self.error
             self.error = None
+            self._gone_on_in = self.member.generation
         self._alarm.arm()
         self.watch.post(Joined(self.member.generation))
 
