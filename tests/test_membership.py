@@ -19,7 +19,7 @@ from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.membership import REPEAT_S, SETTLE_S, STEPS_TO_FORGET, Member, Membership, Phase
 from lightning_ddp.supervise.protocol import Form, Gather, Joined, MeetAfter, Message, Muster, Present
-from lightning_ddp.supervise.settings import RecoverySettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 from lightning_ddp.supervise.vacancies import Vacancies
 
 ANSWER_S = 30.0
@@ -312,6 +312,36 @@ def test_too_few_ranks_end_the_run() -> None:
     assert "min_world_size" in str(membership.reason)
     assert membership.cause is not None
     assert membership.cause.rank == 1
+
+
+def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_over() -> None:
+    membership = Membership(range(3), ReplaceSettings(min_world_size=3, wait_s=5.0), ANSWER_S)
+    membership.lost(2, record(2), 0.0, has_ended=True)
+    for place in (0, 1):
+        membership.present(place, Present(1, 5, is_clean=True, is_trying=True))
+    sent = membership.due(SETTLE_S)
+    for place in (0, 1):  # in this order
+        assert [type(message) for receiver, message in sent if receiver == place] == [Form, Gather]
+        membership.joined(place, membership.generation)
+    assert (membership.phase, membership.members) == (Phase.GATHERING, (0, 1))
+    assert membership.stands(0, 0) == membership.stands(1, 0) == membership.gather() == []
+    assert membership.deadline() == 5.0
+    membership.ready(2)
+    assert membership.gather() == [(place, MeetAfter(2, 0)) for place in (0, 1)]
+    assert membership.gather() == []
+    for place in (0, 1):
+        membership.present(place, Present(2, 5, is_clean=True, is_trying=False))
+    membership.due(1.0)
+    for place in range(3):
+        membership.joined(place, membership.generation)
+    assert (membership.phase, membership.members, membership.cause) == (Phase.RUNNING, (0, 1, 2), None)
+    membership.lost(0, record(0), 7.0, has_ended=True)
+    at_rest(membership, 6, 7.0)
+    assert membership.deadline() == 12.0
+    membership.due(12.0)
+    assert membership.phase is Phase.OVER
+    assert "wait_s=5 s no others" in str(membership.reason)
+    assert membership.cause is not None
 
 
 EXITED, RAISED = {"exit_code": 3}, {"exception_class": "builtins:ValueError", "exit_code": None}

@@ -72,12 +72,12 @@ def train(folder: Path, *kills: dict[str, Any], launcher: tuple[str, ...] = (), 
     order = {"folder": str(folder), "devices": 3, "step_s": 0.05, "faults": kills, **order}
     if "chaos" not in order:
         order.setdefault("until_generation", 2 * len(kills))
-    timeout_s = order.pop("timeout_s", DEADLINE_S)
+    timeout_s, code = order.pop("timeout_s", DEADLINE_S), order.pop("expects", 0)
     order["strategy"] = {"on_failure": "replace", **order.get("strategy", {})}
     order["trainer"] = {"max_epochs": 10_000, **order.get("trainer", {})}
     with start_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=launcher) as script:
         result = script.wait(timeout_s=timeout_s)
-        assert result.returncode == 0, script.output()
+        assert result.returncode == code, script.output()
     return Ledger(folder)
 
 
@@ -191,6 +191,22 @@ def test_rank_0_is_replaced_as_well_and_who_sends_the_state_may_die(tmp_path) ->
 @pytest.mark.slow
 def test_rank_0_that_ends_with_code_0_in_a_step_is_replaced_as_well(tmp_path) -> None:
     train(tmp_path, fault(0, "forward", 3, how="exit"), launcher=RUN).check_members(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait_s", [120.0, pytest.param(0.2, marks=pytest.mark.exhaustive)])
+def test_too_few_ranks_wait_for_new_ones(wait_s, tmp_path) -> None:
+    """They wait where they are, and longer than `stall_timeout`; or not as long as a cold start takes."""
+    strategy = {"on_failure": {"name": "replace", "min_world_size": 3, "wait_s": wait_s}}
+    order = {"strategy": strategy, "stall_s": 3.0, "expects": int(wait_s < 1)}
+    ledger = train(tmp_path, fault(1, "forward", 3, generation=0), **order)
+    assert {entry["world_size"] for entry in ledger.commits} == {3}
+    if wait_s < 1:
+        assert all("fewer than min_world_size" in entry["text"] for entry in ledger.of("excepts"))
+        assert {entry["place"] for entry in ledger.of("excepts")} == {0, 2}
+        return
+    ledger.check_members(3)
+    assert ledger.changes_of(0) == [[3, 2], [2, 3]]
 
 
 @pytest.mark.slow

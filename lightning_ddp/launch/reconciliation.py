@@ -17,7 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any
@@ -43,7 +43,7 @@ from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.orphan_guard import tell_guard
 from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
-from lightning_ddp.launch.terminal import show_report
+from lightning_ddp.launch.terminal import show_report, tell_long_wait
 from lightning_ddp.shm.background import end_idle_workers
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
@@ -495,7 +495,12 @@ class Reconciliation:
         """Whether all ranks stop here, because one was asked to by a signal. Called at each step boundary."""
         self.interrupt.check()
         self.interrupt.activity.advance()
-        if not self.boundary.reached(self.interrupt.check):
+        with ExitStack() as stack:
+            if self.calls is not None and self.boundary.is_gathering:
+                stack.enter_context(self.calls.waiting())
+                stack.enter_context(tell_long_wait(self.calls.member.rank, lambda: "others to join"))
+            stops = self.boundary.reached(self.interrupt.check)
+        if not stops:
             return False
         if self.watch is not None:
             self.watch.post(Stopped())

@@ -106,7 +106,8 @@ class StepBoundary:
         """Whether the boundary that comes next is one where others may join. Main thread."""
         self.is_meeting = False
         """Whether the main thread stands at the boundary where others join."""
-        self._is_gathering = False
+        self.is_gathering = False
+        """Whether no boundary is passed until it is known where others join."""
         self._meets_at: int | None = None
         self._meeting_known = threading.Event()
 
@@ -119,12 +120,12 @@ class StepBoundary:
             self._position, self._target, self._meets_at = 0, None, None
             self._known.clear()
             self._meeting_known.clear()
-            self.is_meeting = self._is_gathering = False
+            self.is_meeting = self.is_gathering = False
 
     def gather(self) -> int:
         """From now on no boundary is passed until `meet_after`; returns how many were. Any thread."""
         with self._lock:
-            self._is_gathering = True
+            self.is_gathering = True
             return self._position
 
     def meet_after(self, target: int) -> None:
@@ -151,10 +152,10 @@ class StepBoundary:
             check: called while waiting for the agreement; raises if the run has failed.
         """
         with self._lock:
-            if not self._is_held and not self._is_gathering:
+            if not self._is_held and not self.is_gathering:
                 self._position += 1
                 return False
-        while self._is_gathering and not self._meeting_known.wait(_SLICE_S):
+        while self.is_gathering and not self._meeting_known.wait(_SLICE_S):
             check()
         if self._meets_at is not None and self._position >= self._meets_at and self.may_meet:
             self.is_meeting = True

@@ -14,19 +14,22 @@ all members stop at a boundary that they agree on, as for a signal: nothing is u
 the new process as well, and it takes over the state of the lowest member. If a member is lost meanwhile the
 generation is formed without those that have not got their state; they may ask again.
 
+Where fewer are left than there have to be, they may wait for new ones: they are a generation all the same,
+but stop before its first step, until enough others ask to join.
+
 Processes are known here by their places: the ranks that they had in the beginning, which never change.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.protocol import Form, Gather, MeetAfter, Message, Muster, Present
-from lightning_ddp.supervise.settings import RecoverySettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 from lightning_ddp.supervise.vacancies import STEPS_TO_FORGET
 
 __all__ = ["SETTLE_S", "Member", "Membership", "Outgoing", "Phase"]
@@ -101,6 +104,9 @@ class Membership:
     def __init__(self, places: Iterable[int], settings: RecoverySettings, answer_s: float) -> None:
         self._settings = settings
         self._answer_s = answer_s
+        self._wait_s = settings.wait_s if isinstance(settings, ReplaceSettings) else 0.0
+        self._waits_until: float | None = None
+        """Until when enough others have to come; None while there are enough."""
         self.phase = Phase.RUNNING
         self.generation = 0
         self.members: tuple[int, ...] = tuple(sorted(places))
@@ -125,6 +131,8 @@ class Membership:
         self._newcomers: set[int] = set()
         """Members that have not got their state yet."""
         self._positions: dict[int, int] = {}
+        self._has_met = False
+        """Whether those that gather have been told where."""
         self._form: Form | None = None
         self._settles_at = self._answer_by = self._repeat_at = 0.0
         self._recovered_at: int | None = None
@@ -152,7 +160,8 @@ class Membership:
         if self.phase is not Phase.CALLING:
             self._answers, self._call = {}, self._call + 1
             self._answer_by = now + self._answer_s
-            self.cause = self.cause if self.phase is Phase.FORMING and self.cause is not None else cause
+            is_news = self.cause is None or self.phase is Phase.RUNNING
+            self.cause = cause if is_news else self.cause
             self.phase = Phase.CALLING
             to_call = [p for p in self.remaining if p != place]
             self.members = tuple(p for p in self.members if p not in self._newcomers)
@@ -165,8 +174,10 @@ class Membership:
         self._repeat_at = now + REPEAT_S
         if not has_ended:
             self.condemned.add(place)
-        if len(self.remaining) < self._settings.min_world_size:
-            return self._give_up(f"{len(self.remaining)} ranks are left, fewer than min_world_size")
+        if self._is_short(self.remaining):
+            if not self._wait_s or not self.remaining:
+                return self._give_up(f"{len(self.remaining)} ranks are left, fewer than min_world_size")
+            self._waits_until = self._waits_until or now + self._wait_s
         assert self.cause is not None  # it was running before
         return [(p, Muster(self._call, self.cause.cut())) for p in to_call]
 
@@ -187,8 +198,11 @@ class Membership:
             self._joined.add(place)
             self._newcomers.discard(place)
             if self._joined == set(self.members):
-                self.phase = Phase.RUNNING
-                self.cause = self._form = None
+                self._form = None
+                if self._waits_until is None:
+                    self.phase, self.cause = Phase.RUNNING, None
+                else:
+                    self.phase, self._call, self._answers = Phase.GATHERING, self._call + 1, {}
 
     def begun(self, place: int, generation: int) -> None:
         """A process begins again what the failure before this generation has interrupted."""
@@ -215,30 +229,43 @@ class Membership:
 
     def gather(self) -> Outgoing:
         """Has all members stop at a boundary if others ask to join and all is well."""
+        if self._waits_until is not None and not self._is_short((*self.members, *self._ready)):
+            return self._meet()
         if self.phase is not Phase.RUNNING or not self._ready:
             return []
         self.phase, self._call = Phase.GATHERING, self._call + 1
-        self._answers, self._positions = {}, {}
+        self._answers, self._positions, self._has_met = {}, {}, False
         return [(place, Gather()) for place in self.members]
 
     def stands(self, place: int, position: int) -> Outgoing:
         """A member says which boundary it has passed last; unasked that changes nothing."""
-        if self.phase is not Phase.GATHERING or place not in self.members:
+        waits = self.phase is Phase.FORMING and self._waits_until is not None
+        if not (waits or self.phase is Phase.GATHERING) or place not in self.members:
             return []
         self._positions[place] = position
-        if len(self._positions) < len(self.members):
+        return self._meet()
+
+    def _meet(self) -> Outgoing:
+        """Has all members stop at one boundary, once it is known where they are, and enough are to come."""
+        if self.phase is not Phase.GATHERING or self._has_met or len(self._positions) < len(self.members):
             return []
+        if self._is_short((*self.members, *self._ready)):
+            return []
+        self._has_met = True
         last = max(self._positions.values())
         return [(member, MeetAfter(self._call, last)) for member in self.members]
 
     # ------------------------------------------------------------------ what is to be done
+
+    def _is_short(self, places: Collection[int]) -> bool:
+        return len(places) < self._settings.min_world_size
 
     def deadline(self) -> float | None:
         """When to ask `due` at the latest; None if nothing is pending."""
         if self.phase is Phase.FORMING:
             return self._repeat_at
         if self.phase is Phase.GATHERING:
-            return 0.0 if self._answers.keys() == set(self.members) else None
+            return 0.0 if self._answers.keys() == set(self.members) else self._waits_until
         if self.phase is Phase.CALLING:
             is_complete = not self.condemned and self._answers.keys() == set(self.remaining)
             return self._settles_at if is_complete else min(self._repeat_at, self._answer_by)
@@ -256,6 +283,11 @@ class Membership:
 
     def due(self, now: float) -> Outgoing:
         """What is to be said now, because all is known or because time has passed."""
+        if self.phase is Phase.GATHERING and self._waits_until is not None and now >= self._waits_until:
+            return self._give_up(
+                f"{len(self.members)} ranks are left, fewer than min_world_size, and in"
+                f" wait_s={self._wait_s:g} s no others have come"
+            )
         if self.phase is Phase.FORMING and now >= self._repeat_at and self._form is not None:
             self._repeat_at = now + REPEAT_S
             return [(place, self._form) for place in self.members if place not in self._joined]
@@ -302,7 +334,12 @@ class Membership:
         self._answer_by = now + self._answer_s
         self._ready -= self._newcomers
         self._repeat_at = now + REPEAT_S
-        return [(place, self._form) for place in places]
+        forms: Outgoing = [(place, self._form) for place in places]
+        if not self._is_short(places):
+            self._waits_until = None
+            return forms
+        self._positions, self._has_met = {}, False
+        return forms + [(place, Gather()) for place in places]  # before its first step
 
     def _obstacle(self, step: int, answers: dict[int, _Answer]) -> str | None:
         """Why the run cannot go on from `step`, and counts this recovery; None if it can."""

@@ -469,7 +469,10 @@ class ControlServer:
 
     def _decide(self) -> None:
         now = time.monotonic()
-        is_meeting = self._membership is not None and self._membership.phase in (Phase.CALLING, Phase.FORMING)
+        is_meeting = self._membership is not None and self._membership.phase not in (
+            Phase.RUNNING,
+            Phase.OVER,
+        )
         stalled = self._stall.find(now, may_all_wait=is_meeting) if self._stall is not None else None
         if stalled is not None and not self._lose(stalled, now, has_ended=False):
             self._verdict.accuse(stalled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -46,6 +47,14 @@ class RecoverySettings:
 @dataclass(frozen=True, kw_only=True)
 class ReplaceSettings(RecoverySettings):
     """The same, with a new process in the place of each one that is lost."""
+
+    wait_s: float = 0.0
+    """With fewer than `min_world_size` ranks the others wait for so many seconds for new ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.wait_s) not in (int, float) or not 0 <= self.wait_s < math.inf:
+            raise ConfigurationError(f"on_failure: wait_s={self.wait_s!r}; expected seconds of at least 0")
 
 
 _KINDS: dict[str, type[RecoverySettings] | None] = {
