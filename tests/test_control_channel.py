@@ -47,6 +47,7 @@ from lightning_ddp.supervise.protocol import (
 )
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.stall import StallWatch
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
 
 TOKEN = "0123456789abcdef"
@@ -415,6 +416,27 @@ def test_a_rank_stalls_only_when_all_have_come() -> None:
         record = first.wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert "no progress within stall_timeout=0.4 s" in record.message
+
+
+@pytest.mark.parametrize(("timeout_s", "num_ranks"), [(20.0, 4), (20.0, 16_384), (0.4, 2)])
+def test_a_rank_is_silent_for_the_timeout_and_not_for_less(timeout_s, num_ranks) -> None:
+    """It stops just before it would have reported."""
+    rank, other = (Identity(rank=rank, node_rank=0) for rank in range(2))
+    watch = StallWatch(timeout_s, num_ranks)
+    watch.begin([rank, other], 0.0)
+    interval_s = watch.interval_s
+    assert interval_s <= timeout_s / 4
+    watch.report(rank, Where(count=1), 1.0)
+    stops_at, now, record, count = 1.0 + 0.99 * interval_s, 0.0, None, 0
+    while record is None:
+        assert now < 1.0 + 3 * timeout_s
+        count += 1
+        watch.report(other, Where(count=count), now)
+        found_at, record = now, watch.find(now)
+        now = watch.next_look(now)
+    assert (record.rank, record.message[:31]) == (0, "the process has said nothing fo")
+    assert found_at > stops_at + timeout_s
+    assert num_ranks > 64 or found_at <= stops_at + timeout_s + 1.0
 
 
 def test_a_rank_that_has_never_said_what_it_does_is_found() -> None:

@@ -14,7 +14,7 @@ import pytest
 import test_shrink
 import torch
 from harness import start_script
-from test_shrink import SAMPLES, fault
+from test_shrink import MOMENTS, SAMPLES, fault
 
 DEADLINE_S = 480.0
 SAME = ("parameters", "optimizer", "average", "lr", "generation", "epoch", "batch", "world_size")
@@ -171,6 +171,26 @@ def test_random_faults_of_all_ranks_cost_no_step_and_no_sample(seed, seconds, tm
     gaps = [after - before for before, after in itertools.pairwise(times)]
     goodput = len(gaps) * statistics.median(gaps) / sum(gaps)
     print(f"{dict(kinds)}, {len(times)} steps, goodput {goodput:.0%}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_kills", [50])
+def test_fifty_losses_leave_no_descriptor_thread_arena_or_process_behind(num_kills, tmp_path) -> None:
+    kills = [fault(1 + i % 3, MOMENTS[i % 4 + 3], None, generation=2 * i) for i in range(num_kills)]
+    options = {"name": "replace", "max_recoveries": 1000}
+    strategy, scheduler = {"on_failure": options}, ["ConstantLR", {"factor": 1.0}]
+    order = {"devices": 4, "timeout_s": 2000.0, "strategy": strategy, "scheduler": scheduler}
+    ledger = train(tmp_path, *kills, launcher=RUN, **order)
+    ledger.check_members(4, rates=False)
+    changes = [entry for entry in ledger.changes if entry["place"] == 0]
+    assert sum(len(entry["lost"]) for entry in changes) == num_kills
+    whole = [entry for entry in changes if entry["sizes"][1] == 4]
+    first, last = whole[2:12], whole[-10:]
+    print([entry["held"] for entry in whole], [round(entry["rss_mib"]) for entry in whole])
+    for name in ("held", "processes"):
+        assert max(entry[name] for entry in last) <= max(entry[name] for entry in first), name
+    grown = min(entry["rss_mib"] for entry in last) - min(entry["rss_mib"] for entry in first)
+    assert grown < 10, [entry["rss_mib"] for entry in whole]
 
 
 @pytest.mark.slow

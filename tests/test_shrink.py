@@ -268,6 +268,17 @@ def test_a_process_that_ends_with_code_0_or_is_stopped_is_lost_as_well(how, tmp_
     ledger.check([0, 1])
 
 
+@pytest.mark.exhaustive
+def test_a_pause_that_is_shorter_than_stall_timeout_is_no_failure(tmp_path) -> None:
+    """Of a data loader, and of whole processes, that of the control server as well."""
+    pauses = [(2, "loader", 2, "sleep"), (1, "forward", 3, "keep the GIL"), (0, "forward", 4, "keep the GIL")]
+    faults = [fault(*moment, how=how, seconds=8.5) for *moment, how in pauses]
+    ledger = train(tmp_path, devices=3, faults=faults, stall_s=10.0)
+    ledger.check([0, 1, 2])
+    assert Counter(entry["place"] for entry in ledger.of("pauses")) == Counter([0, 1, 2])
+    assert ledger.changes == []
+
+
 @pytest.mark.slow
 def test_one_recovery_after_the_other_holds_no_more_than_the_first(tmp_path) -> None:
     kills = [fault(place, MOMENTS[place % 4 + 3], 2 * (6 - place)) for place in range(5, 0, -1)]

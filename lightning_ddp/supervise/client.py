@@ -111,6 +111,7 @@ class Watch:
         self._outbox: deque[bytes] = deque()
         self._num_posted = self._num_sent = 0
         self._next_report = 0.0
+        self._report_every_s: float | None = None
         self._sent = threading.Condition()
         self._learned = threading.Event()
         self._all_here = threading.Event()
@@ -279,15 +280,15 @@ class Watch:
         """Tells the server what this rank is doing, if it is time; returns the seconds until then."""
         if self._settings.stall_timeout_s is None or self._is_deaf:
             return None
-        interval = self._settings.stall_timeout_s / REPORTS_A_TIMEOUT
+        longest_s = self._settings.stall_timeout_s / REPORTS_A_TIMEOUT
         now = time.monotonic()
         if now >= self._next_report:
-            is_late = now - self._next_report > interval  # this process was stopped itself
-            self._next_report = now + interval
+            is_late = now - self._next_report > longest_s  # this process was stopped itself
+            self._next_report = now + (self._report_every_s or longest_s)
             self.post(Progress(self._where()))
             if is_late:
                 self._last_beat = now
-            elif now - self._last_beat > self._settings.stall_timeout_s:
+            elif now - self._last_beat > self._settings.stall_timeout_s + longest_s:
                 self._learn(silent(self._server.identity, self._settings.stall_timeout_s), is_news=True)
         return max(0.0, self._next_report - now)
 
@@ -333,8 +334,8 @@ class Watch:
                 self._all_here.set()
             case Left():
                 self._all_left.set()
-            case Beat():
-                self._last_beat = time.monotonic()
+            case Beat(next_s):
+                self._last_beat, self._report_every_s = time.monotonic(), next_s
             case Here(ranks):
                 self._who = list(ranks)
                 self._who_answered.set()

@@ -276,7 +276,10 @@ class Left(Message):
 
 @dataclass(frozen=True)
 class Beat(Message):
-    """The server lives."""
+    """Answers `Progress`: the server lives."""
+
+    next_s: float | None
+    """In how many seconds it expects the next one; None: not at all."""
 
 
 @dataclass(frozen=True)

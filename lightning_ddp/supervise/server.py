@@ -117,7 +117,7 @@ class ControlServer:
         self._settings = settings
         self._verdict = Verdict()
         self._stop = StopAgreement(settings.failure_grace_s)
-        self._stall = StallWatch(settings.stall_timeout_s) if settings.stall_timeout_s is not None else None
+        self._stall = StallWatch(settings.stall_timeout_s, world_size) if settings.stall_timeout_s else None
         self._inspection = Inspection(world_size)
         self._membership = self._membership_of(settings)
         self._history = History()
@@ -344,7 +344,7 @@ class ControlServer:
             case Progress(where):
                 if self._stall is not None and peer.is_active:
                     self._stall.report(peer.identity, where, now)
-                self._send(peer, Beat())
+                self._send(peer, Beat(self._stall.interval_s if self._stall is not None else None))
             case Who():
                 self._send(peer, Here(tuple(sorted(self._ranks))))
             case Bye():
@@ -589,7 +589,7 @@ class ControlServer:
             case Failed(record) | Echoed(record):
                 self._send(peer, Failure(record.cut()))
             case Progress():
-                self._send(peer, Beat())
+                self._send(peer, Beat(self._stall.interval_s if self._stall is not None else None))
             case _:
                 pass
 
@@ -754,7 +754,7 @@ class ControlServer:
                 self._inspection.joined(rank)
         self._identities = {place: self._identities[place] for place in members}
         if self._stall is not None and self._settings.stall_timeout_s is not None:
-            self._stall = StallWatch(self._settings.stall_timeout_s)
+            self._stall = StallWatch(self._settings.stall_timeout_s, len(members))
             self._stall.begin(self._identities.values(), time.monotonic())
 
     def _send_to_places(self, messages: list[tuple[int, Message]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -40,6 +41,10 @@ IS_NEW = "LIGHTNING_DDP_JOIN" in os.environ
 """Whether this process comes in the place of a lost one."""
 
 
+PAUSES = {"sleep": time.sleep, "keep the GIL": lambda seconds: ctypes.PyDLL(None).usleep(int(1e6 * seconds))}
+"""How a rank may do nothing for some seconds."""
+
+
 def place() -> int:
     """The rank that this process had at first; -1 for one that only waits for its ranks."""
     if "LOCAL_RANK" not in os.environ and "start_method" in ORDER.get("strategy", {}):
@@ -54,6 +59,11 @@ def die_if(moment: str, step: int) -> None:
         if (fault["place"], fault["moment"]) == (place(), moment) and fault["step"] in (step, None):
             if fault.get("generation", generation()) != generation():
                 continue
+            if fault.get("how") in PAUSES:
+                ORDER["faults"].remove(fault)
+                note(event="pauses")
+                PAUSES[fault["how"]](fault["seconds"])
+                return
             note(event="dies", time=time.time())
             if fault.get("how") == "raise":
                 raise ValueError("a picture is broken")
@@ -394,6 +404,8 @@ class Ledger(pl.Callback):
                 len(os.listdir("/proc/self/task")),
                 Path("/proc/self/maps").read_text().count("/memfd:"),
             ],
+            rss_mib=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20,
+            processes=len(Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()),
         )
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
