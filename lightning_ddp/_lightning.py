@@ -782,6 +782,20 @@ def _rewind_batches(trainer: Trainer) -> None:
         tracker.ready = tracker.completed
 
 
+def before_updates(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Has a function called before each update of the parameters: after the backward, clipping, and the hooks
+    `on_before_optimizer_step`. It wraps `Precision._after_closure`.
+    """
+    precision: Any = trainer.precision_plugin
+    after_closure = _get(precision, "_after_closure")
+
+    def call(*arguments: Any) -> None:
+        after_closure(*arguments)
+        function()
+
+    _set(precision, "_after_closure", call)
+
+
 def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
     """Has a function called after each batch, when the schedulers that step with it have: what is left of it
     are the hooks of its end. It wraps `_TrainingEpochLoop.update_lr_schedulers`.

@@ -37,6 +37,7 @@ __all__ = [
     "buffers_of",
     "children_of",
     "count_groups_anew",
+    "error_of",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -189,6 +190,17 @@ def backend_of(process_group: Any, device: torch.device) -> Any:
     """What serves `device` in a process group; a single backend is its own."""
     get_backend = getattr(process_group, "_get_backend", None)
     return process_group if get_backend is None else get_backend(device)
+
+
+def error_of(process_group: Any, device: torch.device) -> str | None:
+    """What the backend's own watchdog has found, such as 'COMM_ERROR'; None for nothing."""
+    try:
+        get_error = getattr(backend_of(process_group, device), "get_error", None)  # new in torch 2.7
+        found = get_error() if get_error is not None else None
+    except RuntimeError:  # a backend that does not tell, or none for such devices
+        return None
+    name = str(getattr(found, "name", "SUCCESS"))
+    return None if name == "SUCCESS" else name
 
 
 def timeout_of(backend: Any) -> timedelta | None:

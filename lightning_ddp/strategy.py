@@ -148,7 +148,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
         emergency_checkpoint: whether the lowest rank that is left saves the last committed step before a
             failure ends a fit; or a folder. As `emergency-step=N.ckpt`, of which the report tells; True for
-            the folder of the Trainer's checkpoints, if it makes any. On CPU.
+            the folder of the Trainer's checkpoints, if it makes any. On CUDA only with another `on_failure`
+            than 'stop'.
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -298,6 +299,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         self.set_world_ranks()
         session = self._session = session_of_process()
         self._check_lost_ranks(session)
+        if self._reconcile_settings.recovery is not None and self.root_device.type == "cuda":
+            session.control.outlive_watchdog()
         self._join(session)
         if self._journal is None and isinstance(self._reconcile_settings.recovery, ReplaceSettings):
             from lightning_ddp.elastic.journal import Journal
@@ -407,6 +410,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             start_method=self._chosen_start_method,
             is_external=self._session.rendezvous.where is None,
             device_type=self.root_device.type,
+            is_averaging=self._communication.averager_plan is not None,
         )
         self._recovery = Recovery(
             ours,
@@ -415,6 +419,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             keeps_global=settings.batch == "global",
             meet=self._meet_again,
             boundary=self._stopping.check,
+            group=self._joined_group,
             journal=self._journal,
             is_joining=self._session.is_joining,
         )
@@ -422,8 +427,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
         assert self._session is not None
         folder = self._emergency_checkpoint
-        # after an abort of NCCL parameters may hold gradients that were averaged in part
-        if folder is False or self._session.control.watch is None or self.root_device.type != "cpu":
+        # after an abort of NCCL parameters may hold gradients that were averaged in part, unless each update
+        # waits for them
+        is_exact = self.root_device.type == "cpu" or self._recovery is not None
+        if folder is False or self._session.control.watch is None or not is_exact:
             return
         from lightning_ddp.elastic.emergency import EmergencyCheckpoint
 
@@ -789,8 +796,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         try:
             if self._journal is not None and kind is not None:
                 result: T = self._journal.result(kind, call)
-                return result
-            return call()
+            else:
+                result = call()
+            if self._recovery is not None:
+                self._recovery.settle_hook()
+            return result
         except Exception as error:
             if self._recovery is None or not self._recovery.finishes_alone(error):
                 raise

@@ -195,6 +195,20 @@ def test_an_error_that_nccl_has_found_is_raised_though_the_event_has_come(watche
     assert (error.label, error.rank) == ("backward 7", 3)
 
 
+def test_what_is_forgotten_is_not_found_broken_and_the_next_step_is_looked_after(watched):
+    """Its groups are aborted, as the run goes on without a rank."""
+    event = watched.expect()
+    assert event.asked.wait(DEADLINE_S)
+    watched.watch.forget()
+    assert watched.interrupt.activity.label is None
+    watched.group.error = Error.COMM_ERROR
+    event.asked.clear()
+    wait_until(lambda: not threads() or watched.failures)
+    assert watched.failures == []
+    watched.expect()
+    assert isinstance(watched.failure(), CollectiveError)
+
+
 def test_after_a_failure_and_after_the_end_nothing_is_asked_for(watched):
     def look(waited_s: float) -> None:
         raise ValueError("this test's")

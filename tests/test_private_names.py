@@ -660,6 +660,34 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
     assert trainer.num_val_batches == [1]
 
 
+@canary("pytorch_lightning.plugins.precision.Precision._after_closure")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_something_is_called_between_the_hooks_before_an_update_and_the_update(precision: str) -> None:
+    """Once for each update: gradients are there, and parameters are as before."""
+    called: list[str] = []
+
+    class Steps(pl.Callback):
+        def on_before_optimizer_step(self, *arguments: Any) -> None:
+            called.append("hook")
+
+        def on_before_zero_grad(self, *arguments: Any) -> None:
+            called.append("begins")
+
+    def look() -> None:
+        weight = model.layer.weight
+        assert weight.grad is not None
+        called.append("before" if torch.equal(weight, before[-1]) else "after")
+
+    before: list[torch.Tensor] = []
+    model = Model(lambda model: before.append(model.layer.weight.detach().clone()))
+    trainer = new_trainer(
+        max_steps=2, limit_val_batches=0, callbacks=[Steps()], precision=precision, accumulate_grad_batches=2
+    )
+    _lightning.before_updates(trainer, look)
+    trainer.fit(model)
+    assert called == ["begins", "begins", "hook", "before"] * 2 or called == ["begins", "hook", "before"] * 2
+
+
 @canary(
     "pytorch_lightning.trainer.connectors.checkpoint_connector._CheckpointConnector()._loaded_checkpoint",
     "pytorch_lightning.trainer.connectors.logger_connector._LoggerConnector()._callback_metrics",

@@ -67,7 +67,13 @@ class Ledger(test_shrink.Ledger):
         return [entry["sizes"] for entry in self.changes if entry["place"] == place]
 
 
-def train(folder: Path, *kills: dict[str, Any], launcher: tuple[str, ...] = (), **order: Any) -> Ledger:
+def train(
+    folder: Path,
+    *kills: dict[str, Any],
+    launcher: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
+    **order: Any,
+) -> Ledger:
     """Trains until all places are taken again after some kills, up to the end of that epoch."""
     order = {"folder": str(folder), "devices": 3, "step_s": 0.05, "faults": kills, **order}
     if "chaos" not in order:
@@ -75,7 +81,7 @@ def train(folder: Path, *kills: dict[str, Any], launcher: tuple[str, ...] = (), 
     timeout_s, code = order.pop("timeout_s", DEADLINE_S), order.pop("expects", 0)
     order["strategy"] = {"on_failure": "replace", **order.get("strategy", {})}
     order["trainer"] = {"max_epochs": 10_000, **order.get("trainer", {})}
-    with start_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=launcher) as script:
+    with start_script(test_shrink.SCRIPT, [json.dumps(order)], env, launcher=launcher) as script:
         result = script.wait(timeout_s=timeout_s)
         assert result.returncode == code, script.output()
     return Ledger(folder)

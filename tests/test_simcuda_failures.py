@@ -6,13 +6,16 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
+import simcuda
 import torch
 import torch.distributed as dist
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm import Group, sub_group
 from lightning_ddp.encoding.side_stream import sibling_group
+from lightning_ddp.errors import CollectiveError
 
 TIMEOUT_S = 6.0
 FAULT_AT = 3
@@ -77,6 +80,23 @@ def _timeouts(rank: int, world_size: int) -> list[timedelta]:
 def test_groups_that_are_made_of_another_one_have_its_timeout(simulated_ranks):
     for rank in simulated_ranks.run(_timeouts, 2, timeout_s=77.0):
         assert rank.value == [timedelta(seconds=154)] * 3
+
+
+def _wait_in_vain(rank: int, world_size: int) -> str:
+    device = torch.device("cuda", rank)
+    group = Group(dist.group.WORLD)
+    group.all_reduce(torch.ones(3, device=device)).wait()
+    group.wait_device(device)
+    simcuda.break_groups("NCCL error: remote process exited")
+    with pytest.raises(
+        CollectiveError, match="ended without its results: NCCL's watchdog reports COMM_ERROR"
+    ):
+        group.wait_device(device)
+    return "raised"
+
+
+def test_a_wait_of_the_host_does_not_take_what_has_failed_for_done(simulated_ranks):
+    assert [rank.value for rank in simulated_ranks.run(_wait_in_vain, 2)] == ["raised"] * 2
 
 
 def outcomes(ranks: Any, fault: str) -> list[Any]:

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,11 +21,13 @@ from typing import Any
 
 from lightning_ddp._torch import known_groups
 
-__all__ = ["abort_groups", "remember_connections"]
+__all__ = ["abort_groups", "remember_connections", "wait_for_aborts"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _remembered: dict[int, str] = {}
 """Of the process, as descriptors are; who aborts knows no group, and the groups do not tell their sockets."""
+_aborts: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+"""Group -> the thread that aborts it, or has done so."""
 _making: list[tuple[dict[int, str], int]] = []
 """For each group that is being made: the sockets that there were before, and how many peers may connect."""
 _KNOCK_WITHIN_S = 1.0
@@ -55,7 +58,9 @@ def abort_groups() -> None:
     the device, also for those of groups that would be aborted only after it.
     """
     for group in list(known_groups()):
-        threading.Thread(target=_abort, args=(group,), daemon=True, name="lightning_ddp abort").start()
+        thread = threading.Thread(target=_abort, args=(group,), daemon=True, name="lightning_ddp abort")
+        if _aborts.setdefault(group, thread) is thread:
+            thread.start()
     present = _sockets()
     ours = {descriptor: name for descriptor, name in _remembered.items() if present.get(descriptor) == name}
     num_peers = dict.fromkeys(ours, 0)
@@ -75,6 +80,12 @@ def _knock(address: Any, num_peers: int) -> None:
     for number in range(num_peers):  # which a peer says first
         with suppress(OSError), socket.create_connection(address[:2], _KNOCK_WITHIN_S) as connection:
             connection.sendall(number.to_bytes(8, sys.byteorder))
+
+
+def wait_for_aborts() -> None:
+    """Returns once all that `abort_groups` has begun is over, which may take as long as a kernel runs."""
+    for thread in list(_aborts.values()):
+        thread.join()
 
 
 def _opened_since(before: dict[int, str]) -> dict[int, str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp._torch import backend_of
+from lightning_ddp._torch import error_of
 from lightning_ddp.comm.activity import Entry, Waiting
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveError
@@ -131,6 +131,12 @@ class DeviceWatch:
             self._thread = threading.Thread(target=self._run, daemon=True, name="lightning_ddp device watch")
             self._thread.start()
 
+    def forget(self) -> None:
+        """What was queued until now is not looked after any more: its groups are about to be aborted."""
+        with self._lock:
+            self._latest = self._watched = None
+        self._interrupt.activity.on_device = None
+
     def rest(self) -> None:
         """Ends the thread, unless the device has still to run something; the next step starts another one."""
         self._is_hurried.set()
@@ -166,9 +172,9 @@ class DeviceWatch:
                 else:
                     self._interrupt.activity.on_device = queued.waiting()
             except Exception as error:  # noqa: BLE001 (whatever it is, the main thread gets it)
-                if self._interrupt.error is None:
+                if self._interrupt.error is None and self._is_watched(queued):
                     self._on_failure(error)
-                return
+                self.forget()
 
     def _next(self) -> _Queued | None:
         with self._lock:
@@ -176,9 +182,14 @@ class DeviceWatch:
                 self._watched, self._latest = self._latest, None
             return self._watched
 
+    def _is_watched(self, queued: _Queued) -> bool:
+        with self._lock:
+            return self._watched is queued
+
     def _release(self, queued: _Queued) -> None:
         with self._lock:
-            self._watched = None
+            if self._watched is queued:
+                self._watched = None
             self._spare.append(queued.event)
         activity = self._interrupt.activity
         if activity.on_device is not None:
@@ -199,7 +210,7 @@ class DeviceWatch:
             BaseException: what `on_slice` raised.
         """
         waited_s = time.monotonic() - queued.since
-        found = _error_of(queued)
+        found = error_of(queued.process_group, queued.device)
         if found is not None:
             raise CollectiveError(
                 f"{queued.label}: NCCL's watchdog reports {found}, so that what was averaged cannot be"
@@ -216,18 +227,6 @@ class DeviceWatch:
         if waited_s >= self._interrupt.deadline_s and self._interrupt.explain is not None:
             raise self._interrupt.explain(queued.waiting())
         return False
-
-
-def _error_of(queued: _Queued) -> str | None:
-    """What the backend's own watchdog has found, such as 'COMM_ERROR'; None for nothing."""
-    backend = backend_of(queued.process_group, queued.device)
-    get_error = getattr(backend, "get_error", None)  # which an older torch does not have
-    try:
-        found = get_error() if get_error is not None else None
-    except RuntimeError:  # a backend that does not tell
-        return None
-    name = str(getattr(found, "name", "SUCCESS"))
-    return None if name == "SUCCESS" else name
 
 
 def _let_others_capture() -> None:

@@ -17,11 +17,11 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._torch import backend_of, timeout_of
+from lightning_ddp._torch import backend_of, error_of, timeout_of
 from lightning_ddp.comm.activity import Entry, Lane
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.comm.spans import span
-from lightning_ddp.errors import CollectiveTimeoutError
+from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError
 
 __all__ = ["JOB_MARK", "SLICE_S", "InThread", "Waits"]
 
@@ -289,13 +289,29 @@ class Waits:
                 on_slice(time.monotonic() - start)
 
     def wait_device(self, device: torch.device) -> None:
-        """Waits until what is queued on the current stream has run; at once on the CPU."""
+        """Waits until what is queued on the current stream has run, as a whole; at once on the CPU.
+
+        Raises:
+            CollectiveError: NCCL has found an error, so that it may have ended half-way.
+            BaseException: as `wait`; also where groups may have been aborted meanwhile.
+        """
         if device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             last = self._lane.recent[-1] if self._lane is not None and self._lane.recent else None
             with self._waiting("the device" if last is None else last.name(), last):
+                start = time.monotonic()
                 self._poll(event.query, None)
+                self.check()
+                found = error_of(self.process_group, device)
+                if found is not None:
+                    label = "what was queued on the device"
+                    raise CollectiveError(
+                        f"{label} ended without its results: NCCL's watchdog reports {found}",
+                        label=label,
+                        rank=self.process_group.rank(),
+                        waited_s=time.monotonic() - start,
+                    )
 
     def watch_device(
         self,

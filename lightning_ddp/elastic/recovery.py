@@ -10,6 +10,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from lightning_ddp._lightning import (
     Trainer,
     batches_that_stepped,
+    before_updates,
     enter_epoch,
     fetch_anew,
     finish_batch,
@@ -29,7 +31,7 @@ from lightning_ddp._lightning import (
     wrap_steps,
     wrap_validation_setup,
 )
-from lightning_ddp.comm import broadcast_nested
+from lightning_ddp.comm import broadcast_nested, monitored_barrier
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.snapshot import ModuleSnapshot
@@ -37,7 +39,7 @@ from lightning_ddp.elastic.joining import Handover, seed_generators
 from lightning_ddp.elastic.journal import MAIN, VALIDATION, Journal
 from lightning_ddp.elastic.loggers import Loggers
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
-from lightning_ddp.elastic.regroup import copy_state, leave
+from lightning_ddp.elastic.regroup import copy_state, end_collectives, leave
 from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates, put_scale
 from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
 from lightning_ddp.errors import PeerFailure
@@ -73,6 +75,7 @@ class Recovery:
         meet: makes the process group of a generation, and all that is made of it; returns the new group. All
             ranks call it; communicates.
         boundary: called before each batch; raises where the run stops there.
+        group: tells the present ranks.
         journal: where processes may join; None elsewhere.
         is_joining: whether this process is one that joins.
     """
@@ -86,6 +89,7 @@ class Recovery:
         keeps_global: bool,
         meet: Callable[[Form], Group],
         boundary: Callable[[], None],
+        group: Callable[[], Group],
         journal: Journal | None = None,
         is_joining: bool = False,
     ) -> None:
@@ -94,7 +98,7 @@ class Recovery:
         self._trainer = trainer
         self._communication = communication
         self._meet = meet
-        self._boundary = boundary
+        self._boundary, self._group = boundary, group
         module: Any = trainer.lightning_module
         self.dealer = Dealer(
             keeps_global=keeps_global,
@@ -140,6 +144,7 @@ class Recovery:
             sanity_check=self._check_sanity,
             others=self.repeat,
         )
+        before_updates(trainer, self._settle)
         for loader in loaders_of(trainer.fit_loop):  # made already, to count the steps of a schedule
             self.dealer.adopt(loader)
         self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
@@ -169,6 +174,19 @@ class Recovery:
         self._communication.leave_part()
         return True
 
+    def _settle(self) -> None:
+        """Returns once all collectives that were called have ended well, on a device too.
+
+        There waits of the host do not wait for them, and an abort would leave results that were written in
+        part: nothing is taken for done before this.
+        """
+        self._group().wait_device(self._device)
+
+    def settle_hook(self) -> None:
+        """A collective was called; after a committed step nothing is done again that it has spoilt."""
+        if self._is_finishing:
+            self._settle()
+
     def note_batch(self, batch: Any) -> None:
         """The batch that is about to be used."""
         self._batch = batch
@@ -191,6 +209,7 @@ class Recovery:
         if not self._is_finishing or not self._ours.is_call(error):
             return False
         self.is_alone = True
+        end_collectives(self._ours, self._device)  # the caller writes over what they may still write to
         return True
 
     # ------------------------------------------------------------------ Lightning's steps
@@ -198,6 +217,10 @@ class Recovery:
     @property
     def _loop(self) -> Any:
         return self._trainer.fit_loop.epoch_loop
+
+    @property
+    def _device(self) -> torch.device:
+        return self._trainer.strategy.root_device
 
     @property
     def _wrapper(self) -> Any:
@@ -257,6 +280,10 @@ class Recovery:
             if boundary.is_meeting:
                 self._calls.meet()
                 self._handover = Handover.of(self._trainer, self._communication, self.dealer)
+                if self._device.type == "cuda":  # or an abort here cuts off what another one still receives
+                    self._settle()
+                    limit = timedelta(seconds=self._group().timeout_s(self._device))
+                    monitored_barrier(self._group(), "before ranks join", timeout=limit)
                 self._calls.defer(True)
             else:
                 self._tell_begun()
@@ -343,6 +370,7 @@ class Recovery:
             self._ours.interrupt.check()
             self._tell_begun()
             phase()
+            self._settle()
             self._calls.defer(True)
 
         try:
@@ -439,20 +467,26 @@ class Recovery:
                 self._copy_state(form, group)
             if form.joined:
                 self._hand_over(form, group)
+            self._settle()
             calls.go_on()
             entered.append(form)
 
         while not entered:
-            self._communication.halt()
-            calls.stop()
-            leave(self._ours, self._wrapper)
+            self._stop()
             self._is_through(attempt)
         self._handover = None
         return entered[0]
 
+    def _stop(self) -> None:
+        """Lets go of the others: nothing that this process has called or queued goes on."""
+        self._communication.halt()
+        self._ours.forget_device()
+        self._calls.stop()
+        leave(self._ours, self._wrapper, self._device)
+
     def _hand_over(self, form: Form, group: Group) -> None:
         """Sends all that this rank has to those that join, or takes it. All ranks call it; communicates."""
-        source, device = form.members.index(form.source), self._trainer.strategy.root_device
+        source, device = form.members.index(form.source), self._device
         is_source = group.rank == source
         sent = self._handover if is_source else None
         received = broadcast_nested(group, sent, source, device, label="state for a rank that joins")
@@ -478,13 +512,12 @@ class Recovery:
                 form = calls.wait_for_invitation(look)
             calls.enter(form)
             self._hand_over(form, self._meet(form))
+            self._settle()
             calls.go_on()
             self._form = form
 
         while self._form is None:
-            self._communication.halt()
-            calls.stop()
-            leave(self._ours, self._wrapper)
+            self._stop()
             self._is_through(attempt)
         assert self._handover is not None
         form, self._form = self._form, None
@@ -510,7 +543,7 @@ class Recovery:
 
     def _copy_state(self, form: Form, group: Group) -> None:
         is_behind = self._calls.member.place in form.behind
-        source, device = form.members.index(form.source), self._trainer.strategy.root_device
+        source, device = form.members.index(form.source), self._device
         self._is_clean = not is_behind
         copy_state(
             group,
@@ -527,6 +560,7 @@ class Recovery:
             if is_behind:
                 put_scale(scaler, state)
         self._communication.copy_state(group, source, device, is_behind=is_behind)
+        self._settle()
         self._is_clean = True
 
     def _deal(self, num_batches: int, *, anew: bool) -> None:

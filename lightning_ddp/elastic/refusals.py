@@ -74,6 +74,7 @@ def check_training(
     start_method: str,
     is_external: bool,
     device_type: str,
+    is_averaging: bool,
 ) -> None:
     """Looks at the Trainer and where it runs.
 
@@ -92,10 +93,16 @@ def check_training(
             "those end all ranks when one has died",
             "`python train.py`, which starts them itself",
         )
-    if device_type != "cpu":
+    if device_type not in ("cpu", "cuda"):
         _refuse(
             f"devices of type {device_type!r}",
-            "communicators of NCCL are not made anew yet",
+            "it is not known when their collectives have ended",
+            "Trainer(accelerator='cpu')",
+        )
+    if device_type != "cpu" and is_averaging:
+        _refuse(
+            f"model_averaging on devices of type {device_type!r}",
+            "an abort would leave parameters averaged in part",
             "Trainer(accelerator='cpu')",
         )
     if not trainer.lightning_module.automatic_optimization:

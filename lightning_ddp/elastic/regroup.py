@@ -13,28 +13,37 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_ddp._torch import backend_of, count_groups_anew, set_timeout
 from lightning_ddp.comm import broadcast_nested
-from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.comm.abort import abort_groups, remember_connections, wait_for_aborts
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.retired import retire_groups
+from lightning_ddp.comm.waits import InThread
 from lightning_ddp.ddp.module_sync import broadcast_coalesced
+from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.interface import backend_names
 from lightning_ddp.launch.reconciliation import Reconciliation
 from lightning_ddp.launch.rendezvous import join_default_group, leave_default_group
 from lightning_ddp.launch.session import Session
 from lightning_ddp.launch.terminal import tell_long_wait
 
-__all__ = ["copy_state", "leave", "meet_again"]
+__all__ = ["copy_state", "end_collectives", "leave", "meet_again"]
 
 _LOOK_EVERY_S = 0.005
+_ABORTED_WITHIN_S = 20.0
+"""How long the communicators of NCCL, and what was queued on the device, may take to end."""
 
 
-def leave(ours: Reconciliation, wrapper: Any | None) -> None:
+def leave(ours: Reconciliation, wrapper: Any | None, device: torch.device) -> None:
     """Lets go of a group whose connections are aborted. Does not communicate.
 
     Args:
         ours: this process's part in the run.
         wrapper: the `BucketedDDP` that used it.
+        device: of this process; nothing runs there any more when this returns.
+
+    Raises:
+        LightningDDPError: something does not end there.
     """
+    end_collectives(ours, device)
     if wrapper is not None:
         wrapper.reducer.close()
         for parameter in wrapper.module.parameters():
@@ -43,6 +52,36 @@ def leave(ours: Reconciliation, wrapper: Any | None) -> None:
     retire_groups()
     leave_default_group()
     count_groups_anew()
+
+
+def end_collectives(ours: Reconciliation, device: torch.device) -> None:
+    """Aborts all groups; when it returns nothing runs on the device any more. Does not communicate.
+
+    Args:
+        ours: this process's part in the run.
+        device: of this process; on the CPU nothing is done, as what waits there has been interrupted.
+
+    Raises:
+        LightningDDPError: something does not end there.
+    """
+    if device.type != "cuda":
+        return
+    ours.forget_device()
+    abort_groups()
+
+    # in a thread, as an abort that goes wrong, or a kernel, may block for ever
+    def wait(_: InThread[None]) -> None:
+        wait_for_aborts()
+        torch.cuda.synchronize(device)
+
+    call = InThread(wait, _ABORTED_WITHIN_S)
+    call.wait(lambda _: ours.check_end())
+    if isinstance(call.error, TimeoutError):
+        raise LightningDDPError(
+            f"communicators of NCCL, or what is queued on {device}, have not ended {_ABORTED_WITHIN_S:g} s"
+            " after they were aborted"
+        )
+    call.result  # noqa: B018 (raises what has gone wrong)
 
 
 def meet_again(

@@ -63,6 +63,7 @@ __all__ = [
 ]
 
 SWITCH_VARIABLE = "PL_RECONCILE_PROCESS"
+_WATCHDOG_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _RING_EVERY_S = 0.5
 _ABORT_AFTER_S = 0.3
@@ -222,6 +223,11 @@ class Reconciliation:
         is_echo = _is_of_backend(error, text) and (is_aborted or _LOST_CONNECTION.search(text) is not None)
         return is_echo and self.calls.wait_for_call(self._call_within_s)
 
+    def forget_device(self) -> None:
+        """What a device has still to run is not looked after any more, as its groups are to be aborted."""
+        if self._device_watch is not None:
+            self._device_watch.forget()
+
     def check_end(self) -> None:
         """Raises if the run has ended with a failure.
 
@@ -361,6 +367,13 @@ class Reconciliation:
         if self._depth > 0:
             self._variables = {name: os.environ.get(name) for name in variables} | self._variables
         os.environ.update(variables)
+
+    def outlive_watchdog(self) -> None:
+        """Keeps NCCL's own watchdog from ending this process when it finds that another one is gone.
+
+        For groups that are made after it, unless the user has set what it does.
+        """
+        self.set_while_running({_WATCHDOG_VARIABLE: os.environ.get(_WATCHDOG_VARIABLE, "0")})
 
     def _leave_together(self) -> None:
         """Waits until the run has ended on all ranks: what this one does next may build on that.
@@ -626,6 +639,8 @@ class Reconciliation:
 
     def _device_failed(self, error: BaseException) -> None:
         """In the thread that looks after the device: what it has to run does not end, or has failed."""
+        if self.is_call(error):  # which stops the main thread
+            return
         if self.interrupt.set(error):
             self._limit_ending()
             self._ring(error)

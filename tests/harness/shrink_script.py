@@ -36,6 +36,9 @@ warnings.filterwarnings("ignore")
 ORDER: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(ORDER["folder"])
 NOTED: set[str] = set()
+ON_DEVICE = "SIMULATED_CUDA" in os.environ
+if ON_DEVICE:
+    import simcuda
 NUM_SAMPLES = ORDER.get("samples", 96)
 IS_NEW = "LIGHTNING_DDP_JOIN" in os.environ
 """Whether this process comes in the place of a lost one."""
@@ -166,11 +169,20 @@ def note(**entry: Any) -> None:
     os.close(descriptor)
 
 
+def of_device(tensor: Tensor) -> Tensor:
+    """On the CPU, without a word of it to the checker of simulated devices."""
+    if not tensor.is_cuda:
+        return tensor
+    with simcuda.unchecked():
+        return tensor.cpu()
+
+
 def hash_of(tensors: Any) -> str:
     """Of all bits of some tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        values = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        digest.update(of_device(values).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -181,7 +193,7 @@ def state_before(trainer: Any, module: Any) -> dict[str, Any]:
     tensors = remembered.get("tensors", {})
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {
-        "random": hash_of([torch.get_rng_state()]),
+        "random": hash_of([torch.get_rng_state(), *([torch.cuda.get_rng_state()] if ON_DEVICE else [])]),
         "python": random.random(),
         "buffers": hash_of(module.buffers()),
         "logged": {
@@ -250,7 +262,7 @@ class Model(pl.LightningModule):
             arrived.append(parameter)
             if len(arrived) == 2:
                 note(event="sleeps")
-                time.sleep(20)
+                time.sleep(ORDER.get("late_s", 20.0))  # a backward on a device is not interrupted
 
         for parameter in self.net[0].parameters():
             parameter.register_post_accumulate_grad_hook(sleep)
@@ -538,12 +550,12 @@ def new_trainer() -> pl.Trainer:
         **{"bucket_cap_mb_list": [0.0001], "on_failure": "shrink", **ORDER.get("strategy", {})},
     )
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if ON_DEVICE else "cpu",
         devices=ORDER.get("devices", 4),
         strategy=strategy,
         callbacks=[Ledger(), *saving, *more_callbacks()] if "ends" not in NOTED else [],
         logger=pl.loggers.CSVLogger(FOLDER / "logs") if ORDER.get("logs") else False,
-        plugins=MixedPrecision("16-mixed", "cpu") if "overflows" in ORDER else None,
+        plugins=MixedPrecision("16-mixed", "cuda" if ON_DEVICE else "cpu") if "overflows" in ORDER else None,
         enable_checkpointing=bool(saving or more_callbacks()),
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -606,6 +618,8 @@ def main() -> None:
         best=saving.best_model_path if saving is not None else None,
         last=saving.last_model_path if saving is not None else None,
     )
+    if ON_DEVICE:
+        note(event="finds", reports=simcuda.summary(("race", "free")))
     if "tests" in ORDER:
         (means,) = trainer.test(model, DataLoader(Samples(), batch_size=4), verbose=False)
         note(event="tests", mean=means["test"], world_size=trainer.world_size)

@@ -20,9 +20,14 @@ thread_local std::array<int64_t, kDevices> this_stream_id{};
 
 c10::Device cuda(int index) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 
+int num_devices() {
+  const char* text = std::getenv("SIMULATED_CUDA_DEVICES");
+  return text ? std::atoi(text) : 2;
+}
+
 int index_of(c10::Device device) {
   const int index = device.has_index() ? device.index() : this_device;
-  TORCH_CHECK(0 <= index && index < kDevices, "CUDA error: invalid device ordinal");
+  TORCH_CHECK(0 <= index && index < num_devices(), "CUDA error: invalid device ordinal");
   return index;
 }
 
@@ -77,7 +82,7 @@ struct Event {
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return c10::kCUDA; }
-  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
 
   c10::Device exchangeDevice(c10::Device device) const override {
     const int before = this_device;
@@ -150,8 +155,8 @@ class Hooks : public at::CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return kDevices; }
-  int getNumGPUs() const override { return kDevices; }
+  c10::DeviceIndex deviceCount() const override { return num_devices(); }
+  int getNumGPUs() const override { return num_devices(); }
   c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
   c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(this_device); }
   void setCurrentDevice(c10::DeviceIndex device) const override { this_device = index_of(cuda(device)); }
@@ -168,7 +173,8 @@ class Hooks : public at::CUDAHooksInterface {
   // Numbers come from the CPU's kernels, so from its kind of generator, but one for each device.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     static auto* const generators = new std::array<at::Generator, kDevices>{
-        at::detail::createCPUGenerator(), at::detail::createCPUGenerator()};
+        at::detail::createCPUGenerator(), at::detail::createCPUGenerator(), at::detail::createCPUGenerator(),
+        at::detail::createCPUGenerator()};
     return (*generators)[device < 0 ? this_device : device];
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }

@@ -930,6 +930,7 @@ PYBIND11_MODULE(simnccl, module) {
       .def("_group_start", nothing)
       .def("_group_end", nothing)
       .def("_set_default_timeout", &Group::setTimeout)
+      .def("get_error", &Group::getError)
       .def("comm_split_count", [](Group&) { return 0; })
       .def("perform_nocolor_split", [](Group&, const py::object&) {})
       .def_property_readonly("options", &Group::getBackendOptions);

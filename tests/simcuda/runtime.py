@@ -14,7 +14,6 @@ from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-DEVICES = 2
 _MEMORY = 80 * 2**30
 _CUDA = 1  # the number of this kind of device in streams
 
@@ -33,6 +32,11 @@ class Installer(importlib.abc.MetaPathFinder):
         if name == "torch.cuda":
             sys.meta_path.remove(self)
             install(sys.modules["torch._C"])
+
+
+def num_devices() -> int:
+    """How many there are: up to four."""
+    return int(os.environ.get("SIMULATED_CUDA_DEVICES", "2"))
 
 
 def install(c: ModuleType) -> None:
@@ -121,7 +125,7 @@ def install(c: ModuleType) -> None:
         import torch
 
         _started_in = os.getpid()
-        torch.cuda.default_generators = tuple(_nccl().default_generator(i) for i in range(DEVICES))
+        torch.cuda.default_generators = tuple(_nccl().default_generator(i) for i in range(num_devices()))
         torch.cuda._get_device_properties = _properties
 
     functions: dict[str, Any] = {
@@ -134,7 +138,7 @@ def install(c: ModuleType) -> None:
         "_cudart": _Cudart(),
         "_cuda_init": init,
         "_cuda_isInBadFork": lambda: _started_in not in (None, os.getpid()),
-        "_cuda_getDeviceCount": lambda: DEVICES,
+        "_cuda_getDeviceCount": num_devices,
         "_cuda_getDevice": get_device,
         "_cuda_setDevice": c._accelerator_setDeviceIndex,
         "_cuda_exchangeDevice": exchange_device,
