@@ -172,6 +172,7 @@ _OTHERS = {
     "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
     "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
     "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
+    "call_teardown_hook": ("trainer.call", "_call_teardown_hook"),
     "check_missing_main_guard": ("fabric:strategies.launchers.multiprocessing", "_check_missing_main_guard"),
     "interrupt_trainer": ("trainer.call", "_interrupt"),
     "optimizers_to_device": ("fabric:utilities.optimizer", "_optimizers_to_device"),
@@ -446,6 +447,12 @@ def sigterm_exception(trainer: Trainer) -> type[BaseException]:
     return kind
 
 
+def silent_end(trainer: Trainer) -> BaseException:
+    """What ends a fit on one rank with its hooks for teardown and without `on_exception`."""
+    error: BaseException = lightnings("TunerExitException", _root_of(trainer))()
+    return error
+
+
 def stop_exceptions() -> tuple[type[BaseException], ...]:
     """By which Lightning ends a run on all ranks, without a failure; `_TunerExitException` is the other."""
     names = ("SIGTERMException", "TunerExitException")
@@ -463,6 +470,23 @@ def is_fitting(trainer: Trainer) -> bool:
 def teardown_trainer(trainer: Trainer) -> None:
     """Ends strategy, loops, loggers and signal handlers, as Lightning does on an exception: `_teardown`."""
     _get(trainer, "_teardown")()
+
+
+def end_after_teardown(trainer: Trainer) -> None:
+    """Has the process end with code 0 once the Trainer is torn down: after `_teardown`, the last of a fit."""
+    teardown = _get(trainer, "_teardown")
+
+    def tear_down_and_end() -> None:
+        teardown()
+        raise SystemExit(0)
+
+    _set(trainer, "_teardown", tear_down_and_end)
+
+
+def end_silently(trainer: Trainer) -> None:
+    """What Lightning does about `silent_end`, in a process where it does not: `_call_teardown_hook`."""
+    lightnings("call_teardown_hook", _root_of(trainer))(trainer)
+    teardown_trainer(trainer)
 
 
 def set_training_results(trainer: Trainer, results: ResultCollection) -> None:

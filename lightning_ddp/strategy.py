@@ -48,7 +48,12 @@ from lightning_ddp.ddp.snapshot import copy_states, put_states
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
 from lightning_ddp.shm.hosts import Transport
 from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore
-from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings, parse_on_failure
+from lightning_ddp.supervise.settings import (
+    ReconcileSettings,
+    ReplaceSettings,
+    parse_on_failure,
+    parse_on_preemption,
+)
 
 if TYPE_CHECKING:
     # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
@@ -146,6 +151,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             left; 'replace' also starts a new process in the place of each that is lost. They go on from the
             step that was interrupted, with the rest of the epoch dealt over them. A mapping with `name` and
             options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
+        on_preemption: 'stop' stops all ranks at a step boundary when one gets SIGTERM; with 'leave' that one
+            leaves there and ends with code 0, and the others go on, as `on_failure` says, with no step done
+            again. A mapping with `name` and the option `signal`, such as 'SIGUSR1'.
         emergency_checkpoint: whether the lowest rank that is left saves the last committed step before a
             failure ends a fit; or a folder. As `emergency-step=N.ckpt`, of which the report tells; True for
             the folder of the Trainer's checkpoints, if it makes any. On CUDA only with another `on_failure`
@@ -203,6 +211,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         store: dist.Store | None = None,
         debug: Debug | None = None,
         on_failure: str | Mapping[str, Any] = "stop",
+        on_preemption: str | Mapping[str, Any] = "stop",
         emergency_checkpoint: bool | str | Path = True,
     ) -> None:
         self._take_options(
@@ -263,7 +272,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             failure_grace_s=failure_grace_s,
             stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
             recovery=parse_on_failure(on_failure),
+            preemption=parse_on_preemption(on_preemption),
         )
+        if self._reconcile_settings.preemption is not None and self._reconcile_settings.recovery is None:
+            raise ConfigurationError(
+                "on_preemption='leave' needs others that go on: on_failure='shrink' or 'replace'"
+            )
         if self._reconcile_settings.recovery is not None:
             from lightning_ddp.elastic.refusals import check_arguments
 

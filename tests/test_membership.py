@@ -18,7 +18,16 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.membership import REPEAT_S, SETTLE_S, STEPS_TO_FORGET, Member, Membership, Phase
-from lightning_ddp.supervise.protocol import Form, Gather, Joined, MeetAfter, Message, Muster, Present
+from lightning_ddp.supervise.protocol import (
+    Form,
+    Gather,
+    Joined,
+    MeetAfter,
+    Message,
+    Muster,
+    Position,
+    Present,
+)
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 from lightning_ddp.supervise.vacancies import Vacancies
 
@@ -47,6 +56,12 @@ class Process:
     """Since it has answered a call, until it is in a generation again."""
     copies_from: int | None = None
     """In the generation that it enters: whose state it has still to copy."""
+    position: int = 0
+    """Boundaries that it has passed in its generation."""
+    is_held: bool = False
+    meets_at: int | None = None
+    is_out: bool = False
+    """Whether it has left, as it was asked to."""
 
     @property
     def step(self) -> int:
@@ -55,6 +70,15 @@ class Process:
     @property
     def trains(self) -> bool:
         return self.is_alive and not self.is_stopped and self.copies_from is None
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether it passes the next boundary."""
+        return not self.is_held or (self.meets_at is not None and self.position < self.meets_at)
+
+
+IN_ORDER = Gather, MeetAfter, Position
+"""Messages that a connection neither loses nor delivers in another order, as nobody says them again."""
 
 
 class World:
@@ -71,6 +95,8 @@ class World:
         self.members_of: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self.offered: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
         """(generation, source) -> the state that it sends"""
+        self.released: set[int] = set()
+        """Those that have been let go."""
 
     # ---------------------------------------------------------------- what may happen
 
@@ -84,7 +110,7 @@ class World:
                 found.append(("give", place))
             if self.can_commit(place):
                 found.append(("commit", place))
-            if process.member.is_called and not process.has_answered:
+            if process.member.is_called and not process.has_answered and self.may_answer(place):
                 found.append(("answer", place))
             if (
                 process.copies_from is not None
@@ -93,11 +119,36 @@ class World:
                 found += [("half copy", place), ("copy", place)]
             found += [("die", place)] if self.num_members() > 1 else []
             found += [("vanish", place)] if self.num_members() > 1 else []
+            found += [("leave", place)] if place in self.server.members and not process.is_out else []
         found += [("execute", place) for place in sorted(self.server.condemned)]
-        found += [("deliver", i) for i in range(len(self.network))]
-        found += [("repeat", i) for i in range(len(self.network))]
-        found += [("lose", i) for i in range(len(self.network))]
+        found += [("deliver", i) for i in range(len(self.network)) if self.is_next(i)]
+        found += [
+            (move, i)
+            for move in ("repeat", "lose")
+            for i, entry in enumerate(self.network)
+            if not self.is_sure(*entry) and self.is_next(i)
+        ]
         return found
+
+    def is_sure(self, receiver: int | None, sender: int, message: Message) -> bool:
+        """Whether a message is never lost, nor repeated."""
+        is_answer = isinstance(message, Present) and not message.is_trying
+        is_release = isinstance(message, Form) and receiver not in message.members
+        return isinstance(message, IN_ORDER) or is_answer or is_release
+
+    def is_next(self, which: int) -> bool:
+        """Whether a message may come now: of those that come in order the others have come."""
+        receiver, sender, message = self.network[which]
+        before = [m for r, s, m in self.network[:which] if (r, s) == (receiver, sender)]
+        return not any(isinstance(m, IN_ORDER) or isinstance(message, IN_ORDER) for m in before)
+
+    def may_answer(self, place: int) -> bool:
+        """A call stops a process wherever it is; one to meet others does at the boundary."""
+        process = self.processes[place]
+        if process.meets_at is None:
+            return True
+        given = self.gave.get((process.member.generation, process.step), set())
+        return process.trains and place not in given and process.position >= process.meets_at
 
     def num_members(self) -> int:
         return len(self.server.remaining)
@@ -105,7 +156,7 @@ class World:
     def can_give(self, place: int) -> bool:
         process = self.processes[place]
         given = self.gave.get((process.member.generation, process.step), set())
-        return process.trains and place not in given
+        return process.trains and place not in given and process.may_pass
 
     def can_commit(self, place: int) -> bool:
         process = self.processes[place]
@@ -128,6 +179,8 @@ class World:
         elif move in ("die", "vanish"):  # the server learns of it at once; or only that the link is cut
             self.processes[which].is_alive = move == "vanish"
             self.send_all(self.server.lost(which, record(which), self.now, has_ended=move == "die"))
+        elif move == "leave":
+            self.server.leave([which], self.now)
         else:
             getattr(self, move.replace(" ", "_"))(which)
         self.check()
@@ -137,9 +190,13 @@ class World:
         for place in self.server.late(self.now):
             self.send_all(self.server.lost(place, record(place), self.now, has_ended=False))
         self.send_all(self.server.due(self.now))
+        if self.server.why_to_stop(self.now) is not None:
+            self.server.stay()
+        self.send_all(self.server.gather(self.now))
 
     def give(self, place: int) -> None:
         process = self.processes[place]
+        process.position += 1
         self.gave.setdefault((process.member.generation, process.step), set()).add(place)
 
     def commit(self, place: int) -> None:
@@ -149,7 +206,8 @@ class World:
     def answer(self, place: int) -> None:
         process = self.processes[place]
         process.has_answered, process.is_stopped, process.copies_from = True, True, None
-        answer = process.member.answer(process.step, is_clean=process.is_clean, is_trying=True)
+        is_trying = process.meets_at is None
+        answer = process.member.answer(process.step, is_clean=process.is_clean, is_trying=is_trying)
         self.network.append((None, place, answer))
 
     def half_copy(self, place: int) -> None:
@@ -163,6 +221,7 @@ class World:
         self.network.append((None, place, Joined(process.member.generation)))
 
     def send_all(self, messages: list[tuple[int, Message]]) -> None:
+        self.released.update(*(message.left for _, message in messages if isinstance(message, Form)))
         self.network += [(place, -1, message) for place, message in messages]
 
     def deliver(self, receiver: int | None, sender: int, message: Message) -> None:
@@ -171,28 +230,42 @@ class World:
                 self.server.present(sender, message)
             elif isinstance(message, Joined):
                 self.server.joined(sender, message.generation)
+            elif isinstance(message, Position):
+                self.send_all(self.server.stands(sender, message.position))
             self.send_all(self.server.due(self.now))
             return
         process = self.processes[receiver]
         if not process.is_alive:
             return
-        if isinstance(message, Muster):
+        if isinstance(message, Gather):
+            process.is_held = True
+            self.network.append((None, receiver, Position(process.position)))
+        elif isinstance(message, MeetAfter):
             if process.member.hear_call(message):
-                process.has_answered = False
+                process.has_answered, process.meets_at = False, message.position
+        elif isinstance(message, Muster):
+            if process.member.hear_call(message):
+                process.has_answered, process.meets_at = False, None
             elif (again := process.member.repeat()) is not None and message.call == again.call:
                 self.network.append((None, receiver, again))
         elif isinstance(message, Form):
             if process.member.fits(message):
                 self.enter(receiver, message)
+            elif process.member.is_released(message):
+                assert process.is_stopped
+                process.is_out = True
             elif message.generation == process.member.generation and process.trains:
                 self.network.append((None, receiver, Joined(message.generation)))
 
     def enter(self, place: int, form: Form) -> None:
-        others = [p for p in range(len(self.processes)) if p not in form.members]
-        assert not [p for p in others if self.processes[p].is_alive], "an expelled process still runs"
+        others = {p for p in range(len(self.processes)) if p not in form.members}
+        alive = {p for p in others if self.processes[p].is_alive}
+        assert not any(self.processes[p].trains for p in alive), "one that has left still runs"
+        assert alive <= self.released, "an expelled process still runs"
         process = self.processes[place]
         process.member.enter(form)
-        process.has_answered = process.is_stopped = False
+        process.has_answered = process.is_stopped = process.is_held = False
+        process.position, process.meets_at = 0, None
         self.members_of[form.generation] = form.members
         if place in form.behind:
             process.copies_from = form.source
@@ -225,7 +298,9 @@ class World:
             for place in sorted(self.server.condemned):
                 self.do("execute", place)
             for move, which in self.moves():
-                if move in ("answer", "copy") and (move, which) in self.moves():
+                is_gathered = move == "give" and self.processes[which].is_held
+                is_due = move in ("answer", "copy", "commit") or is_gathered
+                if is_due and (move, which) in self.moves():
                     self.do(move, which)
             self.wait(REPEAT_S)
             self.check()
@@ -236,6 +311,7 @@ class World:
             assert not any(self.processes[place].is_clean for place in self.server.remaining)
             return
         assert self.server.phase is Phase.RUNNING
+        assert not self.server._leaving
         for place in self.server.members:
             process = self.processes[place]
             assert process.member.generation == self.server.generation
@@ -250,7 +326,7 @@ class World:
         assert min(self.processes[place].step for place in self.server.members) > before
 
 
-WEIGHTS = {"die": 2, "vanish": 1, "lose": 1, "repeat": 2, "half copy": 20}
+WEIGHTS = {"die": 2, "vanish": 1, "lose": 1, "repeat": 2, "leave": 4, "half copy": 20}
 """How likely a thing is, where that is not as likely as a delivered message: 8."""
 
 
@@ -324,11 +400,11 @@ def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_ov
         assert [type(message) for receiver, message in sent if receiver == place] == [Form, Gather]
         membership.joined(place, membership.generation)
     assert (membership.phase, membership.members) == (Phase.GATHERING, (0, 1))
-    assert membership.stands(0, 0) == membership.stands(1, 0) == membership.gather() == []
+    assert membership.stands(0, 0) == membership.stands(1, 0) == membership.gather(0.0) == []
     assert membership.deadline() == 5.0
     membership.ready(2)
-    assert membership.gather() == [(place, MeetAfter(2, 0)) for place in (0, 1)]
-    assert membership.gather() == []
+    assert membership.gather(0.0) == [(place, MeetAfter(2, 0, has_new=True)) for place in (0, 1)]
+    assert membership.gather(0.0) == []
     for place in (0, 1):
         membership.present(place, Present(2, 5, is_clean=True, is_trying=False))
     membership.due(1.0)
@@ -446,13 +522,13 @@ def test_a_state_that_is_half_copied_is_no_source() -> None:
 def test_those_that_join_are_met_at_one_boundary_and_take_the_state_of_the_lowest() -> None:
     membership = Membership(range(3), MANY, ANSWER_S)
     fail(membership, 1, 5)
-    assert membership.gather() == []  # nobody asks
+    assert membership.gather(0.0) == []  # nobody asks
     membership.ready(1)
-    assert [place for place, _ in membership.gather()] == [0, 2]
+    assert [place for place, _ in membership.gather(0.0)] == [0, 2]
     assert membership.phase is Phase.GATHERING
     assert membership.stands(0, 7) == []
     (_, first), (_, second) = membership.stands(2, 8)
-    assert first == second == MeetAfter(2, 8)
+    assert first == second == MeetAfter(2, 8, has_new=True)
     for place in (0, 2):
         assert membership.due(0.0) == []
         membership.present(place, Present(2, 9, is_clean=True, is_trying=False))
@@ -473,7 +549,7 @@ def test_a_loss_while_others_join_leaves_them_out_until_they_ask_again(victim) -
     membership = Membership(range(3), RecoverySettings(max_recoveries=3), ANSWER_S)
     fail(membership, 1, 5)
     membership.ready(1)
-    membership.gather()
+    membership.gather(0.0)
     for place in (0, 2):
         membership.stands(place, 0)
         membership.present(place, Present(2, 5, is_clean=True, is_trying=False))
@@ -494,7 +570,7 @@ def test_a_member_says_that_it_goes_on_once_it_has_its_state_and_then_as_often_a
         post=posted.append, identity=Identity(rank=0, node_rank=0, pid=1, host="a"), failure=None
     )
     calls.watch = watch
-    calls.on_message(MeetAfter(1, 5))
+    calls.on_message(MeetAfter(1, 5, has_new=True))
     form = Form(1, 1, (0, 1), (), (0,), 7, 0, (), is_retried=False, phase=0, joined=(1,))
     calls.on_message(form)
     how: dict[str, Any] = {"is_clean": True, "is_trying": False, "phase": 0, "check": lambda: None}
@@ -510,17 +586,91 @@ def test_a_failure_voids_a_meeting_and_one_that_does_not_get_its_state_in_time_i
     membership = Membership(range(3), MANY, ANSWER_S)
     fail(membership, 1, 5)
     membership.ready(1)
-    membership.gather()
+    membership.gather(0.0)
     membership.stands(0, 3)
     fail(membership, 2, 6)
     assert membership.members == (0,)
-    assert membership.gather() == [(0, Gather())]
+    assert membership.gather(0.0) == [(0, Gather())]
     membership.stands(0, 0)
     membership.present(0, Present(4, 6, is_clean=True, is_trying=False))
     membership.due(0.0)
     membership.joined(0, membership.generation)
     assert membership.late(ANSWER_S - 1) == ()
     assert membership.late(ANSWER_S) == (1,)
+
+
+def gather(membership: Membership, *, step: int) -> list[tuple[int, Form]]:
+    """All members meet at a boundary; what the server tells whom then."""
+    assert [place for place, _ in membership.gather(SETTLE_S)] == list(membership.members)
+    for place in membership.members:
+        called = membership.stands(place, 0)
+    assert {place for place, _ in called} == set(membership.members)
+    for place in membership.members:
+        membership.present(place, Present(membership._call, step, is_clean=True, is_trying=False))
+    return [(place, form) for place, form in membership.due(SETTLE_S) if isinstance(form, Form)]
+
+
+def test_those_that_are_asked_to_leave_are_let_go_at_a_boundary_and_nothing_failed() -> None:
+    membership = Membership(range(4), MANY, ANSWER_S)
+    membership.leave([0], 0.0)
+    membership.leave([0, 2], 0.0)
+    assert membership.gather(SETTLE_S / 2) == []  # others may be asked at the same time
+    assert membership.deadline() == SETTLE_S
+    told = gather(membership, step=5)
+    (form,) = {form for _, form in told}
+    assert [place for place, _ in told] == [1, 3, 0, 2]
+    assert (form.members, form.left, form.lost, form.joined) == ((1, 3), (0, 2), (), ())
+    assert (form.step, form.source, form.behind, form.is_retried) == (5, 1, (), False)
+    for place in (1, 3):
+        membership.joined(place, 1)
+    assert (membership.phase, membership.num_recoveries, membership.deadline()) == (Phase.RUNNING, 0, None)
+
+
+def test_who_leaves_may_be_lost_before_and_who_stays_is_asked_again_after_a_loss() -> None:
+    membership = Membership(range(4), MANY, ANSWER_S)
+    membership.leave([2, 3], 0.0)
+    membership.gather(SETTLE_S)
+    called = membership.lost(2, record(2), SETTLE_S, has_ended=True)
+    assert [place for place, _ in called] == [0, 1, 3]
+    at_rest(membership, 5, SETTLE_S)
+    assert (membership.phase, membership.members) == (Phase.RUNNING, (0, 1, 3))
+    (form,) = {form for _, form in gather(membership, step=5)}
+    assert (form.members, form.left, form.lost) == ((0, 1), (3,), ())
+
+
+def test_a_loss_while_others_leave_does_not_take_them_for_lost() -> None:
+    membership = Membership(range(4), MANY, ANSWER_S)
+    membership.leave([2], 0.0)
+    gather(membership, step=5)
+    membership.lost(3, record(3), 1.0, has_ended=True)
+    for place in (0, 1):
+        membership.present(place, Present(membership._call, 5, is_clean=True, is_trying=True))
+    (form,) = {form for _, form in membership.due(1.0 + SETTLE_S)}
+    assert isinstance(form, Form)
+    assert (form.members, form.left, form.lost) == ((0, 1), (2,), (3,))
+
+
+def test_one_leaves_and_another_joins_at_one_boundary() -> None:
+    membership = Membership(range(3), MANY, ANSWER_S)
+    fail(membership, 1, 5)
+    membership.ready(1)
+    membership.leave([0], 0.0)
+    told = gather(membership, step=6)
+    (form,) = {form for _, form in told}
+    assert [place for place, _ in told] == [1, 2, 0]
+    assert (form.members, form.left, form.joined, form.source) == ((1, 2), (0,), (1,), 2)
+
+
+@pytest.mark.parametrize(("least", "leaving"), [(1, [0, 1, 2]), (2, [1, 2])])
+def test_all_stop_where_too_few_would_stay(least, leaving) -> None:
+    membership = Membership(range(3), RecoverySettings(min_world_size=least), ANSWER_S)
+    membership.leave(leaving, 0.0)
+    assert membership.why_to_stop(SETTLE_S / 2) is None
+    assert f"min_world_size={least}" in str(membership.why_to_stop(SETTLE_S))
+    assert membership.gather(SETTLE_S) == []
+    membership.stay()
+    assert membership.why_to_stop(SETTLE_S) is None
+    assert membership.deadline() is None
 
 
 def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_vacant() -> None:

@@ -840,6 +840,7 @@ def test_a_logger_goes_on_with_the_file_of_another_process(root, tmp_path: Path)
 @canary(
     "pytorch_lightning.utilities.exceptions._TunerExitException",
     "pytorch_lightning.trainer.call._interrupt",
+    "pytorch_lightning.trainer.call._call_teardown_hook",
     "pytorch_lightning.Trainer._teardown",
     "pytorch_lightning.Trainer._fit_impl",
 )
@@ -865,6 +866,15 @@ def test_an_exception_is_seen_to_as_lightning_does(monkeypatch) -> None:
     monkeypatch.setattr(trainer, "_fit_impl", functools.partial(leave, pl.Trainer._fit_impl))
     trainer.fit(BoringModel())
     assert heard[2:] == ["torn down"]
+    _lightning.end_after_teardown(trainer)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(BoringModel())
+    assert (ended.value.code, heard[3:]) == (0, ["torn down"])
+    monkeypatch.setattr(Hears, "teardown", lambda *args, stage: heard.append(stage))
+    with pytest.raises(SystemExit):
+        _lightning.end_silently(trainer)
+    assert heard[4:] == ["fit", "torn down"]
+    assert isinstance(_lightning.silent_end(trainer), _lightning.stop_exceptions())
 
 
 @canary(

@@ -74,6 +74,7 @@ class Ledger:
     """What all processes of a run have noted, and what has to hold of it."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         lines = [line for path in sorted(folder.glob("ledger-*")) for line in path.read_text().splitlines()]
         self.entries: list[dict[str, Any]] = list(map(json.loads, lines))
         latest = defaultdict(int)

@@ -23,13 +23,18 @@ from lightning_ddp.conf.schema import STRATEGY, Schema, all_schemas, known_keys
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import parse_hook
 from lightning_ddp.hydra_jobs.nodes import ancestors, nodes_of
-from lightning_ddp.supervise.settings import parse_on_failure
+from lightning_ddp.supervise.settings import parse_on_failure, parse_on_preemption
 
 __all__ = ["check_composed", "explain"]
 
 _SUBGROUPS = ("strategy/ddp_comm_hook", "strategy/model_averaging", "strategy/on_failure")
 _CONSTANTS = ("name", "_target_", "_convert_", "_recursive_", "_partial_")
-_CHECKED = {"ddp_comm_hook": parse_hook, "model_averaging": parse_averager, "on_failure": parse_on_failure}
+_CHECKED = {
+    "ddp_comm_hook": parse_hook,
+    "model_averaging": parse_averager,
+    "on_failure": parse_on_failure,
+    "on_preemption": parse_on_preemption,
+}
 
 
 def check_composed(config: Any) -> None:

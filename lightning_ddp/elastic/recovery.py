@@ -19,6 +19,7 @@ from lightning_ddp._lightning import (
     Trainer,
     batches_that_stepped,
     before_updates,
+    end_after_teardown,
     enter_epoch,
     fetch_anew,
     finish_batch,
@@ -28,6 +29,7 @@ from lightning_ddp._lightning import (
     may_validate,
     prepare_loaders,
     set_up_validation,
+    silent_end,
     wrap_steps,
     wrap_validation_setup,
 )
@@ -148,6 +150,7 @@ class Recovery:
         for loader in loaders_of(trainer.fit_loop):  # made already, to count the steps of a schedule
             self.dealer.adopt(loader)
         self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
+        self._calls.may_leave = True
 
     # ------------------------------------------------------------------ told by the strategy
 
@@ -279,11 +282,12 @@ class Recovery:
             self._begin()
             if boundary.is_meeting:
                 self._calls.meet()
-                self._handover = Handover.of(self._trainer, self._communication, self.dealer)
+                if boundary.has_new:
+                    self._handover = Handover.of(self._trainer, self._communication, self.dealer)
                 if self._device.type == "cuda":  # or an abort here cuts off what another one still receives
                     self._settle()
                     limit = timedelta(seconds=self._group().timeout_s(self._device))
-                    monitored_barrier(self._group(), "before ranks join", timeout=limit)
+                    monitored_barrier(self._group(), "before ranks join or leave", timeout=limit)
                 self._calls.defer(True)
             else:
                 self._tell_begun()
@@ -348,6 +352,7 @@ class Recovery:
             self._end_phase()
 
     def _end_run(self, end: Callable[[], None]) -> None:
+        self._calls.may_leave = self._ours.boundary.may_meet = False
         self.repeat(end)
         self._calls.defer(False)  # nothing that follows is repeated
 
@@ -413,7 +418,7 @@ class Recovery:
             num_batches = mark.num_batches
         elif (is_lifted or in_round) and mark is not None:
             self._count_lifted(mark)
-        self._deal(num_batches, anew=bool(form.joined) or not self._communication.is_local)
+        self._deal(num_batches, anew=form.is_met or not self._communication.is_local)
         self._loggers.take_over()
         self._tell(form, error)
         if in_round and not is_lifted:
@@ -461,6 +466,8 @@ class Recovery:
                 phase=0 if self._communication.is_local else self._phase,
                 check=look,
             )
+            if calls.member.place in form.left:
+                self._end_alone()
             calls.enter(form)
             group = self._meet(form)
             if form.behind:
@@ -483,6 +490,16 @@ class Recovery:
         self._ours.forget_device()
         self._calls.stop()
         leave(self._ours, self._wrapper, self._device)
+
+    def _end_alone(self) -> None:
+        """This process has left the others: its Trainer is torn down, as after a fit, and the process ends.
+
+        Raises:
+            Exception: the one by which Lightning ends a fit without a word.
+        """
+        self.is_alone = self._calls.has_left = True
+        end_after_teardown(self._trainer)
+        raise silent_end(self._trainer)
 
     def _hand_over(self, form: Form, group: Group) -> None:
         """Sends all that this rank has to those that join, or takes it. All ranks call it; communicates."""
@@ -585,6 +602,7 @@ class Recovery:
     def _tell(self, form: Form, error: Any) -> None:
         before, self._members = self._members, form.members  # generations that were never whole are not told
         lost = tuple(rank for rank, place in enumerate(before) if place not in form.members)
+        left = tuple(rank for rank in lost if before[rank] in form.left)
         joined = tuple(rank for rank, place in enumerate(form.members) if place not in before)
         if not lost and not joined:  # one that was to join has died
             return
@@ -605,7 +623,7 @@ class Recovery:
         if change.new_rank == 0:
             _log.warning(
                 "%s at step %d; %d ranks go on after %.2f s",
-                _describe(lost, joined),
+                _describe(lost, left, joined),
                 change.step,
                 change.new_world_size,
                 seconds,
@@ -619,10 +637,11 @@ class Recovery:
             )
 
 
-def _describe(lost: tuple[int, ...], joined: tuple[int, ...]) -> str:
+def _describe(lost: tuple[int, ...], left: tuple[int, ...], joined: tuple[int, ...]) -> str:
+    failed = tuple(rank for rank in lost if rank not in left)
     parts = [
         f"rank {', '.join(map(str, ranks))} {what}"
-        for ranks, what in ((lost, "lost"), (joined, "joined"))
+        for ranks, what in ((failed, "lost"), (left, "left"), (joined, "joined"))
         if ranks
     ]
     return ", ".join(parts)

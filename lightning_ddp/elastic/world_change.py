@@ -1,4 +1,4 @@
-"""What callbacks and modules are told when ranks were lost: their method `on_world_changed`."""
+"""What callbacks and modules are told when other ranks go on: their method `on_world_changed`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class WorldChange:
     """This process's rank before."""
     new_rank: int
     lost_ranks: tuple[int, ...]
-    """As they were numbered before."""
+    """Those that are lost or have left, as they were numbered before."""
     joined_ranks: tuple[int, ...] = ()
     """As they are numbered now."""
     step: int
     """Optimizer steps that are committed."""
     seconds: float
-    """From when this process heard of the failure until it went on."""
+    """From when this process heard of the failure, or stood at the boundary, until it went on."""
     cause: PeerFailure | None
-    """The failure."""
+    """The failure; None where nobody failed: others have joined, or left as they were asked to."""
     retried: bool
     """Whether the step that had begun is done again."""
 

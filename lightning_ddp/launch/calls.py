@@ -52,6 +52,10 @@ class Calls:
         self.member = Member(place)
         self.error: PeerFailure | None = None
         """What the main thread is stopped by, from a call until the generation that it leads to."""
+        self.may_leave = False
+        """Whether a step boundary is still to come at which this process may leave the others."""
+        self.has_left = False
+        """Whether it has, as it was asked to: it ends with code 0, and nobody expects anything of it."""
         self.heard_at = 0.0
         """When the first call since then came, of `time.monotonic`."""
         self.watch: Watch | None = None
@@ -77,9 +81,9 @@ class Calls:
             case Gather():
                 if self.watch is not None:
                     self.watch.post(Position(self._boundary.gather()))
-            case MeetAfter(position=position):
+            case MeetAfter(position=position, has_new=has_new):
                 if self.member.hear_call(message):
-                    self._boundary.meet_after(position)
+                    self._boundary.meet_after(position, has_new=has_new)
             case Form(generation=generation):
                 if self._form is None or generation > self._form.generation:
                     self._boundary.restart()  # on all ranks before the server asks for anything else
@@ -162,6 +166,8 @@ class Calls:
     ) -> Form:
         """Answers the call, and each one that follows; returns the generation that this process is to enter.
 
+        Or the one that it is left out of, as it has asked for.
+
         Args:
             step: optimizer steps that are committed.
             is_clean: whether the state is that after this step.
@@ -180,7 +186,7 @@ class Calls:
                     self.watch.post(answer)
                     posted = answer
                 form = self._form
-                if form is not None and self.member.fits(form):
+                if form is not None and (self.member.fits(form) or self.member.is_released(form)):
                     return form
                 if time.monotonic() >= declines_at and not self.member.is_called:
                     declines_at = math.inf
@@ -206,7 +212,7 @@ class Calls:
             check()
 
     def meet(self) -> None:
-        """This process stands at the boundary where others join."""
+        """This process stands at the boundary where others join or leave."""
         self.heard_at = time.monotonic()
 
     def enter(self, form: Form) -> None:

@@ -172,6 +172,11 @@ class Children:
             started = [child.process for child in self._alive if isinstance(child.process, subprocess.Popen)]
             self._guard = Guard(process.pid for process in started) if started else None
 
+    @property
+    def are_forked(self) -> bool:
+        """Whether they are forks of a supervisor, and live on when this process has ended."""
+        return all(isinstance(proc, ForkedChild) for proc in self.procs)
+
     def rest(self) -> None:
         """Ends the thread: the end of a child is noticed at `resume`. All children have joined the run."""
         self._may_leave.set()

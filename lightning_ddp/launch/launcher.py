@@ -24,6 +24,7 @@ from lightning_ddp._lightning import (
     SubprocessScriptLauncher,
     check_can_start_children,
     check_missing_main_guard,
+    end_silently,
     interrupt_trainer,
     set_num_threads_if_needed,
     teardown_trainer,
@@ -557,6 +558,8 @@ class _Unwinding:
         try:
             return session_of_process().control.run(self._trainer, self._function, *args, **kwargs)
         except BaseException as error:
+            if self._trainer is not None and session_of_process().control.has_left:
+                end_silently(self._trainer)
             if self._trainer is not None:
                 interrupt_trainer(self._trainer, error)
                 teardown_trainer(self._trainer)

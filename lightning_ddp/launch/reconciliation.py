@@ -43,6 +43,7 @@ from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.orphan_guard import tell_guard
 from lightning_ddp.launch.parent_death import launcher_pid
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
+from lightning_ddp.launch.supervisor import was_passed_on
 from lightning_ddp.launch.terminal import show_report, tell_long_wait
 from lightning_ddp.shm.background import end_idle_workers
 from lightning_ddp.supervise.client import ServerAddress, Watch
@@ -50,7 +51,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.failure_report import write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
-from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start, Stopped
+from lightning_ddp.supervise.protocol import Exited, Leave, Message, Saved, Start, Stop, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
@@ -131,6 +132,11 @@ class Reconciliation:
         return self.watch.has_met if self.watch is not None else not is_enabled()
 
     @property
+    def has_left(self) -> bool:
+        """Whether the others go on without this process, which has left them as it was asked to, and ends."""
+        return self.calls is not None and self.calls.has_left
+
+    @property
     def identity(self) -> Identity | None:
         """Which process of the run this is, once it has connected."""
         return self.watch.identity if self.watch is not None else None
@@ -188,7 +194,12 @@ class Reconciliation:
         self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
         self.interrupt.expect = self._device_watch.expect
         before_gloo_ends_the_process(self._gloo_failed)
-        self._stop_signals = StopSignals(self.watch, is_ending=lambda: self._is_ending)
+        self._stop_signals = StopSignals(
+            self.watch,
+            is_ending=lambda: self._is_ending or self.has_left,
+            request=self._requested_by,
+            numbers=[settings.preemption.number] if settings.preemption is not None else [],
+        )
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Waits until all ranks have connected.
@@ -260,6 +271,21 @@ class Reconciliation:
     def _where(self) -> Where:
         activity = self.interrupt.activity
         return replace(self._position(), waits_for=activity.label, count=activity.count)
+
+    def _requested_by(self, number: int) -> Message:
+        """What a signal asks for: that all stop, or that this process or its node leaves."""
+        preemption, first = self._settings.preemption, self._children.first_rank
+        is_notice = preemption is not None and number == preemption.number
+        if not is_notice or self.calls is None or not self.calls.may_leave or self.identity is None:
+            return Stop(number, is_requeue=False)
+        if first is not None and self.identity.node_rank == 0 and not self._may_go_alone(number):
+            return Stop(number, is_requeue=False)
+        return Leave(is_node=first is not None and self.identity.node_rank != 0)
+
+    def _may_go_alone(self, number: int) -> bool:
+        """In rank 0 of a script: whether the others of its node live on, and the signal was to it alone."""
+        outlives_it = isinstance(self.server, ServerElsewhere) and self._children.are_forked
+        return outlives_it and not was_passed_on(number)
 
     @property
     def _is_ending(self) -> bool:

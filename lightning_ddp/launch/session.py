@@ -221,6 +221,8 @@ class Session:
         """
         failure = self._leave(error)
         atexit.unregister(self._at_exit)
+        if self._is_left_behind:
+            return None
         leave_default_group()
         jobs.publish_to(None)
         self.store = None
@@ -230,9 +232,16 @@ class Session:
         torch.set_num_threads(self._num_threads)
         return failure
 
+    @property
+    def _is_left_behind(self) -> bool:
+        """Whether this is a rank 0 without which the others go on, and with what it has asked for."""
+        return self.control.has_left and self.children.first_rank == 0
+
     def _leave(self, error: BaseException | None) -> FailureRecord | None:
         """Waits for the end of the children and leaves the control channel; returns the first failure."""
         ours = self.control
+        if self._is_left_behind:
+            return None
         ours.resume()
         if error is not None and not ours.has_failed:  # outside of a Trainer: nobody has heard of it
             ours.fail("".join(traceback.format_exception(error)))

@@ -1,4 +1,4 @@
-"""SIGTERM stops all ranks at one step boundary; a second one ends the process at once.
+"""SIGTERM stops all ranks at one step boundary, or has one leave there; a second one ends it at once.
 
 While a rank still waits for others SIGTERM and Ctrl-C end it at once.
 """
@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.client import Watch
 from lightning_ddp.supervise.interrupt_main import Alarm
-from lightning_ddp.supervise.protocol import Stop
+from lightning_ddp.supervise.protocol import Message
 
 __all__ = ["StopSignals", "WaitSignals", "second_interrupt_ends"]
 
@@ -109,7 +109,7 @@ class WaitSignals:
 
 
 class StopSignals:
-    """Handles SIGTERM for the life of this process; between two runs as if it were not there.
+    """Handles SIGTERM, and others, for the life of this process; between two runs as if it were not there.
 
     The handler only asks: the answer comes over the control channel, and the main thread looks for it where
     a step begins. Made in the main thread; in another one it does nothing.
@@ -117,31 +117,44 @@ class StopSignals:
     Args:
         watch: this process's end of the control channel.
         is_ending: whether the process ends anyway, so that a signal asks for nothing new.
+        request: what is asked for by a signal; called in the handler.
+        numbers: signals beside SIGTERM.
     """
 
-    def __init__(self, watch: Watch, *, is_ending: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        *,
+        is_ending: Callable[[], bool],
+        request: Callable[[int], Message],
+        numbers: Iterable[int] = (),
+    ) -> None:
         self._watch = watch
-        self._is_ending = is_ending
+        self._is_ending, self._request = is_ending, request
         self._num_received = 0
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
         self.is_inherited = False
         """Whether this is a forked process, such as a worker of a data loader."""
         self._wait: WaitSignals | None = None
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-            wait = getattr(self._previous, "__self__", None)
+            for number in {signal.SIGTERM, *numbers}:
+                self._previous[number] = signal.signal(number, self._on_signal)
+            wait = getattr(self._previous[signal.SIGTERM], "__self__", None)
             if isinstance(wait, WaitSignals):
-                self._wait, self._previous = wait, wait.previous.get(signal.SIGTERM)
+                self._wait = wait
+                self._previous[signal.SIGTERM] = wait.previous.get(signal.SIGTERM)
 
     def restore(self) -> None:
-        """Sets the handler back to the one that was there before, unless somebody has replaced ours."""
-        if signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+        """Sets the handlers back to those that were there before, unless somebody has replaced ours."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous or signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        if self._watch.is_resting and self._previous not in (None, signal.SIG_DFL):
-            if callable(self._previous):
-                self._previous(number, frame)
+        previous = self._previous.get(number)
+        if self._watch.is_resting and previous not in (None, signal.SIG_DFL):
+            if callable(previous):
+                previous(number, frame)
             return
         if self.is_inherited or self._watch.is_resting:
             signal.signal(number, signal.SIG_DFL)
@@ -149,16 +162,17 @@ class StopSignals:
             return
         if self._is_ending():
             return
-        if self._wait is not None and self._wait.is_on:
+        if self._wait is not None and self._wait.is_on and number == signal.SIGTERM:
             self._wait.on_signal(number, frame)
         self._num_received += 1
         if self._num_received > 1:
-            os.write(2, f"lightning_ddp: rank {self._watch.identity.rank}: second SIGTERM, ending\n".encode())
+            name = signal.Signals(number).name
+            os.write(2, f"lightning_ddp: rank {self._watch.identity.rank}: second {name}, ending\n".encode())
             sys.stdout.flush()
             os._exit(128 + number)
-        self._watch.post(Stop(int(number), is_requeue=False))
-        if callable(self._previous):
-            self._previous(number, frame)
+        self._watch.post(self._request(int(number)))
+        if callable(previous):
+            previous(number, frame)
 
 
 def second_interrupt_ends(alarm: Alarm, kill_children: Callable[[], None]) -> None:

@@ -57,7 +57,7 @@ from lightning_ddp.launch.parent_death import end_with, tie_to_supervisor
 from lightning_ddp.launch.prelude import keep_files
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 
-__all__ = ["ForkedChild", "add_arguments", "control_process", "fork_child", "run"]
+__all__ = ["ForkedChild", "add_arguments", "control_process", "fork_child", "run", "was_passed_on"]
 
 _IMPORTED = (
     "lightning_ddp.ddp.module",
@@ -83,6 +83,8 @@ _MOST_DESCRIPTORS = 64
 _CANNOT_BEGIN = 127
 _LAST_REPORT_S = 15.0
 _CHILD, _CONTROL = b"child", b"control process"
+_passed_on: mmap.mmap | None = None
+"""In a supervisor and in its forks: the byte of the last signal that it has passed on."""
 
 
 # ---------------------------------------------------------------------- the command
@@ -173,6 +175,8 @@ class _Supervisor:
         self._mask: set[Any] = set()
         self._rank_0 = 0
         self._code: int | None = None
+        global _passed_on
+        _passed_on = mmap.mmap(-1, 1)
         self._is_over = mmap.mmap(-1, 1)
         self._children: dict[int, _Child] = {}
         self._orders: dict[int, tuple[dict[str, Any], Sequence[int]]] = {}
@@ -221,9 +225,9 @@ class _Supervisor:
             if not first:  # nobody is left who would hear it
                 _kill(self._children)
             for pid in first:
-                os.kill(pid, info.si_signo)
+                _pass_on(pid, info.si_signo)
         elif info.si_code != _BY_KERNEL:
-            os.kill(self._rank_0, info.si_signo)
+            _pass_on(self._rank_0, info.si_signo)
 
     def _reap(self) -> None:
         if self._code is None:
@@ -401,6 +405,17 @@ class _Supervisor:
         os.kill(self._pid, -code)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os._exit(128 - code)
+
+
+def _pass_on(pid: int, number: int) -> None:
+    assert _passed_on is not None
+    _passed_on[0] = number
+    os.kill(pid, number)
+
+
+def was_passed_on(number: int) -> bool:
+    """Whether a signal that this process has got was to its supervisor, and so to the whole run."""
+    return _passed_on is not None and _passed_on[0] == number
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:

@@ -40,6 +40,8 @@ class Peer:
         """Whether such a one stands before its first step."""
         self.is_launcher = False
         """Whether it starts the processes of its node."""
+        self.is_out = False
+        """Whether it was a member, and has left as it was asked to: what it says concerns nobody any more."""
         self.num_ended = 0
         """Runs that it has ended, such as a fit."""
 

@@ -105,9 +105,11 @@ class StepBoundary:
         self.may_meet = False
         """Whether the boundary that comes next is one where others may join. Main thread."""
         self.is_meeting = False
-        """Whether the main thread stands at the boundary where others join."""
+        """Whether the main thread stands at the boundary where others join or leave."""
+        self.has_new = False
+        """Whether others join there."""
         self.is_gathering = False
-        """Whether no boundary is passed until it is known where others join."""
+        """Whether no boundary is passed until it is known where others join or leave."""
         self._meets_at: int | None = None
         self._meeting_known = threading.Event()
 
@@ -128,9 +130,9 @@ class StepBoundary:
             self.is_gathering = True
             return self._position
 
-    def meet_after(self, target: int) -> None:
-        """All ranks meet others at the first boundary after the `target`-th that may be one. Any thread."""
-        self._meets_at = target
+    def meet_after(self, target: int, *, has_new: bool) -> None:
+        """All ranks meet at the first boundary after the `target`-th that may be one. Any thread."""
+        self._meets_at, self.has_new = target, has_new
         self._meeting_known.set()
 
     def hold(self) -> int:

@@ -48,6 +48,10 @@ class History:
         self._left.setdefault(place, record)
         self._since = now if self._since is None else self._since
 
+    def released(self, place: int, record: FailureRecord) -> None:
+        """A process leaves, as it was asked to; arguments as of `lost`. The next generation is without it."""
+        self._left[place] = record
+
     def formed(self, number: int, step: int, before: Sequence[int], after: Sequence[int], now: float) -> None:
         """The next generation is known.
 

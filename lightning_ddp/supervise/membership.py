@@ -17,6 +17,9 @@ generation is formed without those that have not got their state; they may ask a
 Where fewer are left than there have to be, they may wait for new ones: they are a generation all the same,
 but stop before its first step, until enough others ask to join.
 
+A member that is asked to leave, as its machine is needed elsewhere, does so in the same way: all stop at a
+boundary, and the next generation is formed without it. It is told, and ends; nothing failed.
+
 Processes are known here by their places: the ranks that they had in the beginning, which never change.
 """
 
@@ -53,7 +56,7 @@ class Phase(Enum):
     RUNNING = auto()
     """Nothing: all train."""
     GATHERING = auto()
-    """All members to stop at one boundary, to meet those that join."""
+    """All members to stop at one boundary, where others join or leave."""
     CALLING = auto()
     """The answers to a call, and the ends of those that are lost."""
     FORMING = auto()
@@ -130,6 +133,13 @@ class Membership:
         """Those that ask to join."""
         self._newcomers: set[int] = set()
         """Members that have not got their state yet."""
+        self._leaving: set[int] = set()
+        """Members that ask to leave."""
+        self._left: set[int] = set()
+        """Those that have, since a generation was whole."""
+        self._leaves_at = 0.0
+        self._has_new = False
+        """Whether those that gather expect others to join."""
         self._positions: dict[int, int] = {}
         self._has_met = False
         """Whether those that gather have been told where."""
@@ -166,6 +176,7 @@ class Membership:
             to_call = [p for p in self.remaining if p != place]
             self.members = tuple(p for p in self.members if p not in self._newcomers)
             self._newcomers = set()
+        self._leaving -= {place, *self._newcomers}
         if not is_new:
             self._lost.add(place)
             self._kinds[place] = _kind_of(cause)
@@ -198,7 +209,7 @@ class Membership:
             self._joined.add(place)
             self._newcomers.discard(place)
             if self._joined == set(self.members):
-                self._form = None
+                self._form, self._left = None, set()
                 if self._waits_until is None:
                     self.phase, self.cause = Phase.RUNNING, None
                 else:
@@ -227,11 +238,43 @@ class Membership:
         """One that had asked to join does not any more."""
         self._ready.discard(place)
 
-    def gather(self) -> Outgoing:
-        """Has all members stop at a boundary if others ask to join and all is well."""
+    # ------------------------------------------------------------------ those that leave
+
+    def leave(self, places: Iterable[int], now: float) -> None:
+        """Members are asked to leave; others may be a moment later, and then leave with them."""
+        asked = set(places) & set(self.remaining) - self._leaving
+        if asked:
+            self._leaving |= asked
+            self._leaves_at = now + SETTLE_S
+
+    def stay(self) -> None:
+        """All are to stop: nobody has to leave before."""
+        self._leaving = set()
+
+    def why_to_stop(self, now: float) -> str | None:
+        """Why all have to stop, if those that ask to leave would leave too few; None if that is not so."""
+        if self.phase is not Phase.RUNNING or not self._leaves(now) or self._may_go():
+            return None
+        number, least = len(self._leaving), self._settings.min_world_size
+        return (
+            f"{number} of {len(self.members)} ranks were asked to leave, which would leave fewer than"
+            f" min_world_size={least}: all stop at the next step boundary"
+        )
+
+    def _leaves(self, now: float) -> bool:
+        return bool(self._leaving) and now >= self._leaves_at
+
+    def _may_go(self) -> bool:
+        return not self._is_short(set(self.remaining) - self._leaving)
+
+    # ------------------------------------------------------------------ where they meet
+
+    def gather(self, now: float) -> Outgoing:
+        """Has all members stop at a boundary if others ask to join, or some to leave, and all is well."""
         if self._waits_until is not None and not self._is_short((*self.members, *self._ready)):
             return self._meet()
-        if self.phase is not Phase.RUNNING or not self._ready:
+        is_asked = bool(self._ready) or (self._leaves(now) and self._may_go())
+        if self.phase is not Phase.RUNNING or not is_asked:
             return []
         self.phase, self._call = Phase.GATHERING, self._call + 1
         self._answers, self._positions, self._has_met = {}, {}, False
@@ -251,9 +294,9 @@ class Membership:
             return []
         if self._is_short((*self.members, *self._ready)):
             return []
-        self._has_met = True
+        self._has_met, self._has_new = True, bool(self._ready)
         last = max(self._positions.values())
-        return [(member, MeetAfter(self._call, last)) for member in self.members]
+        return [(member, MeetAfter(self._call, last, self._has_new)) for member in self.members]
 
     # ------------------------------------------------------------------ what is to be done
 
@@ -262,6 +305,8 @@ class Membership:
 
     def deadline(self) -> float | None:
         """When to ask `due` at the latest; None if nothing is pending."""
+        if self.phase is Phase.RUNNING:
+            return self._leaves_at if self._leaving else None
         if self.phase is Phase.FORMING:
             return self._repeat_at
         if self.phase is Phase.GATHERING:
@@ -304,8 +349,10 @@ class Membership:
         return []
 
     def _form_next(self, now: float) -> Outgoing:
-        joined = tuple(sorted(self._ready)) if self.phase is Phase.GATHERING else ()
-        answers = {place: self._answers[place] for place in self.remaining}
+        is_meeting = self.phase is Phase.GATHERING
+        joined = tuple(sorted(self._ready)) if is_meeting and self._has_new else ()
+        leaving = frozenset(self._leaving if is_meeting and self._may_go() else ())
+        answers = {place: self._answers[place] for place in self.remaining if place not in leaving}
         places = tuple(sorted((*answers, *joined)))
         clean = [answer.step for answer in answers.values() if answer.is_clean]
         step = max(clean, default=-1)
@@ -315,6 +362,8 @@ class Membership:
         sources = [place for place, answer in answers.items() if answer.is_clean and answer.step == step]
         behind = [place for place in answers if place not in sources]
         self.generation += 1
+        self._left |= leaving
+        self._leaving -= leaving
         self._form = Form(
             call=self._call,
             generation=self.generation,
@@ -327,6 +376,8 @@ class Membership:
             is_retried=any(answer.is_trying and answer.step == step for answer in answers.values()),
             phase=max(answer.phase for answer in answers.values()),
             joined=joined,
+            is_met=is_meeting,
+            left=tuple(sorted(self._left)),
         )
         self.phase, self.members = Phase.FORMING, places
         self._lost, self._joined, self._begun = set(), set(), set()
@@ -334,7 +385,7 @@ class Membership:
         self._answer_by = now + self._answer_s
         self._ready -= self._newcomers
         self._repeat_at = now + REPEAT_S
-        forms: Outgoing = [(place, self._form) for place in places]
+        forms: Outgoing = [(place, self._form) for place in (*places, *sorted(leaving))]
         if not self._is_short(places):
             self._waits_until = None
             return forms
@@ -443,6 +494,11 @@ class Member:
         """Whether a generation is one to enter: it answers the last call, which this process has answered."""
         is_new = form.generation > self.generation and form.call == self._heard
         return is_new and self._answer is not None and self.place in form.members
+
+    def is_released(self, form: Form) -> bool:
+        """Whether a generation is one that this process is left out of, as it has asked for."""
+        is_new = form.generation > self.generation and form.call == self._heard
+        return is_new and self._answer is not None and self.place in form.left
 
     def is_invited(self, form: Form) -> bool:
         """Whether a generation is one that this process joins, as it has asked for."""

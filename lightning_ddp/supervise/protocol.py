@@ -194,6 +194,14 @@ class Ready(Message):
 
 
 @dataclass(frozen=True)
+class Leave(Message):
+    """This process is asked to end; the others are to go on without it from a step boundary on: `Form`."""
+
+    is_node: bool
+    """Whether all ranks of its node are."""
+
+
+@dataclass(frozen=True)
 class Ask(Message):
     """Asks where the ranks disagree: `Found`."""
 
@@ -303,16 +311,18 @@ class StopAfter(Message):
 
 @dataclass(frozen=True)
 class Gather(Message):
-    """Others are to join: no boundary is passed until `MeetAfter`; answered by `Position`."""
+    """Others are to join, or to leave: no boundary is passed until `MeetAfter`; answered by `Position`."""
 
 
 @dataclass(frozen=True)
 class MeetAfter(Message):
-    """All members stop at the boundary after this one, to meet those that join; answered by `Present`."""
+    """All members stop at the boundary after this one, where others join or leave; answered by `Present`."""
 
     call: int
     """Its number, as of `Muster`."""
     position: int
+    has_new: bool
+    """Whether others join, to whom the state is to be given."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +337,7 @@ class Muster(Message):
 
 @dataclass(frozen=True)
 class Form(Message):
-    """Those that are left are a new generation; answered by `Joined`. Processes are named by their places."""
+    """The next generation; its members answer with `Joined`. Processes are named by their places."""
 
     call: int
     """The call that they have answered."""
@@ -349,6 +359,10 @@ class Form(Message):
     """The most that a member has finished: the others finish theirs alone, and then all go on together."""
     joined: tuple[int, ...] = ()
     """Members that were not in the generation before: they take over all that `source` has."""
+    is_met: bool = False
+    """Whether all stand at one boundary, and not where a failure has interrupted them."""
+    left: tuple[int, ...] = ()
+    """Those that have asked to leave since a generation was whole; they are told, and end."""
 
 
 @dataclass(frozen=True)

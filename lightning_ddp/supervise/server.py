@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -44,6 +45,7 @@ from lightning_ddp.supervise.protocol import (
     Hello,
     Here,
     Joined,
+    Leave,
     Left,
     Message,
     Missing,
@@ -131,6 +133,8 @@ class ControlServer:
         self._ended_pids: set[tuple[int | None, int | None]] = set()
         self._lost_pids: set[tuple[int | None, int | None]] = set()
         """Of members that were lost: a node and a process id, as in `_ended_pids`."""
+        self._released_pids: set[tuple[int | None, int | None]] = set()
+        """Of members that have left as they were asked to, and whose launcher tells of their end."""
         self._ended_places: set[int] = set()
         self._identities: dict[int, Identity] = {}
         """Place, the rank that a process had in the beginning, -> who has it, with its present rank."""
@@ -264,7 +268,7 @@ class ControlServer:
         if self._stall is not None and self._verdict.first is None:
             deadlines.append(self._stall.next_look(time.monotonic()))
         deadlines += [stranger.since + _HELLO_WAIT_S for stranger in islice(self._strangers, 1)]
-        if self._membership is not None:
+        if self._membership is not None and not self._is_told and not self._waits_for_verdict:
             deadlines.append(self._membership.deadline())
         if self._vacancies is not None and not self._is_told:
             deadlines.append(self._vacancies.deadline(lambda p: self._may_start(p) or self._waits(p)))
@@ -324,7 +328,7 @@ class ControlServer:
         if peer.is_new:
             self._handle_new(peer, peer.identity, message)
             return
-        if peer.identity.rank < 0:
+        if peer.identity.rank < 0 or peer.is_out:
             return
         rank, now = peer.identity.rank, time.monotonic()
         match message:
@@ -350,7 +354,9 @@ class ControlServer:
             case Bye():
                 peer.has_left = True
             case Stop():
-                self._send_all(self._stop.request(self._active_ranks(), now, message))
+                self._have_all_stop(message, now)
+            case Leave(is_node):
+                self._note_leaving(self._place_of(rank), now, with_node=is_node)
             case Position(position):
                 self._send_all(self._stop.report(rank, position))
                 if self._membership is not None:
@@ -442,7 +448,7 @@ class ControlServer:
     def _lost(self, peer: Peer, error: OSError | None) -> None:
         identity = peer.identity
         self._hang_up(peer)
-        if peer.is_new:
+        if peer.is_new or peer.is_out:
             return  # its launcher tells of its end
         if identity is not None:
             self._forget(identity.rank)
@@ -489,6 +495,7 @@ class ControlServer:
             self._verdict.accuse(late)
         self._go_on(now)
         self._fill_vacancies(now)
+        self._change_members(now)
         first = self._verdict.decide(now)
         if first is not None and not self._is_told:
             self._is_told = True
@@ -528,6 +535,9 @@ class ControlServer:
         if process in self._ended_pids:  # two have told of it
             return True
         self._ended_pids.add(process)
+        if process in self._released_pids:
+            self._leave_vacant(record.rank)
+            return True
         was_lost = process in self._lost_pids
         if was_lost and record.rank in self._membership.remaining:  # another one is there already
             return True
@@ -590,6 +600,10 @@ class ControlServer:
                 self._send(peer, Failure(record.cut()))
             case Progress():
                 self._send(peer, Beat(self._stall.interval_s if self._stall is not None else None))
+            case Stop() | Leave():
+                peer.is_ready = False
+                self._membership.withdrew(identity.rank)
+                self._send(peer, Closing())
             case _:
                 pass
 
@@ -624,13 +638,17 @@ class ControlServer:
                 self._vacancies.expect(place)
 
     def _leave_vacant(self, place: int) -> None:
-        """One that was lost as it joined has ended."""
-        assert self._vacancies is not None
-        self._fallen.discard(place)
-        self._vacancies.lost([place], 0, time.monotonic())
+        """One that was lost as it joined has ended, or one that has left as it was asked to."""
+        if self._vacancies is None:
+            return
+        if place in self._fallen:
+            self._fallen.discard(place)
+            self._vacancies.lost([place], 0, time.monotonic())
+        else:
+            self._vacancies.left(place, time.monotonic())
 
     def _fill_vacancies(self, now: float) -> None:
-        """Has processes started, and lets in those that are ready."""
+        """Has processes started."""
         if self._membership is None or self._vacancies is None or self._is_told:
             return
         for place in self._vacancies.due(now, self._may_start):
@@ -642,8 +660,6 @@ class ControlServer:
         for place in filter(self._waits, self._new):
             if self._vacancies.may_enter(place, now):
                 self._membership.ready(place)
-        if self._stop.deadline() is None:
-            self._send_to_places(self._membership.gather())
 
     def _may_come(self, hello: Hello) -> bool:
         """Whether a new process is one that was asked for, or the launcher of a node that comes back.
@@ -689,6 +705,35 @@ class ControlServer:
 
     # ------------------------------------------------------------------ members
 
+    def _note_leaving(self, place: int, now: float, *, with_node: bool) -> None:
+        """A member is asked to leave, perhaps with all others of its node."""
+        if self._membership is None or self._stop.deadline() is not None:
+            return
+        node = self._identities[place].node_rank
+        of_node = [other for other, who in self._identities.items() if who.node_rank == node]
+        self._membership.leave(of_node if with_node else [place], now)
+
+    def _change_members(self, now: float) -> None:
+        """Lets in those that are ready, and has those leave that are asked to."""
+        if self._membership is None or self._is_told or self._stop.deadline() is not None:
+            return
+        why = self._membership.why_to_stop(now)
+        if why is not None:
+            print(f"lightning_ddp: {why}", file=sys.stderr, flush=True)
+            self._have_all_stop(Stop(signal.SIGTERM, is_requeue=False), now)
+        self._send_to_places(self._membership.gather(now))
+
+    def _have_all_stop(self, reason: Stop, now: float) -> None:
+        if self._membership is not None:
+            self._membership.stay()
+        self._send_all(self._stop.request(self._active_ranks(), now, reason))
+
+    @property
+    def _waits_for_verdict(self) -> bool:
+        """Whether one of those that gather may be lost: then it is not to be a member of what follows."""
+        is_gathering = self._membership is not None and self._membership.phase is Phase.GATHERING
+        return is_gathering and self._verdict.deadline() is not None
+
     def _handle_member(self, place: int, message: Message) -> None:
         membership = self._membership
         if membership is None:
@@ -719,10 +764,11 @@ class ControlServer:
             message = f"it did not stop within failure_grace_s={self._settings.failure_grace_s:g} s"
             self._lose(FailureRecord.of_identity(identity, message), now, has_ended=False)
         before, members = membership.generation, membership.members
-        outgoing = membership.due(now)
+        outgoing = [] if self._waits_for_verdict else membership.due(now)
         has_formed = membership.generation != before
         if has_formed:
             form = next(message for _, message in outgoing if isinstance(message, Form))
+            self._release(form)
             self._history.formed(form.generation, form.step, members, form.members, now)
             self._note_form(form, now)
             self._renumber(membership.members)
@@ -731,6 +777,23 @@ class ControlServer:
             self._send_all(self._stop.restart(set(range(self._world_size))))
         if membership.phase is Phase.OVER and membership.cause is not None and self._verdict.first is None:
             self._verdict.accuse(replace(membership.cause, message=_with_reason(membership)))
+
+    def _release(self, form: Form) -> None:
+        """Lets go of members that were asked to leave."""
+        released = {place: self._identities.pop(place) for place in form.left if place in self._identities}
+        for place, who in released.items():
+            self._history.released(place, FailureRecord.of_identity(who, "the process was asked to leave"))
+            self._released_pids.add((who.node_rank, who.pid))
+            self._forget(who.rank)
+            self._verdict.set_aside(who.rank)
+            peer = self._ranks.pop(who.rank, None)
+            if peer is not None:
+                peer.is_out, peer.is_launcher = True, False
+                self._send(peer, form)
+                self._send(peer, Closing())
+        for place in released:
+            if not self._may_start(place):  # nobody is left there who would tell of its end
+                self._leave_vacant(place)
 
     def _note_form(self, form: Form, now: float) -> None:
         """Some have left with the generation before, or have joined."""

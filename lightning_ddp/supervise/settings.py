@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lightning_ddp.errors import ConfigurationError, closest
 
-__all__ = ["ReconcileSettings", "RecoverySettings", "ReplaceSettings", "parse_on_failure"]
+__all__ = [
+    "PreemptionSettings",
+    "ReconcileSettings",
+    "RecoverySettings",
+    "ReplaceSettings",
+    "parse_on_failure",
+    "parse_on_preemption",
+]
 
 _LEAST_HEARTBEAT_S = 2.0
+_NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
+"""Signals by which schedulers announce that a machine is taken away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +74,65 @@ _KINDS: dict[str, type[RecoverySettings] | None] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreemptionSettings:
+    """A process that gets a signal leaves the others at a step boundary, and they go on.
+
+    Raises:
+        ConfigurationError: there is no such signal, or it cannot be handled.
+    """
+
+    signal: str = "SIGTERM"
+    """The signal by which it is asked to."""
+
+    def __post_init__(self) -> None:
+        if self.signal not in _NOTICES:
+            raise ConfigurationError(
+                f"on_preemption: signal={self.signal!r}; there are {', '.join(map(repr, _NOTICES))}"
+            )
+
+    @property
+    def number(self) -> int:
+        """Of the signal."""
+        return int(getattr(signals, self.signal))
+
+
 def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
     """What the argument `on_failure` says; None for an end of the run.
 
     Raises:
         ConfigurationError: an unknown name or option.
     """
+    settings: RecoverySettings | None = _parse("on_failure", spec, _KINDS)
+    return settings
+
+
+def parse_on_preemption(spec: str | Mapping[str, Any]) -> PreemptionSettings | None:
+    """What the argument `on_preemption` says; None where a signal stops all.
+
+    Raises:
+        ConfigurationError: an unknown name or option.
+    """
+    settings: PreemptionSettings | None = _parse(
+        "on_preemption", spec, {"stop": None, "leave": PreemptionSettings}
+    )
+    return settings
+
+
+def _parse(argument: str, spec: str | Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = options.pop("name", None)
-    if name not in _KINDS:
-        raise ConfigurationError(f"on_failure={spec!r}; there are {', '.join(map(repr, _KINDS))}")
-    kind = _KINDS[name]
+    name = str(options.pop("name", None))
+    if name not in kinds:
+        raise ConfigurationError(f"{argument}={spec!r}; there are {', '.join(map(repr, kinds))}")
+    kind = kinds[name]
     if kind is None:
         if options:
-            raise ConfigurationError(f"on_failure='stop' has no options, and was given {', '.join(options)}")
+            raise ConfigurationError(f"{argument}='stop' has no options, and was given {', '.join(options)}")
         return None
     known = [field.name for field in fields(kind)]
     for option in options:
         if option not in known:
-            raise ConfigurationError(f"on_failure={name!r} has no option {option!r}{closest(option, known)}")
+            raise ConfigurationError(f"{argument}={name!r} has no option {option!r}{closest(option, known)}")
     return kind(**options)
 
 
@@ -103,6 +153,8 @@ class ReconcileSettings:
     """A rank that makes no progress for so long, and does not wait for others, has failed; None: never."""
     recovery: RecoverySettings | None = None
     """How the run goes on after a failure; None: it ends."""
+    preemption: PreemptionSettings | None = None
+    """By which signal a process leaves the others; None: by none."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_timeout_s >= _LEAST_HEARTBEAT_S:

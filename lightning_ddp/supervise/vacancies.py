@@ -46,6 +46,12 @@ class Vacancies:
                 self._num_failed[place] = 0
             self._open[place] = now + self._delay(place)
 
+    def left(self, place: int, now: float) -> None:
+        """A member has left as it was asked to, and has ended: that is no failure of its place."""
+        self._joined_at.pop(place, None)
+        self._num_failed[place] = 0
+        self._open[place] = now
+
     def ended(self, place: int, now: float) -> bool:
         """A process has ended; returns whether it was one that had not joined."""
         if place not in self._started:

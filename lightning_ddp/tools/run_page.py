@@ -152,7 +152,8 @@ def _history(changes: Sequence[Change]) -> str:
     for change in changes:
         ranks = (", ".join(map(str, ranks)) or "-" for ranks in (change.lost_ranks, change.joined_ranks))
         sizes = f"{change.old_world_size} to {change.new_world_size}"
-        cells = (change.step, sizes, *ranks, f"{change.seconds:.2f}", change.cause or "-")
+        why = change.cause or ("asked to leave" if change.lost_ranks else "-")
+        cells = (change.step, sizes, *ranks, f"{change.seconds:.2f}", why)
         rows.append(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>")
     names = ("from step", "ranks", "lost", "joined", "lost time (s)", "why")
     head = "".join(f"<th>{name}</th>" for name in names)

@@ -67,6 +67,9 @@ def die_if(moment: str, step: int) -> None:
                 note(event="pauses")
                 PAUSES[fault["how"]](fault["seconds"])
                 return
+            if fault.get("how") == "leaves":
+                ask_to_leave(fault.get("signal", "SIGTERM"))
+                return
             note(event="dies", time=time.time())
             if fault.get("how") == "raise":
                 raise ValueError("a picture is broken")
@@ -79,6 +82,13 @@ def die_if(moment: str, step: int) -> None:
                 signal.setitimer(signal.ITIMER_REAL, fault["delay_s"])
                 return
             os.kill(os.getpid(), signal.SIGSTOP if fault.get("how") == "stop" else signal.SIGKILL)
+
+
+def ask_to_leave(name: str) -> None:
+    """What a scheduler does, once: the process that it signals leaves at the next step boundary."""
+    if "is asked" not in NOTED:
+        note(event="is asked", generation=generation())
+        os.kill(os.getpid(), getattr(signal, name))
 
 
 def has_fault(moment: str, step: int) -> bool:
@@ -440,6 +450,10 @@ class Ledger(pl.Callback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         note(event="excepts", text=str(exception))
 
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        if "is asked" in NOTED:
+            note(event="is torn down", value=trainer.strategy.broadcast(place()))
+
 
 def be_late_in_round(trainer: Any) -> None:
     """Has this place wait at the end of the round after its sixth step, which is over for the others."""
@@ -606,7 +620,11 @@ def main() -> None:
         model.train_dataloader = lambda: prepare(train)
         model.val_dataloader = lambda: prepare(val)
         loader = evaluated = None
-    trainer.fit(model, loader, evaluated)
+    try:
+        trainer.fit(model, loader, evaluated)
+    except SystemExit:
+        note(event="unwinds")
+        raise
     saving = trainer.checkpoint_callback
     if ORDER.get("double"):
         torch.save(model.state_dict(), FOLDER / f"end-{place()}.pt")
@@ -630,3 +648,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if ORDER.get("codes"):
+        note(event="codes", codes=[child.wait() for child in session_of_process().children.procs])

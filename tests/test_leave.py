@@ -1,0 +1,169 @@
+"""A process is asked to leave, and the others go on: nothing has failed, and nothing is done again."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_replace
+import test_shrink
+from harness import RUN, start_script
+from test_shrink import fault
+
+from lightning_ddp import CustomDDPStrategy
+from lightning_ddp.errors import ConfigurationError
+
+LEAVE = {"on_failure": "shrink", "on_preemption": "leave"}
+
+
+def leaves(place: int, moment: str, step: int | None, **more: Any) -> dict[str, Any]:
+    return fault(place, moment, step, how="leaves", **more)
+
+
+class Ledger(test_shrink.Ledger):
+    """Of a run that some have left."""
+
+    output = ""
+
+    def check_leaving(self, leavers: list[int], survivors: list[int]) -> None:
+        """They end in order, and no step is done again for it."""
+        self.check(survivors)
+        assert sorted(entry["place"] for entry in self.of("is torn down")) == sorted(leavers)
+        assert all(entry["value"] == entry["place"] for entry in self.of("is torn down")), "it is alone"
+        tried = [(e["place"], e["step"], e["batch"], e["epoch"]) for e in self.of("tries")]
+        assert len(tried) == len(set(tried))
+        assert {(entry["cause"], entry["retried"]) for entry in self.changes} == {("None", False)}
+        assert not list(self.folder.glob("**/emergency*"))
+
+
+def train(folder: Path, *faults: dict[str, Any], launcher: tuple[str, ...] = (), **order: Any) -> Ledger:
+    order = {"folder": str(folder), "faults": faults, **order}
+    order["strategy"] = {**LEAVE, **order.get("strategy", {})}
+    with start_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=launcher) as script:
+        result = script.wait()
+        assert result.returncode == 0, script.output()
+    ledger = Ledger(folder)
+    ledger.output = result.stderr
+    return ledger
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "forward",
+        pytest.param("loader", marks=pytest.mark.slow),
+        pytest.param("validation", marks=pytest.mark.slow),
+        pytest.param("after backward", marks=pytest.mark.exhaustive),
+        pytest.param("batch end", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_rank_leaves_at_the_next_boundary(moment, tmp_path) -> None:
+    step = test_shrink.STEP.get(moment, 3)
+    order = {"validates": moment == "validation", "codes": True}
+    ledger = train(tmp_path, leaves(2, moment, step), **order)
+    ledger.check_leaving([2], [0, 1, 3])
+    assert {(tuple(e["sizes"]), tuple(e["lost"]), *e["ranks"]) for e in ledger.changes} == {
+        ((4, 3), (2,), 0, 0),
+        ((4, 3), (2,), 1, 1),
+        ((4, 3), (2,), 3, 2),
+    }
+    assert [entry["codes"] for entry in ledger.of("codes") if entry["place"] == 0] == [[0, 0, 0]]
+    assert [entry["place"] for entry in ledger.of("unwinds")] == [2]
+    assert "left: rank 2" in ledger.output
+    assert "was asked to leave" in ledger.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "start_method"), [(RUN, "popen"), ((), "spawn"), ((), "fork")], ids=["run", "spawn", "fork"]
+)
+def test_rank_0_leaves_and_its_loggers_go_on(launcher, start_method, tmp_path) -> None:
+    """One log folder, in which no row is lost; the script gets what the next one has."""
+    strategy = {"start_method": start_method}
+    order = {"devices": 3, "logs": True, "checkpoints": {"every_n_train_steps": 4, "save_top_k": -1}}
+    ledger = train(tmp_path, leaves(0, "forward", 3), launcher=launcher, strategy=strategy, **order)
+    ledger.check_leaving([0], [1, 2])
+    (metrics,) = tmp_path.glob("logs/*/version_*/metrics.csv")
+    rows = list(csv.DictReader(metrics.read_text().splitlines()))
+    assert [row["recovery/world_size"] for row in rows if row["recovery/count"]] == ["2.0"]
+    assert [path.name for path in tmp_path.glob("logs/*/*")] == ["version_0"]
+    assert len(list(tmp_path.glob("saved/*.ckpt"))) == len(ledger.by_step()) // 4
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["python", "run"])
+def test_a_new_process_takes_the_place_of_one_that_has_left(launcher, tmp_path) -> None:
+    place = 0 if launcher else 1
+    order = {"devices": 3, "step_s": 0.05, "until_generation": 2, "trainer": {"max_epochs": 10_000}}
+    order["strategy"] = {"on_failure": "replace"}
+    ledger = test_replace.Ledger(
+        train(tmp_path, leaves(place, "forward", 3, generation=0), launcher=launcher, **order).folder
+    )
+    ledger.check_members(3)
+    others = [other for other in range(3) if other != place]
+    assert [ledger.changes_of(other) for other in others] == [[[3, 2], [2, 3]]] * 2
+    assert {(entry["cause"], entry["retried"]) for entry in ledger.changes} == {("None", False)}
+    assert len(ledger.of("is torn down")) == 1
+
+
+@pytest.mark.slow
+def test_two_leave_one_after_the_other_and_a_third_is_killed_while_all_gather(tmp_path) -> None:
+    """The first one gathers all where another dies; it leaves after that has been made good."""
+    faults = leaves(3, "forward", 2), leaves(2, "forward", 6), fault(1, "forward", 6)
+    ledger = train(tmp_path, *faults)
+    ledger.check([0])
+    assert sorted(entry["place"] for entry in ledger.of("is torn down")) == [2, 3]
+    assert [entry["lost"] for entry in ledger.changes if entry["place"] == 0] == [[3], [1], [1]]
+    causes = [entry["cause"] for entry in ledger.changes if entry["place"] == 0]
+    assert [cause == "None" for cause in causes] == [True, False, True]
+
+
+@pytest.mark.parametrize("asked", [[1], pytest.param([0, 1, 2], marks=pytest.mark.slow)], ids=["few", "all"])
+def test_all_stop_where_too_few_would_stay(asked, tmp_path) -> None:
+    """As SIGTERM stops a run."""
+    options = {"name": "shrink", "min_world_size": 3 if len(asked) == 1 else 1}
+    launcher = RUN if len(asked) == 3 else ()
+    order = {"devices": 3, "strategy": {"on_failure": options}, "step_s": 0.05}
+    faults = [leaves(place, "forward", 3) for place in asked]
+    ledger = train(tmp_path, *faults, launcher=launcher, **order)
+    assert sorted(entry["place"] for entry in ledger.of("excepts")) == [0, 1, 2]
+    assert ledger.of("changes") == []
+    assert len({max(e["step"] for e in ledger.commits if e["place"] == place) for place in range(3)}) == 1
+    assert "would leave fewer than min_world_size" in ledger.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["post_local_sgd", pytest.param("diloco", marks=pytest.mark.exhaustive)])
+def test_a_rank_leaves_local_training_at_a_round(name, tmp_path) -> None:
+    """Rounds follow steps 5, 8 and so on: nothing of the leaver's steps is lost."""
+    options = {"name": name, "period": 3, "start_step": 3}
+    order = {"strategy": {"model_averaging": options}, "trainer": {"max_epochs": 3}}
+    ledger = train(tmp_path, leaves(2, "forward", 7), **order)
+    assert ledger.ended == [0, 1, 3]
+    assert ledger.of("excepts") == []
+    (step,) = {entry["step"] for entry in ledger.changes}
+    assert step in (9, 12)  # the next round, or the one after that
+    assert max(entry["step"] for entry in ledger.commits if entry["place"] == 2) == step - 1
+    used = Counter(i for entry in ledger.of("tries") if entry["epoch"] == 0 for i in entry["ids"])
+    assert set(used) == set(range(test_shrink.SAMPLES))
+
+
+def test_a_signal_of_the_scheduler_is_the_notice_and_sigterm_stops_all(tmp_path) -> None:
+    order = {"devices": 3, "strategy": {"on_preemption": {"name": "leave", "signal": "SIGUSR1"}}}
+    faults = leaves(2, "forward", 2, signal="SIGUSR1"), leaves(1, "forward", None, generation=1)
+    ledger = train(tmp_path, *faults, **order)
+    assert [entry["sizes"] for entry in ledger.changes] == [[3, 2]] * 2
+    assert [entry["place"] for entry in ledger.of("excepts")] == [0, 1]
+    assert [entry["place"] for entry in ledger.of("is torn down")] == [2]
+
+
+def test_leaving_needs_others_that_go_on() -> None:
+    with pytest.raises(ConfigurationError, match="needs others that go on: on_failure='shrink'"):
+        CustomDDPStrategy(on_preemption="leave")
+    with pytest.raises(ConfigurationError, match="signal='SIGKILL'; there are 'SIGTERM'"):
+        CustomDDPStrategy(on_failure="shrink", on_preemption={"name": "leave", "signal": "SIGKILL"})
+    with pytest.raises(ConfigurationError, match="there are 'stop', 'leave'"):
+        CustomDDPStrategy(on_preemption="go")
