@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -28,7 +29,7 @@ from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.comm.abort import abort_groups, remember_connections
 from lightning_ddp.elastic.redeal import DealtSampler
 from lightning_ddp.elastic.refusals import check_training
-from lightning_ddp.elastic.undo import put_scale
+from lightning_ddp.elastic.undo import RandomStates, put_scale
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.supervise.settings import RecoverySettings
 
@@ -657,6 +658,36 @@ def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_proc
         stack.enter_context(socket.create_connection(listener.getsockname()))
         of_a_thread.sendall(b"x")
         assert of_a_child.recv(1) == b"x"
+
+
+def test_random_numbers_are_drawn_again_from_where_they_were_at_the_last_boundary() -> None:
+    """From numpy's generator also where only the second normal number of a pair is drawn between two."""
+
+    def draw() -> tuple[Any, ...]:
+        return random.random(), random.gauss(0, 1), torch.rand(2).tolist(), numpy.random.randn(3).tolist()
+
+    before = RandomStates()
+    states = RandomStates()
+    changes = (
+        lambda: None,
+        lambda: numpy.random.randn(1),
+        lambda: numpy.random.randn(1),
+        lambda: None,
+        lambda: numpy.random.rand(700),
+        lambda: numpy.random.seed(3),
+        lambda: random.random(),
+        lambda: torch.rand(1),
+        lambda: None,
+    )
+    for number, change in enumerate(changes):
+        change()
+        states.retake()
+        drawn = draw()
+        for _ in range(2):
+            states.restore()
+            assert draw() == drawn, number
+        states.restore()
+    before.restore()
 
 
 def test_a_scaler_forgets_a_step_that_has_begun() -> None:

@@ -336,6 +336,8 @@ class Watch:
                 self._all_left.set()
             case Beat(next_s):
                 self._last_beat, self._report_every_s = time.monotonic(), next_s
+                if next_s is not None:
+                    self._next_report = min(self._next_report, self._last_beat + next_s)
             case Here(ranks):
                 self._who = list(ranks)
                 self._who_answered.set()
