@@ -150,7 +150,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         on_failure: 'stop' ends the run on all ranks; 'shrink' goes on in the same `fit` with those that are
             left; 'replace' also starts a new process in the place of each that is lost. They go on from the
             step that was interrupted, with the rest of the epoch dealt over them. A mapping with `name` and
-            options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`.
+            options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`; of 'replace' also `wait_s` and
+            `spares`.
         on_preemption: 'stop' stops all ranks at a step boundary when one gets SIGTERM; with 'leave' that one
             leaves there and ends with code 0, and the others go on, as `on_failure` says, with no step done
             again. A mapping with `name` and the option `signal`, such as 'SIGUSR1'.
@@ -326,7 +327,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 session.rendezvous.token or "",
                 is_reader=session.is_joining,
                 is_writer=self.global_rank == 0 and not session.is_joining,
-                check=session.control.interrupt.check,
+                check=session.control.check_whether_late,
             )
 
     def _check_lost_ranks(self, session: Session) -> None:
@@ -398,13 +399,15 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def root_device(self) -> torch.device:
         """This process's device, which stays when ranks are lost."""
         assert self.parallel_devices is not None
-        return self.parallel_devices[super().local_rank]
+        return self.parallel_devices[super().local_rank % len(self.parallel_devices)]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """To how many ranks a sampler deals, and which one this is."""
         arguments = super().distributed_sampler_kwargs
-        return arguments if self._world is None else {**arguments, "num_replicas": self._world[1]}
+        if self._world is not None:
+            return {**arguments, "num_replicas": self._world[1]}
+        return {**arguments, "rank": self.global_rank % self.world_size}  # that of a spare is behind the last
 
     def _setup_recovery(self, trainer: Trainer) -> None:
         assert self._session is not None
@@ -473,6 +476,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         assert ours.calls is not None
         for place in form.lost:  # it may be stopped, or have lost but its control connection
             self._session.children.kill_rank(place)
+        if self._session.is_joining:
+            self._session.take_place(ours.calls.member.place % self.num_processes)
         self._world = rank, world_size = ours.calls.member.rank, len(form.members)
         node = ours.calls.member.place // self.num_processes
         on_node = [place for place in form.members if place // self.num_processes == node]

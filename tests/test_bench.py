@@ -29,6 +29,7 @@ from lightning_ddp.tools.arguments import picture_path
 from lightning_ddp.tools.bench import step
 from lightning_ddp.tools.bench.benchmark import Benchmark, Comparison, Result, compare
 from lightning_ddp.tools.bench.launch import time_first_batch
+from lightning_ddp.tools.bench.recoveries import run_to_recovery
 from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps
 from lightning_ddp.tools.contenders import OURS, TORCH_DEFAULT, TORCH_FLAGS, TrainingRun
 from lightning_ddp.tools.models import MODEL_NAMES, build_workload, compute_loss
@@ -243,7 +244,18 @@ def test_a_rank_that_is_killed_costs_no_step_and_no_sample(tmp_path: Path, capsy
     (run,) = json.loads((tmp_path / "a.json").read_text())["summary"]["runs"]["shrink"]
     assert (run["is_recovered"], run["steps_again"], run["samples_lost"]) == (True, 0, 0)
     assert 0 < run["regroup_s"] < run["seconds"]
+    assert run["full_s"] is None
     assert (tmp_path / "a.png").stat().st_size > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["replace", "spare", "cold"])
+def test_a_rank_that_is_killed_is_replaced(name: str) -> None:
+    run = run_to_recovery(name, 2, timeout_s=240.0)
+    assert run["is_recovered"]
+    assert 0 < run["seconds"] < run["full_s"]
+    assert run["pause_s"] < run["full_s"]
+    assert run["steps_again"] == 0
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

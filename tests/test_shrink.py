@@ -31,7 +31,7 @@ from lightning_ddp.elastic.redeal import DealtSampler
 from lightning_ddp.elastic.refusals import check_training
 from lightning_ddp.elastic.undo import RandomStates, put_scale
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.supervise.settings import RecoverySettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 
 SCRIPT = Path(__file__).parent / "harness" / "shrink_script.py"
 SAMPLES, EPOCHS = 96, 2
@@ -608,6 +608,7 @@ def test_a_global_batch_that_is_split_gives_the_losses_of_a_run_without_losses(t
         ({"model_averaging": {"name": "post_local_sgd", "gradients": "node"}}, "fewer than those of another"),
         ({"on_failure": {"name": "shrink", "min_worldsize": 2}}, "did you mean 'min_world_size'"),
         ({"on_failure": {"name": "shrink", "max_recoveries": 0}}, "at least 1"),
+        ({"on_failure": {"name": "replace", "spares": -1}}, "spares=-1; expected a whole number"),
         ({"on_failure": "shrnk"}, "there are 'stop', 'shrink'"),
         ({"on_failure": {"name": "stop", "min_world_size": 2}}, "has no options"),
     ],
@@ -625,6 +626,7 @@ def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
         ({}, {"is_external": True}, "torchrun or SLURM"),
         ({}, {"device_type": "mps"}, "not known when their collectives have ended"),
         ({}, {"device_type": "cuda", "is_averaging": True}, "averaged in part"),
+        ({}, {"device_type": "cuda", "settings": ReplaceSettings(spares=1)}, "device a spare needs"),
     ],
     ids=str,
 )
@@ -634,7 +636,7 @@ def test_a_trainer_that_cannot_be_exact_is_refused_as_training_starts(options, p
     where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
     where["is_averaging"] = False
     with pytest.raises(ConfigurationError, match=f"{reason}.*on_failure='stop'"):
-        check_training(trainer, RecoverySettings(), **{**where, **place})
+        check_training(trainer, **{"settings": RecoverySettings(), **where, **place})
 
 
 def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_process_accepts() -> None:

@@ -256,6 +256,7 @@ class Recovery:
     def _start_epoch(self, start: Callable[[], None]) -> None:
         if self._journal is not None:
             self._journal.end(MAIN)
+            self._calls.prepared()
         if self._form is not None:  # of an epoch that has begun for the others
             start()
             enter_epoch(self._trainer)
@@ -521,7 +522,7 @@ class Recovery:
         calls.defer(True)
 
         def look() -> None:
-            self._ours.leave_if_late()
+            self._ours.check_whether_late()
             self._ours.check_end()
 
         def attempt() -> None:

@@ -26,7 +26,9 @@ from lightning_ddp.supervise.protocol import (
     Message,
     Muster,
     Position,
+    Prepared,
     Ready,
+    Take,
 )
 
 __all__ = ["Calls"]
@@ -61,6 +63,8 @@ class Calls:
         self.watch: Watch | None = None
         self._interrupt, self._alarm, self._boundary = interrupt, alarm, boundary
         self._form: Form | None = None
+        self._place = place
+        """That this process is to have, if it is a spare that is called."""
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._has_stopped = False
@@ -84,6 +88,8 @@ class Calls:
             case MeetAfter(position=position, has_new=has_new):
                 if self.member.hear_call(message):
                     self._boundary.meet_after(position, has_new=has_new)
+            case Take(place):
+                self._place = place
             case Form(generation=generation):
                 if self._form is None or generation > self._form.generation:
                     self._boundary.restart()  # on all ranks before the server asks for anything else
@@ -197,6 +203,8 @@ class Calls:
     def wait_for_invitation(self, check: Callable[[], None]) -> Form:
         """In a new process: asks to join the others; returns the generation that it is a member of.
 
+        A spare waits to be called to a place, and asks again.
+
         Args:
             check: called now and then; raises where the run ends.
         """
@@ -204,12 +212,20 @@ class Calls:
         self.watch.post(Ready())
         while True:
             self._changed.clear()
+            if self._place != self.member.place:
+                self.member.take(self._place)
+                self.watch.post(Ready())
             form = self._form
             if form is not None and self.member.is_invited(form):
                 self.heard_at = time.monotonic()
                 return form
             self._changed.wait(_LOOK_EVERY_S)
             check()
+
+    def prepared(self) -> None:
+        """The set-up of the script is over: spares may be started."""
+        assert self.watch is not None
+        self.watch.post(Prepared())
 
     def meet(self) -> None:
         """This process stands at the boundary where others join or leave."""

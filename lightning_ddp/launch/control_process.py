@@ -33,6 +33,7 @@ from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 __all__ = [
     "ALL_ENDED",
     "LONGEST_MESSAGE",
+    "MOVE",
     "REPORTED",
     "START",
     "WENT_ON",
@@ -42,8 +43,9 @@ __all__ = [
 ]
 
 LONGEST_MESSAGE = 150_000
-START = 0
-"""In the place of a signal: the supervisor is to start processes, whose places follow."""
+START, MOVE = 0, -1
+"""In the place of a signal: the supervisor is to start processes, whose places follow; or a process, whose id
+and place follow, has another place from now on."""
 ALL_ENDED = b"all"
 """What the supervisor says last."""
 REPORTED, WENT_ON = 1, 2
@@ -132,7 +134,8 @@ class _Host:
             settings=settings,
             on_failure=self._failed,
             on_condemned=lambda identity: self._signal(signal.SIGKILL, [identity]),
-            on_vacant=self._start,
+            on_vacant=lambda place: self._ask(START, [place]),
+            on_called=lambda identity, place: self._ask(MOVE, [identity.pid, place]),
             **options,
         )
         return self._server.port
@@ -211,15 +214,13 @@ class _Host:
     def _here(self, server: ControlServer) -> list[Identity]:
         return [identity for identity in server.identities if identity.node_rank == 0]
 
-    def _start(self, place: int) -> None:
-        """Asks the supervisor for a process in the place of a lost one, which is of this node."""
-        with suppress(OSError):
-            self._supervisor.send(json.dumps([START, [place]]).encode())
-
     def _signal(self, number: signal.Signals, ranks: Iterable[Identity]) -> None:
-        """Asks the supervisor, which alone knows that a process id is still that of its child."""
+        """Has the supervisor, which alone knows that a process id is still that of its child, signal some."""
+        self._ask(number, [identity.pid for identity in ranks])
+
+    def _ask(self, what: int, about: list[int]) -> None:
         with suppress(OSError):
-            self._supervisor.send(json.dumps([number, [identity.pid for identity in ranks]]).encode())
+            self._supervisor.send(json.dumps([what, about]).encode())
 
 
 def _is_alive(pid: int) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.errors import RendezvousError
 from lightning_ddp.hydra_jobs.jobs import jobs
 from lightning_ddp.hydra_jobs.shared_job import share_job
 from lightning_ddp.launch.init_method import meet, tcp_address
@@ -141,7 +142,12 @@ def _begin_alone(
 ) -> Any:
     """In the place of a lost rank: connects to the run, and makes a group of this process alone."""
     identity = Identity(rank=environment.global_rank(), node_rank=environment.node_rank())
-    session.connect(store, identity, settings, _LONGEST_WAIT_S)
+    try:
+        session.connect(store, identity, settings, _LONGEST_WAIT_S)
+    except RendezvousError as error:
+        if identity.node_rank == 0 and isinstance(error.__cause__, ConnectionRefusedError):
+            session.control.leave_late()  # the server has been on this host, and was closed at the end
+        raise
     session.store = store
     _name_interface(session, environment, None, backend)
     return join_default_group(backend, dist.HashStore(), rank=0, world_size=1, timeout=timeout, device=device)

@@ -166,17 +166,19 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _run_children(self, session: Session, command: ChildCommand, first_rank: int) -> None:
         common = {**os.environ, **session.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
-        for local_rank in range(1, self.num_processes):
-            env = {**common, "LOCAL_RANK": str(local_rank)}
-            log = command.log_of(first_rank + local_rank)
+        recovery = self._settings.recovery
+        num_spares = recovery.spares if isinstance(recovery, ReplaceSettings) else 0
+        node_rank = first_rank // self.num_processes
+        first = self.num_processes * self.num_nodes + node_rank * num_spares - first_rank
+        for local_rank in (*range(1, self.num_processes), *range(first, first + num_spares)):
             session.children.start(
                 local_rank,
                 command.arguments,
-                env,
+                {**common, "LOCAL_RANK": str(local_rank)},
                 command.cwd,
-                log=log,
+                log=command.log_of(first_rank + local_rank),
                 inherited=command.handed,
-                is_later=session.is_joining,
+                is_later=session.is_joining or local_rank >= self.num_processes,
             )
         session.children.guard()
         if command.handed is not None:

@@ -51,7 +51,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.failure_report import write_error_file
 from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.interrupt_main import Alarm
-from lightning_ddp.supervise.protocol import Exited, Leave, Message, Saved, Start, Stop, Stopped
+from lightning_ddp.supervise.protocol import Exited, Leave, Message, Moved, Saved, Start, Stop, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
@@ -215,6 +215,8 @@ class Reconciliation:
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
             self._children.start_again(message.place)
+        elif isinstance(message, Moved):
+            self._children.move(message.pid, message.place)
         elif self.calls is None or not self.calls.on_message(message):
             self.inspector.on_message(message)
 
@@ -248,13 +250,22 @@ class Reconciliation:
         if self.watch is not None and self.watch.failure is not None:
             raise self.watch.failure.to_error(self.watch.identity.rank)
 
-    def leave_if_late(self) -> None:
-        """In a process that was to join: ends it, with code 0, if the others have ended their run."""
+    def check_whether_late(self) -> None:
+        """In a process that is to join: ends it, with code 0, if the others have ended their run.
+
+        Raises:
+            PeerFailure: the run has ended with a failure.
+        """
+        self.interrupt.check()
         if self.watch is not None and self.watch.has_been_left:
-            self._children.kill()  # they come too late as well
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            self.leave_late()
+
+    def leave_late(self) -> None:
+        """Ends this process with code 0, and those that it has started, as they come too late as well."""
+        self._children.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     def follow(self, trainer: Trainer) -> None:
         """From now on it is this Trainer that a report tells of. It is not kept alive."""

@@ -150,6 +150,7 @@ class Session:
                 on_failure=on_failure,
                 on_condemned=on_condemned or (lambda identity: self.children.kill_one(identity.pid)),
                 on_vacant=self.children.start_again,
+                on_called=lambda identity, place: self.children.move(identity.pid, place),
                 **options,
             )
         self.control.server = server
@@ -184,6 +185,10 @@ class Session:
             if self._parent_pid is not None:
                 outlive_parent()
         self.control.wait_for_all(timeout_s)
+
+    def take_place(self, local_rank: int) -> None:
+        """In a new process: which rank of its node it is. A spare does not know before it is called."""
+        os.environ["LOCAL_RANK"] = str(local_rank)
 
     def begin_anew(self) -> None:
         """Called before each run: a new generation follows one whose failure the script has caught.

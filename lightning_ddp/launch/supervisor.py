@@ -35,7 +35,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +47,7 @@ from lightning_ddp.hydra_jobs.jobs import STARTER
 from lightning_ddp.launch.control_process import (
     ALL_ENDED,
     LONGEST_MESSAGE,
+    MOVE,
     REPORTED,
     START,
     WENT_ON,
@@ -299,11 +300,11 @@ class _Supervisor:
         return pid
 
     def _order_of(self, place: int) -> tuple[dict[str, Any], Sequence[int]]:
-        """What a rank is made of; rank 0, which nobody has ordered, of what another one is made of."""
-        if place in self._orders or place != 0 or not self._orders:
+        """What a rank is made of; rank 0 and spares, which nobody has ordered, of what another is made of."""
+        if place in self._orders:
             return self._orders[place]
         start, files = self._orders[min(self._orders)]
-        start = {**start, "env": {**start["env"], "LOCAL_RANK": "0"}}
+        start = {**start, "env": {**start["env"], "LOCAL_RANK": str(place)}}
         outputs = [
             number if number in (1, 2) else file for number, file in zip(start["files"], files, strict=True)
         ]
@@ -370,10 +371,14 @@ class _Supervisor:
             except OSError:
                 return
             number, pids = json.loads(data) if data else (0, [])
+            if number == MOVE:
+                pid, place = pids
+                if pid in self._children:
+                    self._children[pid] = replace(self._children[pid], place=place)
+                continue
             for pid in pids:
                 if number == START:
-                    is_known = pid in self._orders or (pid == 0 and len(self._orders) > 0)
-                    if not is_known or self._fork(pid, None) < 0:
+                    if not self._orders or self._fork(pid, None) < 0:
                         self._tell_control(-1, _CANNOT_BEGIN, pid)
                 elif pid in self._children or (pid == self._rank_0 and self._code is None):
                     os.kill(pid, number)

@@ -490,6 +490,10 @@ class Member:
         """The answer once more, as the server may not have heard it; None if there was none."""
         return self._answer
 
+    def take(self, place: int) -> None:
+        """This process, a spare, has another place from now on."""
+        self.place = self.rank = place
+
     def fits(self, form: Form) -> bool:
         """Whether a generation is one to enter: it answers the last call, which this process has answered."""
         is_new = form.generation > self.generation and form.call == self._heard

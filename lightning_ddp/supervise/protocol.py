@@ -189,8 +189,16 @@ class Declined(Message):
 
 
 @dataclass(frozen=True)
+class Prepared(Message):
+    """The first epoch begins: what a new process needs to know of the set-up is written for it."""
+
+
+@dataclass(frozen=True)
 class Ready(Message):
-    """A new process stands before its first step, and asks to be a member of the next generation: `Form`."""
+    """A new process stands before its first step, and asks to be a member of the next generation: `Form`.
+
+    A spare does not ask before it is to `Take` a place.
+    """
 
 
 @dataclass(frozen=True)
@@ -326,6 +334,13 @@ class MeetAfter(Message):
 
 
 @dataclass(frozen=True)
+class Take(Message):
+    """A spare is to have this place, of a process that is lost; answered by `Ready`."""
+
+    place: int
+
+
+@dataclass(frozen=True)
 class Muster(Message):
     """A process is lost: the others stop, and say where; answered by `Present` or `Declined`."""
 
@@ -369,6 +384,14 @@ class Form(Message):
 class Start(Message):
     """To the launcher of another node: a new process is to be started in the place of a lost one."""
 
+    place: int
+
+
+@dataclass(frozen=True)
+class Moved(Message):
+    """To the launcher of another node: a spare, which it has started, takes the place of a lost process."""
+
+    pid: int
     place: int
 
 

@@ -49,7 +49,9 @@ from lightning_ddp.supervise.protocol import (
     Left,
     Message,
     Missing,
+    Moved,
     Position,
+    Prepared,
     Present,
     Progress,
     ProtocolError,
@@ -58,6 +60,7 @@ from lightning_ddp.supervise.protocol import (
     Start,
     Stop,
     Stopped,
+    Take,
     Vanished,
     Who,
     WhoIsMissing,
@@ -77,6 +80,8 @@ _SPARE_CONNECTIONS = 64
 """Strangers whose hello is waited for, on top of the ranks that have not come."""
 _ACCEPTED_AT_ONCE = 256
 _RETRY_S = 0.05
+_TAKES_WITHIN_S = 5.0
+"""How long a spare may take to answer that it is called; then it is killed, as it may be stopped."""
 
 _log = logging.getLogger("lightning_ddp")
 
@@ -93,8 +98,9 @@ class ControlServer:
         any_interface: bind all interfaces, for an address that resolves to the loopback on this host only.
         on_condemned: called in the server's thread with a rank that the others go on without, and that may
             still run: it is to be killed, and its end to be told as of any child.
-        on_vacant: called in the server's thread with the place of a lost rank of this node, in which a new
-            process is to be started. Launchers of other nodes are told to.
+        on_vacant: called in the server's thread with the place of a lost rank of this node, or of a spare, in
+            which a new process is to be started. Launchers of other nodes are told to.
+        on_called: called in the server's thread with a spare of this node, and the place that it takes.
 
     Raises:
         RendezvousError: the address is not one of this host.
@@ -111,9 +117,10 @@ class ControlServer:
         any_interface: bool = False,
         on_condemned: Callable[[Identity], None] = lambda identity: None,
         on_vacant: Callable[[int], None] = lambda place: None,
+        on_called: Callable[[Identity, int], None] = lambda identity, place: None,
     ) -> None:
         self._on_failure = on_failure
-        self._on_condemned, self._on_vacant = on_condemned, on_vacant
+        self._on_condemned, self._on_vacant, self._on_called = on_condemned, on_vacant, on_called
         self.token = token
         self._world_size = world_size
         self._settings = settings
@@ -124,8 +131,14 @@ class ControlServer:
         self._membership = self._membership_of(settings)
         self._history = History()
         self._vacancies: Vacancies | None = None
+        self._spares = range(0)
+        """Places of spares, behind those of the ranks."""
         if isinstance(settings.recovery, ReplaceSettings):
             self._vacancies = Vacancies(settings.recovery.max_recoveries)
+        self._called: dict[tuple[int | None, int | None], int] = {}
+        """Node and process id of a spare -> the place that it was called to."""
+        self._takes_by: dict[int, float] = {}
+        """Such a place -> when the spare has answered at the latest."""
         self._new: dict[int, Peer] = {}
         """Place -> a process that is to join there."""
         self._fallen: set[int] = set()
@@ -272,6 +285,7 @@ class ControlServer:
             deadlines.append(self._membership.deadline())
         if self._vacancies is not None and not self._is_told:
             deadlines.append(self._vacancies.deadline(lambda p: self._may_start(p) or self._waits(p)))
+            deadlines.append(min(self._takes_by.values(), default=None))
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
@@ -365,6 +379,8 @@ class ControlServer:
                 self._handle_report(message)
             case Present() | Joined() | Begun() | Declined():
                 self._handle_member(self._place_of(rank), message)
+            case Prepared():
+                self._start_spares(now)
             case _:
                 self._deliver(self._inspection.handle(rank, message, now))
 
@@ -433,6 +449,7 @@ class ControlServer:
             case Vanished(record):
                 self._vanished(record, now)
             case Exited(record):
+                record = replace(record, rank=self._called.get((record.node_rank, record.pid), record.rank))
                 if self._membership is None or not self._has_met_its_end(record):
                     self._verdict.exited(self._renumbered(record), record.message, now)
 
@@ -542,6 +559,8 @@ class ControlServer:
         if was_lost and record.rank in self._membership.remaining:  # another one is there already
             return True
         vacancies = None if was_lost else self._vacancies
+        if vacancies is not None and record.rank in self._spares and record.exit_code == 0:
+            vacancies.close(record.rank)
         if vacancies is not None and vacancies.ended(record.rank, time.monotonic()):
             self._membership.withdrew(record.rank)
             self._membership.ended(record.rank)
@@ -589,9 +608,14 @@ class ControlServer:
     def _handle_new(self, peer: Peer, identity: Identity, message: Message) -> None:
         """What happens to one that is no member yet is nobody's failure but its own."""
         assert self._membership is not None
+        assert self._vacancies is not None
+        now = time.monotonic()
         match message:
             case Ready():
                 peer.is_ready = True
+                self._takes_by.pop(identity.rank, None)
+                if identity.rank in self._spares:
+                    self._vacancies.waits(identity.rank, now)
                 self._close_if_late(peer)
             case Active(is_active=False):  # a run that the others have ended long ago, such as a validation
                 peer.num_ended += 1
@@ -613,7 +637,9 @@ class ControlServer:
             assert new.identity is not None
             assert self._membership is not None
             new.is_ready = False
+            assert self._vacancies is not None
             self._membership.withdrew(new.identity.rank)
+            self._vacancies.close(new.identity.rank)
             self._send(new, Closing())
 
     def _promote(self, places: Iterable[int]) -> None:
@@ -652,14 +678,18 @@ class ControlServer:
         if self._membership is None or self._vacancies is None or self._is_told:
             return
         for place in self._vacancies.due(now, self._may_start):
-            launcher = self._launcher_of(place)
-            if launcher is None:
+            spare, launcher = self._spare_for(place), self._launcher_of(place)
+            if spare is not None:
+                self._call(spare, place, now)
+            elif launcher is None:
                 self._on_vacant(place)
             else:
                 self._send(launcher, Start(place))
         for place in filter(self._waits, self._new):
             if self._vacancies.may_enter(place, now):
                 self._membership.ready(place)
+        for place in [place for place, by in self._takes_by.items() if by <= now]:
+            self._drop_spare(place, now)
 
     def _may_come(self, hello: Hello) -> bool:
         """Whether a new process is one that was asked for, or the launcher of a node that comes back.
@@ -692,7 +722,7 @@ class ControlServer:
     def _waits(self, place: int) -> bool:
         """Whether a process is there that is let in once it is time."""
         assert self._membership is not None
-        is_vacant = place not in self._membership.members
+        is_vacant = place not in self._membership.members and place not in self._spares
         return is_vacant and place in self._new and self._new[place].is_ready
 
     def _launcher_of(self, place: int) -> Peer | None:
@@ -702,6 +732,64 @@ class ControlServer:
             if peer.is_launcher and peer.identity is not None and peer.identity.node_rank == node != 0:
                 return peer
         return None
+
+    # ------------------------------------------------------------------ spares
+
+    def _start_spares(self, now: float) -> None:
+        """Training begins; from now on there are spares."""
+        if self._vacancies is None or self._spares:
+            return
+        recovery, first = self._settings.recovery, len(self._nodes)
+        number = recovery.spares if isinstance(recovery, ReplaceSettings) else 0
+        nodes = sorted(set(self._nodes.values()))
+        self._spares = range(first, first + number * len(nodes))
+        self._nodes |= {place: nodes[(place - first) // number] for place in self._spares}
+        self._vacancies.open(self._spares, now)
+
+    def _spare_for(self, place: int) -> Peer | None:
+        """One of the same node that waits; None where a process is to be started."""
+        if place in self._spares:
+            return None
+        for spare in self._spares:
+            peer = self._new.get(spare)
+            if peer is None or peer.identity is None or not peer.is_ready:
+                continue
+            process = (peer.identity.node_rank, peer.identity.pid)
+            if process[0] == self._nodes[place] and process not in self._ended_pids:
+                return peer
+        return None
+
+    def _call(self, spare: Peer, place: int, now: float) -> None:
+        """Has a spare take the place of a lost process."""
+        assert self._vacancies is not None
+        assert spare.identity is not None
+        identity, spare.is_ready = spare.identity, False
+        self._new[place] = self._new.pop(identity.rank)
+        spare.identity = replace(identity, rank=place)
+        self._vacancies.called(identity.rank, now)
+        self._called[identity.node_rank, identity.pid] = place
+        self._takes_by[place] = now + _TAKES_WITHIN_S
+        self._ended_places.discard(place)
+        launcher = self._launcher_of(place)
+        if launcher is None:
+            self._on_called(identity, place)
+        else:
+            self._send(launcher, Moved(identity.pid, place))
+        self._send(spare, Take(place))
+
+    def _drop_spare(self, place: int, now: float) -> None:
+        """One that was called has not answered: it is stopped, or hangs."""
+        assert self._vacancies is not None
+        del self._takes_by[place]
+        peer = self._new.get(place)
+        if peer is None or peer.identity is None:
+            return
+        if peer.identity.node_rank == 0:
+            self._on_condemned(peer.identity)
+        else:  # its launcher kills it before the next one is started
+            self._lost_pids.add((peer.identity.node_rank, peer.identity.pid))
+            self._hang_up(peer)
+            self._vacancies.ended(place, now)
 
     # ------------------------------------------------------------------ members
 

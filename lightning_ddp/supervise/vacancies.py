@@ -1,4 +1,7 @@
-"""Places of lost processes: when a new one is started there, and when no more. Pure: told what happened."""
+"""Places of lost processes: when a new one is started there, and when no more. Pure: told what happened.
+
+A spare has a place of its own, behind those of the ranks, until it takes that of a lost one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ STEPS_TO_FORGET = 100
 """Committed steps after which earlier failures count no more."""
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 60.0
+_NEXT_SPARE_S = 1.0
+"""How long after one was called, so that it has joined before the next one takes time to start."""
 
 
 class Vacancies:
@@ -29,6 +34,30 @@ class Vacancies:
         self._joined_at: dict[int, int] = {}
         """Place -> step at which its present process has joined; not of the first ones."""
         self._num_failed: Counter[int] = Counter()
+        self._waits_since: dict[int, float] = {}
+        """Place of a spare -> since when it waits."""
+
+    def open(self, places: Iterable[int], now: float) -> None:
+        """Processes are to be started in places that nobody has had."""
+        for place in places:
+            self._open[place] = now
+
+    def waits(self, spare: int, now: float) -> None:
+        """The process in the place of a spare waits to be called."""
+        self._waits_since[spare] = now
+
+    def called(self, spare: int, now: float) -> None:
+        """It is called to another place, so that its own is vacant."""
+        self._waits_since.pop(spare, None)
+        self._num_failed[spare] = 0
+        self._started.discard(spare)
+        self._open[spare] = now + _NEXT_SPARE_S
+
+    def close(self, place: int) -> None:
+        """The process there ends, and none is to follow."""
+        self._started.discard(place)
+        self._waits_since.pop(place, None)
+        self._open.pop(place, None)
 
     def lost(self, places: Iterable[int], step: int, now: float) -> None:
         """Members are lost, and known to have ended.
@@ -57,6 +86,8 @@ class Vacancies:
         if place not in self._started:
             return False
         self._started.discard(place)
+        if now - self._waits_since.pop(place, now) > _LONGEST_DELAY_S:
+            self._num_failed[place] = 0
         self._num_failed[place] += 1
         self._open[place] = now + self._delay(place)
         return True

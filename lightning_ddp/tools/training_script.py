@@ -35,21 +35,23 @@ def main(
     victim: int = 0,
     preload: str | None = None,
     fault_step: int = 3,
-    on_failure: str | None = None,
+    on_failure: Any = None,
     folder: str | None = None,
     step_s: float = 0.0,
     stall_s: float | None = None,
+    wait_s: float = 0.0,
     turns: list[str] | None = None,
     block: int = 1,
 ) -> None:
     """Trains, and prints `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
 
     Strategy, devices, accelerator and number of steps are the Trainer's; a model of `models.py` has its steps
-    timed. The victim has its fault, "exception", "kill" or "stop", in the fourth step or another one, once;
-    a file to preload runs first. With `on_failure`, or a folder to save each step in and to go on from, all
-    print `COMMIT` with the time, the step and the samples of each batch; rank 0 says in `REGROUP` how many
-    seconds it took to go on. With `turns`, two named pipes, this script and another one train in turns, a
-    block of steps with a part of a sample each; listed is the mean step of each block, with its boundaries.
+    timed. The victim has its fault, "exception", "kill" or "stop", in the fourth step or another one, once,
+    after a wait in that step; a file to preload runs first. With `on_failure`, or a folder to save each step
+    in and to go on from, all print `COMMIT` with the time, the step and the samples of each batch; rank 0
+    says in `REGROUP` how many seconds it took to go on. With `turns`, two named pipes, this script and
+    another one train in turns, a block of steps with a part of a sample each; listed is the mean step of each
+    block, with its boundaries.
     """
     models: Any = importlib.import_module("models") if model else None  # "ddp" runs without the package
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # whose names are common
@@ -104,6 +106,7 @@ def main(
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(step_s)
             if fault and self.global_step == fault_step and place == victim and attempt == 0:
+                time.sleep(wait_s)
                 _say(f"FAULT {time.time():.6f}")
                 if fault != "exception":
                     os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)

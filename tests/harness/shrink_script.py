@@ -29,6 +29,7 @@ import lightning_ddp
 import lightning_ddp.callbacks
 from lightning_ddp._lightning import loop_counters
 from lightning_ddp.elastic import regroup
+from lightning_ddp.launch.calls import Calls
 from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.launch.session import session_of_process
 
@@ -56,6 +57,10 @@ def place() -> int:
     return node_rank * int(ORDER.get("devices", 4)) + local_rank
 
 
+CAME_AS = place()
+"""Another one in a spare, until that is called."""
+
+
 def die_if(moment: str, step: int) -> None:
     """The fault of this place, if this is its moment."""
     for fault in ORDER.get("faults", []):
@@ -70,6 +75,9 @@ def die_if(moment: str, step: int) -> None:
             if fault.get("how") == "leaves":
                 ask_to_leave(fault.get("signal", "SIGTERM"))
                 return
+            wait_for_spares(fault.get("spares", 0))
+            if "spares" in fault and not is_first(f"died-{place()}"):
+                continue
             note(event="dies", time=time.time())
             if fault.get("how") == "raise":
                 raise ValueError("a picture is broken")
@@ -106,12 +114,57 @@ def generation() -> int:
 def die_as_new(moment: str) -> None:
     """The fault of the first process that comes in the place of a lost one and gets as far as this."""
     if IS_NEW and moment in ORDER.get("new_faults", []):
-        try:
-            os.close(os.open(FOLDER / f"died-{moment}", os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
+        if not is_first(f"died-{moment}"):
             return
         note(event="dies", time=time.time(), moment=moment)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_first(name: str) -> bool:
+    """Whether no process has been here before."""
+    try:
+        os.close(os.open(FOLDER / name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def num_spares() -> int:
+    """How many processes have waited to join so far, those that have joined or died as well."""
+    return len(list(FOLDER.glob("waits-*")))
+
+
+def wait_for_spares(number: int) -> None:
+    """Until so many have come so far."""
+    deadline = time.monotonic() + 120
+    while num_spares() < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def follow_spare() -> None:
+    """Notes when this process waits to join the others, and with what it leaves them."""
+    wait, end = Calls.wait_for_invitation, os._exit
+
+    def wait_noted(calls: Calls, check: Any) -> Any:
+        (FOLDER / f"waits-{place()}-{os.getpid()}").touch()
+        for moment, number in (("waiting", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+            if moment in ORDER.get("new_faults", []) and not (FOLDER / f"waits-{moment}").exists():
+                threading.Timer(0.5, die_waiting, (moment, number)).start()
+        return wait(calls, check)
+
+    def end_noted(code: int) -> Any:
+        note(event="leaves", code=code)
+        end(code)
+
+    Calls.wait_for_invitation, os._exit = wait_noted, end_noted
+
+
+def die_waiting(moment: str, number: int) -> None:
+    """In a thread: the fault of a process that waits."""
+    (FOLDER / f"waits-{moment}").touch()
+    note(event="dies", time=time.time(), moment=moment)
+    os.kill(os.getpid(), number)
 
 
 def chaos_is_over() -> bool:
@@ -411,6 +464,7 @@ class Ledger(pl.Callback):
             event="changes",
             sizes=[change.old_world_size, change.new_world_size],
             ranks=[change.old_rank, change.new_rank],
+            came_as=CAME_AS,
             node_and_local_rank=[trainer.node_rank, trainer.local_rank],
             dealt_to=trainer.strategy.distributed_sampler_kwargs,
             lost=list(change.lost_ranks),
@@ -444,6 +498,8 @@ class Ledger(pl.Callback):
         whole = trainer.world_size == ORDER.get("devices", 4) * trainer.num_nodes
         if "chaos" in ORDER:
             trainer.should_stop = trainer.strategy.broadcast(whole and chaos_is_over())
+        if "until_spares" in ORDER:
+            trainer.should_stop = trainer.strategy.broadcast(num_spares() >= ORDER["until_spares"])
         if "until_generation" in ORDER and whole and self.generation >= ORDER["until_generation"]:
             trainer.should_stop = True
 
@@ -597,6 +653,8 @@ def new_loader(data: Any) -> DataLoader[Any]:
 def main() -> None:
     """A fit, and what the order says of after it."""
     die_as_new("begin")
+    if IS_NEW:
+        follow_spare()
     pl.seed_everything(1, verbose=False)
     data, model = Samples(), Model()
     data.module = model
