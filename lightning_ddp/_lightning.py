@@ -109,6 +109,7 @@ __all__ = [
     "optimizers_to_device",
     "pass_for_fabrics",
     "prepare_loaders",
+    "process_arguments",
     "read_rank_again",
     "replace_signal_handlers",
     "reset_seed",
@@ -182,6 +183,17 @@ _OTHERS = {
 
 
 # ---------------------------------------------------------------------- the two namespaces
+
+
+def process_arguments(launch: types.FrameType) -> list[Any]:
+    """What a launcher gives each process that it starts, after its number.
+
+    Args:
+        launch: the frame of `MultiProcessingLauncher.launch`, while it has started them.
+    """
+    if "process_args" not in launch.f_locals:
+        raise UnsupportedVersionError("this Lightning starts processes with other arguments")
+    return list(launch.f_locals["process_args"])
 
 
 def read_rank_again(rank: int, local_rank: int) -> None:

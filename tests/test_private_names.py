@@ -1095,6 +1095,36 @@ def test_a_process_of_a_function_calls_it_and_sends_its_result(monkeypatch) -> N
     assert launcher.procs == []
 
 
+@canary("pytorch_lightning.strategies.launchers._MultiProcessingLauncher.launch")
+def test_it_is_known_what_a_process_of_a_function_was_started_with(monkeypatch) -> None:
+    """The list `process_args`, when the launcher sets its `procs`."""
+    monkeypatch.setenv("MASTER_PORT", "1")  # which it sets itself
+    started = []
+
+    class Launcher(_lightning.MultiProcessingLauncher):
+        @property
+        def procs(self) -> Any:
+            return []
+
+        @procs.setter
+        def procs(self, processes: Any) -> None:
+            if processes:
+                started.append(_lightning.process_arguments(sys._getframe(1)))
+                raise StopIteration
+
+    def start_processes(function: Any, args: Any, **options: Any) -> Any:
+        started.append(args)
+        return SimpleNamespace(processes=[function])
+
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
+    strategy = DDPStrategy(parallel_devices=[CPU])
+    strategy.cluster_environment = LightningEnvironment()
+    with pytest.raises(StopIteration):
+        Launcher(strategy, start_method="forkserver").launch(operator.add, 1, 2)
+    assert started[0] == started[1]
+    assert started[1][:4] == [None, operator.add, (1, 2), {}]
+
+
 @canary("pytorch_lightning.strategies.launchers._MultiProcessingLauncher._collect_rank_zero_results")
 def test_a_process_of_a_function_collects_what_it_sends_if_it_is_the_first_of_its_node(monkeypatch) -> None:
     """Else None."""

@@ -611,6 +611,9 @@ def test_a_global_batch_that_is_split_gives_the_losses_of_a_run_without_losses(t
         ({"on_failure": {"name": "replace", "spares": -1}}, "spares=-1; expected a whole number"),
         ({"on_failure": "shrnk"}, "there are 'stop', 'shrink'"),
         ({"on_failure": {"name": "stop", "min_world_size": 2}}, "has no options"),
+        ({"on_failure": {"name": "replace", "wait_s": -1}}, "wait_s=-1; expected seconds"),
+        ({"on_failure": "replace", "start_method": "fork"}, "children hang.*start_method='spawn'"),
+        ({"on_failure": {"name": "replace", "spares": 1}, "start_method": "spawn"}, "spares=0, or"),
     ],
     ids=str,
 )

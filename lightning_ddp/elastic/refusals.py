@@ -34,11 +34,17 @@ def check_arguments(
     Raises:
         ConfigurationError: what they ask for cannot go on without a rank.
     """
-    if isinstance(settings, ReplaceSettings) and start_method != "popen":
+    if isinstance(settings, ReplaceSettings) and start_method == "fork":
         _refuse(
-            f"start_method={start_method!r} and new processes",
-            "they would need what the Trainer was sent with",
-            "start_method='popen'",
+            "start_method='fork' and new processes",
+            "a process that hosts the store of a run cannot be forked once that has begun: children hang",
+            "start_method='spawn'",
+        )
+    if isinstance(settings, ReplaceSettings) and settings.spares and start_method != "popen":
+        _refuse(
+            f"spares={settings.spares} and start_method={start_method!r}",
+            "the process that launches them keeps one process for each rank",
+            "spares=0, or start_method='popen'",
         )
     if uneven_inputs is not None:
         _refuse(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import signal
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from lightning_ddp._lightning import (
     check_missing_main_guard,
     end_silently,
     interrupt_trainer,
+    process_arguments,
     set_num_threads_if_needed,
     teardown_trainer,
     unshare,
@@ -41,7 +44,7 @@ from lightning_ddp.launch.orphan_guard import Guard
 from lightning_ddp.launch.parent_death import PARENT_VARIABLE, die_with_parent
 from lightning_ddp.launch.prelude import begin_run
 from lightning_ddp.launch.reconciliation import is_enabled
-from lightning_ddp.launch.rendezvous import Rendezvous, named_port
+from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, Rendezvous, named_port
 from lightning_ddp.launch.session import Session, session_of_process
 from lightning_ddp.launch.slurm import check_tasks
 from lightning_ddp.launch.supervisor import control_process
@@ -254,6 +257,11 @@ class MultiprocessLauncher(MultiProcessingLauncher):
     ) -> None:
         self._server: ControlServer | None = None
         self._guard: Guard | None = None
+        self._arguments: list[Any] = []
+        """What the processes were started with, for others in their places."""
+        self._is_joining = False
+        self._vacant: list[int] = []
+        """Places in which a process is to be started."""
         super().__init__(strategy, start_method=start_method)
         self._made_by = start_method
         self._owner = strategy
@@ -265,7 +273,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
     def __getstate__(self) -> dict[str, Any]:
         """What is sent to the processes."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_processes": [], "_server": None, "_guard": None}
+        return {**state, "_processes": [], "_server": None, "_guard": None, "_arguments": []}
 
     @property
     def procs(self) -> list[Any]:
@@ -281,6 +289,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             processes[:] = [
                 _MayBeLost(process, place, server) for process, place in zip(processes, places, strict=True)
             ]
+            if processes and isinstance(self._settings.recovery, ReplaceSettings):
+                self._arguments = process_arguments(sys._getframe(1))
         self._processes = processes
         self._guard = Guard(process.pid for process in processes) if processes else None
 
@@ -346,6 +356,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         finally:
             if ending is not None:
                 ending.close()
+            self._end_new()
+            self._arguments = []
             if self._guard is not None:
                 self._guard.end()
             self._server = self._guard = None
@@ -387,6 +399,7 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             settings=self._settings,
             on_failure=self._wake,
             on_condemned=self._kill_one,
+            on_vacant=self._vacant.append,
         )
         assert isinstance(server, ControlServer)  # only scripts have it in a control process
         return server
@@ -412,6 +425,30 @@ class MultiprocessLauncher(MultiProcessingLauncher):
             if process.pid == identity.pid and process.is_alive():
                 process.kill()
 
+    def start_new(self) -> None:
+        """Starts processes in the places of lost ones. Called in a thread that lives as long as they may."""
+        while self._vacant:
+            place = self._vacant.pop(0)
+            local_rank = place - self._first_rank
+            launcher = copy.copy(self)
+            launcher._is_joining = True
+            context: Any = mp.get_context(self._made_by)
+            process = context.Process(target=launcher._wrapping_function, args=(local_rank, *self._arguments))
+            try:
+                process.start()
+            except OSError:  # there are too many now
+                self._vacant.append(place)
+                return
+            self._processes[local_rank].start_again(process)
+
+    def _end_new(self) -> None:
+        """All others have ended: those that have not joined come too late."""
+        for process in self._processes:
+            if isinstance(process, _MayBeLost) and process.is_again:
+                if self._server is not None and self._server.goes_on_without(process.place):
+                    process.kill()
+                process.join()
+
     def _wrapping_function(
         self,
         process_idx: int,
@@ -423,6 +460,8 @@ class MultiprocessLauncher(MultiProcessingLauncher):
         *rest: Any,
     ) -> None:
         die_with_parent(os.getppid())
+        if self._is_joining:  # until there is a session
+            os.environ[JOIN_VARIABLE] = "1"
         if self._all_forked is not None:
             self._all_forked.wait()
         wrapped = _Unwinding(function, trainer)
@@ -448,7 +487,9 @@ class _MayBeLost:
     """
 
     def __init__(self, process: Any, place: int, server: ControlServer) -> None:
-        self._process, self._place, self._server = process, place, server
+        self._process, self.place, self._server = process, place, server
+        self.is_again = False
+        """Whether it is another one, in the place of the one that torch has started and waits for."""
         # two threads that wait for a process take its exit code from each other
         self._lock = threading.Lock()
 
@@ -459,6 +500,11 @@ class _MayBeLost:
         """Waits for its end."""
         with self._lock:
             self._process.join(timeout)
+
+    def start_again(self, process: Any) -> None:
+        """Another one has been started in its place."""
+        with self._lock:
+            self._process, self.is_again = process, True
 
     @property
     def own_code(self) -> int | None:
@@ -471,10 +517,10 @@ class _MayBeLost:
     def exitcode(self) -> int | None:
         """As torch is to see it. Waits for the word of the server if the process has failed."""
         code = self.own_code
-        while code and not self._server.goes_on_without(self._place):
+        while code and not self.is_again and not self._server.goes_on_without(self.place):
             if self._server.wait_for_verdict(_LOOK_AGAIN_S) is not None:
                 return code
-        return code and 0
+        return 0 if self.is_again else code and 0
 
 
 class _Ends:
@@ -504,6 +550,7 @@ class _Ends:
     def _look(self) -> None:
         failure: FailureRecord | None = None
         while not self._is_over.wait(_LOOK_AGAIN_S):
+            self._launcher.start_new()
             codes = [_exit_code(process) for process in self._launcher.procs]
             if self._told is not None:
                 codes = [self._tell(local_rank, code) for local_rank, code in enumerate(codes)]
@@ -520,11 +567,12 @@ class _Ends:
         assert self._told is not None
         if code is None or (code == 0 and not self._server.has_met):
             return code
-        if local_rank not in self._told:
-            self._told.add(local_rank)
+        process = self._launcher.procs[local_rank]
+        if process.pid not in self._told:
+            self._told.add(process.pid)
             record = self._record(local_rank, code, f"the process {describe_exit(code)}")
             self._server.tell(Exited(record))
-        return 0 if self._server.goes_on_without(self._first_rank + local_rank) else code
+        return 0 if process.is_again or self._server.goes_on_without(process.place) else code
 
     def _record(self, local_rank: int, code: int, message: str) -> FailureRecord:
         rank, pid = self._first_rank + local_rank, self._launcher.procs[local_rank].pid or 0

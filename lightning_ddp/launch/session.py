@@ -114,6 +114,7 @@ class Session:
         settings: ReconcileSettings,
         on_failure: Callable[[FailureRecord], None] | None = None,
         on_condemned: Callable[[Identity], None] | None = None,
+        on_vacant: Callable[[int], None] | None = None,
     ) -> ControlServer | ServerElsewhere:
         """Opens the control server of the run, and says in the run's store where it is.
 
@@ -128,6 +129,7 @@ class Session:
             settings: times.
             on_failure: called in the server's thread with the first failure.
             on_condemned: ends a process that the others go on without; None for a child of this one.
+            on_vacant: has a new one started in the place of a lost one; None for the same.
 
         Raises:
             RendezvousError: `address` is none of this host.
@@ -149,7 +151,7 @@ class Session:
                 address,
                 on_failure=on_failure,
                 on_condemned=on_condemned or (lambda identity: self.children.kill_one(identity.pid)),
-                on_vacant=self.children.start_again,
+                on_vacant=on_vacant or self.children.start_again,
                 on_called=lambda identity, place: self.children.move(identity.pid, place),
                 **options,
             )
