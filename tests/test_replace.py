@@ -107,15 +107,23 @@ def test_a_lost_rank_is_replaced_while_the_others_train(launcher, tmp_path) -> N
 @pytest.mark.parametrize(
     ("moments", "num_generations"),
     [
-        pytest.param(["begin"], 2, marks=pytest.mark.exhaustive),
         (["setup", "receiving"], 4),
         (["train start", "first step"], 6),
+        *(
+            pytest.param([moment] * 5, num_generations, marks=pytest.mark.exhaustive)
+            for moment, num_generations in [
+                ("begin", 2),
+                ("journal", 2),
+                ("receiving", 12),
+                ("first step", 12),
+            ]
+        ),
     ],
     ids=str,
 )
 def test_a_new_process_that_dies_delays_nobody_and_is_replaced(moments, num_generations, tmp_path) -> None:
     """In each phase: before it has met the others, with a part of their state, and as a member."""
-    order = {"new_faults": moments, "until_generation": num_generations}
+    order = {"new_faults": moments, "until_generation": num_generations, "told": True}
     ledger = train(tmp_path, fault(1, "forward", 3), launcher=RUN, **order)
     ledger.check_members(3)
     assert [entry["moment"] for entry in ledger.of("dies") if "moment" in entry] == moments
@@ -337,10 +345,15 @@ def test_too_few_ranks_wait_for_new_ones(wait_s, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_process_that_comes_after_the_last_step_ends_well(tmp_path) -> None:
-    order = {"until_generation": 0, "trainer": {"max_epochs": 1}, "step_s": 0.0, "new_faults": ["late"]}
-    ledger = train(tmp_path, fault(1, "forward", 7), **order)
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(RUN, marks=pytest.mark.exhaustive)], ids=["python", "run"]
+)
+def test_a_new_process_that_comes_after_the_last_step_ends_with_code_0(launcher, tmp_path) -> None:
+    """And no other one is started, although the script goes on."""
+    order = {"until_generation": 0, "trainer": {"max_epochs": 1}, "step_s": 0.0, "new_is_late": True}
+    ledger = train(tmp_path, fault(1, "forward", 7), launcher=launcher, tests=True, **order)
     assert sorted(ledger.ended) == [0, 2]
+    assert [(entry["place"], entry["code"]) for entry in ledger.of("leaves")] == [(1, 0)]
     assert [entry["sizes"] for entry in ledger.changes] == [[3, 2], [3, 2]]
 
 

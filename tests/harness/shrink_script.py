@@ -112,10 +112,9 @@ def generation() -> int:
 
 
 def die_as_new(moment: str) -> None:
-    """The fault of the first process that comes in the place of a lost one and gets as far as this."""
-    if IS_NEW and moment in ORDER.get("new_faults", []):
-        if not is_first(f"died-{moment}"):
-            return
+    """The fault of the first processes that come in the place of a lost one and get as far as this."""
+    number = ORDER.get("new_faults", []).count(moment) if IS_NEW else 0
+    if any(is_first(f"died-{moment}-{turn}") for turn in range(number)):
         note(event="dies", time=time.time(), moment=moment)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -127,6 +126,14 @@ def is_first(name: str) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def wait_for(event: str) -> None:
+    """Until a process has noted this."""
+    deadline = time.monotonic() + 120
+    while not any(f'"event": "{event}"' in path.read_text() for path in FOLDER.glob("ledger-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def num_spares() -> int:
@@ -352,6 +359,7 @@ class Model(pl.LightningModule):
         if "keeps" in ORDER:
             self.kept = {"new": dist.new_group([0, 1], group_desc="of mine"), "world": dist.group.WORLD}
         die_if("fit start", 0)
+        die_as_new("journal")
         if "told" in ORDER:
             self.told = self.trainer.strategy.broadcast(f"of {place()}" if not IS_NEW else None)
             note(event="is told", text=self.told)
@@ -655,6 +663,8 @@ def main() -> None:
     die_as_new("begin")
     if IS_NEW:
         follow_spare()
+        if ORDER.get("new_is_late"):
+            wait_for("ends")
     pl.seed_everything(1, verbose=False)
     data, model = Samples(), Model()
     data.module = model
@@ -696,6 +706,8 @@ def main() -> None:
     )
     if ON_DEVICE:
         note(event="finds", reports=simcuda.summary(("race", "free")))
+    if ORDER.get("new_is_late") and place() == 0:
+        wait_for("leaves")
     if "tests" in ORDER:
         (means,) = trainer.test(model, DataLoader(Samples(), batch_size=4), verbose=False)
         note(event="tests", mean=means["test"], world_size=trainer.world_size)
