@@ -64,8 +64,10 @@ def _measure(args: argparse.Namespace) -> Result:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with progress_bar(args.rounds * len(names) + 1, "bench recovery") as bar:
         healthy: dict[str, list[float]] = {mode: [] for mode in _MODES}
-        for modes in (_MODES, _MODES[::-1]):  # the same code in two processes differs by some percent
-            found = time_steps(modes, args.world_size, 2 * args.rounds, timeout_s=args.timeout_s)
+        for modes in (_MODES, _MODES[::-1])[
+            : args.rounds
+        ]:  # the same code differs by process by some percent
+            found = time_steps(modes, args.world_size, args.rounds, timeout_s=args.timeout_s)
             for mode in modes:
                 healthy[mode] += found[mode]
         bar.update()
