@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from harness import run_threads
 
 from lightning_ddp import comm
+from lightning_ddp.comm import objects
+from lightning_ddp.comm.broadcast_gather import start_gather
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.ddp.buffers import BufferSync
@@ -107,6 +110,23 @@ def test_gather_objects_of_different_sizes() -> None:
         return comm.all_gather_objects(Group(process_group), "x" * rank * 1000, CPU)
 
     assert run_threads(rank_main, 3) == [["", "x" * 1000, "x" * 2000]] * 3
+
+
+@pytest.mark.parametrize(("size", "num_collectives"), [(900, 1), (1100, 2)])
+def test_a_gather_of_small_objects_is_one_collective(size, num_collectives, monkeypatch) -> None:
+    started = []
+
+    def start(call: Any, tensor: Any) -> Any:
+        started.append(call.group.rank)
+        return start_gather(call, tensor)
+
+    monkeypatch.setattr(objects, "start_gather", start)
+
+    def rank_main(rank, world_size, process_group):
+        return comm.all_gather_objects(Group(process_group), "x" * size * rank, CPU)
+
+    assert run_threads(rank_main, 2) == [["", "x" * size]] * 2
+    assert sorted(started) == [0] * num_collectives + [1] * num_collectives
 
 
 def test_all_gather_sends_gradients_back_to_their_rank() -> None:
