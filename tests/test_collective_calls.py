@@ -424,5 +424,6 @@ def test_public_names_of_the_collectives_are_the_ones_promised() -> None:
     asynchronous |= {"gather", "monitored_barrier", "recv", "reduce", "reduce_scatter", "scatter", "send"}
     others = {"all_gather_objects", "all_reduce_coalesced", "broadcast_nested", "broadcast_object"}
     others |= {"recv_object", "send_object", "sub_group", "node_group", "Group", "Handle", "Interrupt"}
+    others |= {"part_group", "reduce_op", "sibling_group"}
     assert set(comm.__all__) == asynchronous | others
     assert all(hasattr(comm, name) for name in comm.__all__)
