@@ -254,7 +254,7 @@ def test_random_faults_of_all_ranks_cost_no_step_and_no_sample(seed, seconds, tm
         tmp_path,
         launcher=RUN,
         devices=4,
-        stall_s=2.0,
+        stall_s=4.0,
         timeout_s=seconds + 3 * DEADLINE_S,
         chaos={"seed": seed, "mean_s": 4.0, "seconds": seconds},
         samples=1200,
