@@ -95,10 +95,10 @@ class HierarchicalSGD(Averager):
     _waits_for_all = False
 
     def check_ranks(self) -> None:
-        """Refuses groups into which the ranks cannot be divided."""
+        """Refuses groups into which the ranks cannot be divided; a single one, such as joins, is all."""
         size, sizes = self.group.size, self._sizes()
         require(
-            list(sizes.values())[-1] == size and not any(size % n for n in sizes.values()),
+            size == 1 or (list(sizes.values())[-1] == size and not any(size % n for n in sizes.values())),
             f"hierarchical_sgd: periods={sizes} with {size} ranks; the last group has to be all of"
             " them, and each size has to divide their number",
         )

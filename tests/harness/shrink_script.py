@@ -23,7 +23,7 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 import lightning_ddp
 import lightning_ddp.callbacks
@@ -277,6 +277,12 @@ def state_before(trainer: Any, module: Any) -> dict[str, Any]:
     }
 
 
+def is_repeated(trainer: Any) -> bool:
+    """Whether this place has run out of samples, and repeats its last batch."""
+    lockstep = trainer.strategy._lockstep
+    return lockstep is not None and lockstep.turn.is_replay
+
+
 def shared_of_hook(trainer: Any) -> str:
     """What the hook remembers that is the same on all ranks."""
     hook = trainer.strategy._communication.hook
@@ -433,6 +439,7 @@ class Ledger(pl.Callback):
             batch=batch_idx,
             epoch=trainer.current_epoch,
             ids=batch[1].tolist(),
+            repeats=is_repeated(trainer),
             before=state_before(trainer, module),
             hook=shared_of_hook(trainer),
         )
@@ -651,9 +658,22 @@ class Drawn(SequentialSampler):
         return iter(torch.randperm(len(self), generator=self.generator).tolist())
 
 
+class InTurn(DistributedSampler[Any]):
+    """Deals each sample once, so that the last ranks may have one less."""
+
+    def __iter__(self) -> Any:
+        return iter(range(self.rank, len(self.dataset), self.num_replicas))
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.dataset), self.num_replicas))
+
+
 def new_loader(data: Any) -> DataLoader[Any]:
     """Of training."""
     how = {"sampler": Drawn(data)} if "draws" in ORDER else {"shuffle": True}
+    if ORDER.get("deals") == "in turn":
+        place_count = int(ORDER.get("devices", 4))
+        how = {"sampler": InTurn(data, place_count, max(0, place()), shuffle=False)}
     return DataLoader(data, batch_size=4, **how, **ORDER.get("loader", {}))
 
 
@@ -688,7 +708,7 @@ def main() -> None:
         model.val_dataloader = lambda: prepare(val)
         loader = evaluated = None
     try:
-        trainer.fit(model, loader, evaluated)
+        trainer.fit(model, loader, evaluated, ckpt_path=ORDER.get("resumes"))
     except SystemExit:
         note(event="unwinds")
         raise
