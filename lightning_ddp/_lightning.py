@@ -602,6 +602,11 @@ def loaders_of(loop: Any) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
+def forget_loaders(trainer: Trainer) -> None:
+    """Has the dataloaders of training made anew: there is no `_combined_loader`."""
+    _set(trainer.fit_loop, "_combined_loader", None)
+
+
 def limit_epoch(trainer: Trainer, num_batches: int) -> None:
     """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates.
 

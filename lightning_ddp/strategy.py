@@ -34,6 +34,7 @@ from lightning_ddp._lightning import (
     adopt,
     bind_like,
     choose_backend,
+    forget_loaders,
     is_fitting,
     layer_sync,
     optimizers_to_device,
@@ -434,6 +435,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             trainer,
             self._communication,
             keeps_global=settings.batch == "global",
+            is_uneven=self._uneven_inputs is not None,
             meet=self._meet_again,
             boundary=self._stopping.check,
             group=self._joined_group,
@@ -502,6 +504,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if wrapper is not None:
             wrapper.update_process_group(group)
         self._communication.rejoin(self._group, self.root_device)
+        if self._lockstep is not None:
+            self._lockstep.rejoin(self._group)
         if self._session.is_joining:
             self._session.is_joining = False
             ours.inspector.compare_before_each(self._debug == "detail")
@@ -530,6 +534,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             )
             results = bind_like(trainer, _LockstepResults)(self._lockstep)
             set_training_results(trainer, results)
+            forget_loaders(trainer)  # made already, to count the steps of a schedule
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -549,7 +554,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             return dataloader
         assert self.lightning_module is not None
         _require_lockstep(self.lightning_module)
-        return self._lockstep.wrap(dataloader)
+        if self._recovery is None:
+            return self._lockstep.wrap(dataloader)
+        dealer = self._recovery.dealer
+        return self._lockstep.wrap(
+            dataloader, partial(dealer.most, dataloader), partial(dealer.spare, dataloader)
+        )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch. For one of training this begins the step. Does not communicate."""
@@ -568,15 +578,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's `training_step` in the wrapper's forward."""
-        if self._recovery is not None:
-            output = super().training_step(*args, **kwargs)
-            self._recovery.note_output(output)
-            return output
-        if self._lockstep is None:
-            return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
-        with self._lockstep.step(self.lightning_module):
-            return super().training_step(*args, **kwargs)
+        lockstep = self._lockstep
+        with contextlib.nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
+            output = super().training_step(*args, **kwargs)
+        if self._recovery is not None:
+            self._recovery.note_output(output)
+        return output
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """With manual optimisation, makes the coming backward a synchronised one."""

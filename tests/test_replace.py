@@ -29,7 +29,13 @@ class Ledger(test_shrink.Ledger):
     """Of a run in which each process that is lost is replaced."""
 
     def check_members(
-        self, num_places: int, *, rates: bool = True, is_whole: bool = True, num_samples: int = SAMPLES
+        self,
+        num_places: int,
+        *,
+        rates: bool = True,
+        is_whole: bool = True,
+        num_samples: int = SAMPLES,
+        most_repeated: int = 3,
     ) -> None:
         """The invariants: one state, no step or sample twice or lost, counters without a gap.
 
@@ -64,7 +70,13 @@ class Ledger(test_shrink.Ledger):
             found = [entries[-1]["lr"] for entries in steps.values()]
             assert found == pytest.approx([0.01 * 0.9 ** (step + 1) for step in steps])
         num_epochs = 1 + max(entry["epoch"] for entry in self.commits)
-        self.check_samples(steps, is_whole=is_whole, num_epochs=num_epochs, num_samples=num_samples)
+        self.check_samples(
+            steps,
+            is_whole=is_whole,
+            num_epochs=num_epochs,
+            num_samples=num_samples,
+            most_repeated=most_repeated,
+        )
 
     def changes_of(self, place: int) -> list[list[int]]:
         """Sizes of the world before and after each change that a place was told of."""
@@ -553,6 +565,14 @@ def test_schedule_and_validation_follow_the_steps_where_a_process_joins(tmp_path
     validated = {entry["step"] for entry in ledger.of("weighs") if entry["place"] == 0}
     expected = {entry["step"] + 1 for entry in ledger.commits if entry["batch"] % 3 == 2}
     assert validated == expected
+
+
+@pytest.mark.exhaustive
+def test_a_new_process_joins_where_ranks_may_run_out_of_batches(tmp_path) -> None:
+    order = {"samples": 97, "plain": True, "deals": "in turn", "strategy": {"uneven_inputs": "join"}}
+    ledger = train(tmp_path, fault(1, "between buckets", 8), launcher=RUN, **order)
+    ledger.check_members(3, num_samples=97, most_repeated=0)
+    assert any(entry["repeats"] for entry in ledger.of("tries"))
 
 
 CELLS: dict[str, dict[str, Any]] = {

@@ -145,16 +145,17 @@ class Ledger:
         is_whole: bool,
         num_epochs: int = EPOCHS,
         num_samples: int = SAMPLES,
+        most_repeated: int = 3,
     ) -> None:
         generations = {step: entries[0]["generation"] for step, entries in steps.items()}
         used: dict[int, Counter[int]] = defaultdict(Counter)
         for entry in self.of("tries"):  # that of a rank which was killed after it was committed counts
-            if generations.get(entry["step"]) == entry["generation"]:
+            if generations.get(entry["step"]) == entry["generation"] and not entry["repeats"]:
                 used[entry["epoch"]].update(entry["ids"])
         for epoch in range(num_epochs):
             assert not is_whole or set(used[epoch]) == set(range(num_samples)), epoch
             repeated = used[epoch].total() - len(used[epoch])
-            assert repeated < 4  # what fills the last batches up
+            assert repeated < most_repeated + 1, epoch  # what fills the last batches up
 
 
 def train(
@@ -487,6 +488,30 @@ def test_weights_that_a_callback_swaps_for_validation_are_in_their_places_after_
     assert all(len(set(weights)) == 1 for weights in weighed.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_no_sample_is_repeated_where_ranks_may_run_out_of_batches(victim, tmp_path) -> None:
+    """Of 48 samples no batch is left over; then 49 are dealt to three ranks, of which one has a batch more.
+
+    In that last step the others repeat theirs, and one of them is killed, or the one that has a batch.
+    """
+    faults = [fault(3, "between buckets", 3), fault(victim, "forward", 7)]
+    faults += [] if victim == 2 else [fault(2, "optimizer", 12)]
+    order = {"samples": 97, "plain": True, "deals": "in turn", "estimates": True}
+    order["strategy"] = {"uneven_inputs": "join"}
+    ledger = train(tmp_path, faults=faults, **order)
+    left = [0] if victim == 1 else [0, 1]
+    assert ledger.ended == left
+    assert ledger.of("excepts") == []
+    steps = ledger.by_step()
+    assert list(steps) == list(range(len(steps)))
+    for entries in steps.values():
+        for key in ("parameters", "optimizer", "lr", "generation", "epoch"):
+            assert len({entry[key] for entry in entries}) == 1, (key, entries)
+    assert any(entry["repeats"] for entry in ledger.of("tries"))
+    ledger.check_samples(steps, is_whole=True, num_samples=97, most_repeated=0)
+
+
 def repeat_without_losses(rank: int, world_size: int, folder: Path, batches: list[list[Any]]) -> str:
     """The steps of a run by those that were left of it, from its state before the step that was lost."""
     net = nn.Sequential(
@@ -602,7 +627,8 @@ def test_a_global_batch_that_is_split_gives_the_losses_of_a_run_without_losses(t
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"uneven_inputs": "join"}, "agreed over the group"),
+        ({"uneven_inputs": "error"}, "some ranks may have one batch less"),
+        ({"uneven_inputs": "join", "model_averaging": "diloco"}, "do not run out together"),
         ({"ddp_comm_hook": "noop"}, "a model of its own"),
         ({"ddp_comm_hook": print, "ddp_comm_state": 1}, "cannot be undone"),
         ({"model_averaging": {"name": "post_local_sgd", "gradients": "node"}}, "fewer than those of another"),
@@ -722,7 +748,8 @@ def test_a_schedule_that_ends_needs_as_many_steps_as_it_has() -> None:
     check_training(trainer, RecoverySettings(batch="global"), **where)
 
 
-def test_a_rest_is_dealt_once_to_each_number_of_ranks() -> None:
+@pytest.mark.parametrize("fills", [True, False])
+def test_a_rest_is_dealt_once_to_each_number_of_ranks(fills) -> None:
     """Ranks are lost after a few batches, again and again: each sample is used once."""
 
     def of_dataset(size: int, rank: int) -> Any:
@@ -737,7 +764,7 @@ def test_a_rest_is_dealt_once_to_each_number_of_ranks() -> None:
 
     kinds = (of_dataset, of_sampler, of_generator)
     for sizes, make in itertools.product(([4, 3, 2, 1], [5, 2], [3, 2, 2]), kinds):
-        samplers = [DealtSampler(make(sizes[0], rank), 4) for rank in range(sizes[0])]
+        samplers = [DealtSampler(make(sizes[0], rank), 4, fills=fills) for rank in range(sizes[0])]
         for rank, sampler in enumerate(samplers):
             sampler.set_epoch(1)
             sampler.check()
@@ -747,7 +774,9 @@ def test_a_rest_is_dealt_once_to_each_number_of_ranks() -> None:
         used: Counter[int] = Counter()
         for number, size in enumerate(sizes):
             shares = [list(sampler) for sampler in samplers[:size]]
-            assert len({len(share) for share in shares}) == 1
+            assert len({len(share) for share in shares}) == 1 or not fills
+            assert list(map(len, samplers[:size])) == list(map(len, shares))
+            assert {sampler.most for sampler in samplers[:size]} == {max(map(len, shares))}
             if number + 1 == len(sizes):
                 used.update(index for share in shares for index in share)
                 break
@@ -755,7 +784,7 @@ def test_a_rest_is_dealt_once_to_each_number_of_ranks() -> None:
             for rank, sampler in enumerate(samplers[: sizes[number + 1]]):
                 sampler.deal(2 * (number + 1), rank, sizes[number + 1])
         assert set(used) == set(range(97))
-        assert used.total() - 97 < sizes[-1]
+        assert used.total() - 97 < (sizes[-1] if fills else 1)
 
 
 class Chunks(DistributedSampler):

@@ -161,6 +161,15 @@ def test_a_length_on_some_ranks_only_is_an_error_on_all() -> None:
     run_threads(rank_main, 3)
 
 
+def test_a_rank_without_a_batch_of_its_own_repeats_a_spare_one() -> None:
+    def rank_main(rank, world_size, process_group):
+        lockstep = Lockstep(Group(process_group), CPU)
+        return walk(lockstep, lockstep.wrap([] if rank else [[1], [2]], most=lambda: 2, spare=lambda: [7]))
+
+    found = [[(batch, turn.is_replay) for batch, turn in seen] for seen in run_threads(rank_main, 2)]
+    assert found == [[([1], False), ([2], False)], [([7], True), ([7], True)]]
+
+
 def test_a_second_loader_is_refused_until_the_first_is_iterated_over() -> None:
     def rank_main(rank, world_size, process_group):
         lockstep = Lockstep(Group(process_group), CPU)

@@ -9,9 +9,10 @@ gradients, it is left out of reductions, and buffers and metrics are put back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,13 +72,21 @@ class Lockstep:
         self._is_stepping = False
         self._is_waiting = False
         self._last_batch: tuple[Any] | None = None
+        self._spare: Callable[[], Any] | None = None
         self._kept: ModuleSnapshot | None = None
         self.turn = Turn(is_replay=False, num_active=group.size)
 
     # ------------------------------------------------------------------ batches
 
-    def wrap(self, loader: Any) -> LockstepLoader:
-        """`loader`, as one that ends on all ranks at once. All ranks call it; communicates.
+    def wrap(
+        self, loader: Any, most: Callable[[], int] | None = None, spare: Callable[[], Any] | None = None
+    ) -> LockstepLoader:
+        """`loader`, as one that ends on all ranks at once. All ranks call it; communicates without `most`.
+
+        Args:
+            loader: of this rank.
+            most: tells how many batches the longest of them gives now, the same on all ranks.
+            spare: makes a batch for a rank that has none to repeat.
 
         Raises:
             ConfigurationError: some ranks know the length of theirs and others do not, or another loader
@@ -88,6 +97,10 @@ class Lockstep:
                 "uneven_inputs takes one training dataloader, but there are several: which of them has run"
                 " out is not known for each. Combine the datasets in one dataloader."
             )
+        self._spare = spare
+        if most is not None:
+            self._is_waiting = True
+            return LockstepLoader(loader, self, most)
         mine = torch.tensor([_length(loader)], device=self._device)
         lengths = [int(n) for n in all_gather(self._group, mine).view(-1).tolist()]
         unsized = [rank for rank, length in enumerate(lengths) if length == _UNSIZED]
@@ -97,12 +110,17 @@ class Lockstep:
                 " it one on every rank, or on none."
             )
         self._is_waiting = True
-        return LockstepLoader(loader, self, None if unsized else max(lengths))
+        return LockstepLoader(loader, self, None if unsized else partial(max, lengths))
 
     def restart(self) -> None:
         """A new epoch begins: forgets what was fetched and not used."""
-        self._is_waiting = False
+        self._is_waiting = self._is_due = False
         self._turns.clear()
+
+    def rejoin(self, group: Group) -> None:
+        """From now on other ranks take their steps together, and begin anew with what they fetch."""
+        self._group = group
+        self.restart()
 
     def exchange(self, fresh: tuple[Any] | None, num_fetched: int) -> tuple[Any] | None:
         """Tells all ranks whether this one has a batch. All ranks call it; communicates.
@@ -120,6 +138,8 @@ class Lockstep:
         if fresh is not None:
             # new containers: what a step does to its dict or list does not reach the repetition
             self._last_batch = tree_map(lambda leaf: leaf, fresh)
+        elif self._last_batch is None and self._spare is not None:
+            self._last_batch = (self._spare(),)
         stands = self._all_stands(_FRESH if fresh else _OLD if self._last_batch else _NOTHING)
         num_active = stands.count(_FRESH)
         self._is_due = True
@@ -239,8 +259,8 @@ class LockstepLoader:
     the position of one rank only.
     """
 
-    def __init__(self, loader: Any, lockstep: Lockstep, length: int | None) -> None:
-        self.__dict__.update(_loader=loader, _lockstep=lockstep, _length=length)
+    def __init__(self, loader: Any, lockstep: Lockstep, most: Callable[[], int] | None) -> None:
+        self.__dict__.update(_loader=loader, _lockstep=lockstep, _most=most)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the loader inside."""
@@ -258,9 +278,9 @@ class LockstepLoader:
         Raises:
             TypeError: the loaders have no length.
         """
-        if self._length is None:
+        if self._most is None:
             raise TypeError(f"{type(self._loader).__name__} has no length")
-        length: int = self._length
+        length: int = self._most()
         return length
 
     def __iter__(self) -> Iterator[Any]:

@@ -74,6 +74,7 @@ class Recovery:
         trainer: whose loops are wrapped.
         communication: the hook and the averager.
         keeps_global: whether the global batch keeps its size; else that of each rank does.
+        is_uneven: whether ranks may have different numbers of batches.
         meet: makes the process group of a generation, and all that is made of it; returns the new group. All
             ranks call it; communicates.
         boundary: called before each batch; raises where the run stops there.
@@ -89,6 +90,7 @@ class Recovery:
         communication: Communication,
         *,
         keeps_global: bool,
+        is_uneven: bool,
         meet: Callable[[Form], Group],
         boundary: Callable[[], None],
         group: Callable[[], Group],
@@ -107,6 +109,7 @@ class Recovery:
             num_ranks=trainer.world_size,
             loaders=lambda: loaders_of(trainer.fit_loop),
             avoids_one=any(isinstance(part, _BATCH_NORMS) for part in module.modules()),
+            fills=not is_uneven,
         )
         self._keeps_global = keeps_global
         self.committed = self.taken = 0

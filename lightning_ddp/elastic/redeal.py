@@ -20,14 +20,17 @@ from lightning_ddp.errors import ConfigurationError
 __all__ = ["Dealer", "DealtSampler", "SplitBatches", "set_ranks", "share_of"]
 
 
-def share_of(rest: Sequence[Any], rank: int, world_size: int, *, drops_last: bool) -> list[Any]:
-    """A rank's part of samples that are dealt in turn; all parts have one length.
+def share_of(
+    rest: Sequence[Any], rank: int, world_size: int, *, drops_last: bool, fills: bool = True
+) -> list[Any]:
+    """A rank's part of samples that are dealt in turn; all parts have one length, but without `fills`.
 
     Args:
         rest: what is dealt.
         rank: whose part.
         world_size: number of ranks.
         drops_last: whether what is left over is dropped; else the first ones fill it up.
+        fills: whether they do; else the last ranks have one sample less.
 
     >>> [share_of(range(7), rank, 3, drops_last=False) for rank in range(3)]
     [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
@@ -36,7 +39,7 @@ def share_of(rest: Sequence[Any], rank: int, world_size: int, *, drops_last: boo
     over = len(dealt) % world_size
     if over and drops_last:
         del dealt[-over:]
-    elif over:
+    elif over and fills:
         more = world_size - over
         dealt += (dealt * math.ceil(more / len(dealt)))[:more]
     return dealt[rank::world_size]
@@ -49,14 +52,17 @@ class DealtSampler(Sampler[Any]):
         inner: has `num_replicas`, `rank` and `set_epoch`, as torch's `DistributedSampler`.
         batch_size: samples of a batch of one rank.
         avoids_one: whether a last batch of a single sample gets another one, which is repeated.
+        fills: whether ranks are dealt equally many samples, some of them repeated.
     """
 
-    def __init__(self, inner: Any, batch_size: int, *, avoids_one: bool = False) -> None:
+    def __init__(self, inner: Any, batch_size: int, *, avoids_one: bool = False, fills: bool = True) -> None:
         self._inner = inner
+        self._fills = fills
+        self._inner_fills = True
         self._batch_size = batch_size
         self._avoids_one = avoids_one and batch_size > 1
         self._rest: list[Any] | None = None
-        self._num_used = self.num_batches = self._epoch = 0
+        self._num_used = self.num_batches = self._epoch = self._most_of_rest = 0
         self._order: list[Any] | None = None
         self._is_whole_order = False
         self.has_changed = False
@@ -65,18 +71,35 @@ class DealtSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         if self._rest is not None:
             return iter(self._rest)
-        if type(self._inner) is DistributedSampler:  # its order follows from its seed and the epoch
-            return iter(self._filled(list(self._inner)) if self.has_changed else self._inner)
-        inner, self._is_whole_order = self._inner, False
-        return iter(
-            self._filled(share_of(self.order(), inner.rank, inner.num_replicas, drops_last=self.drops_last))
-        )
+        if type(self._inner) is DistributedSampler and not self.has_changed:
+            return iter(self._inner)
+        self._is_whole_order = False
+        return iter(self._share(self.order()))
+
+    def _share(self, dealt: Sequence[Any]) -> list[Any]:
+        """This rank's part of what is dealt; among the first ranks as the sampler inside deals it."""
+        inner = self._inner
+        fills = self._fills if self.has_changed else self._inner_fills
+        share = share_of(dealt, inner.rank, inner.num_replicas, drops_last=self.drops_last, fills=fills)
+        return self._filled(share)
 
     def __len__(self) -> int:
         if self._rest is not None:
             return len(self._rest)
         length = len(self._inner)
+        if self.has_changed and not self._fills and not self.drops_last:
+            length = len(range(self._inner.rank, len(self._inner.dataset), self._inner.num_replicas))
         return length + self._is_one_over(length)
+
+    @property
+    def most(self) -> int:
+        """How many samples the first rank gets, which none has more of."""
+        if self._rest is not None:
+            return self._most_of_rest
+        if self._inner_fills if not self.has_changed else self._fills:
+            return len(self)
+        size, world_size = len(self._inner.dataset), int(self._inner.num_replicas)
+        return size // world_size if self.drops_last else math.ceil(size / world_size)
 
     def _is_one_over(self, length: int) -> bool:
         return self._avoids_one and self.has_changed and length % self._batch_size == 1
@@ -136,7 +159,12 @@ class DealtSampler(Sampler[Any]):
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
         mine, order = found
-        if mine != share_of(order, inner.rank, inner.num_replicas, drops_last=self.drops_last):
+        shares = {
+            fills: share_of(order, inner.rank, inner.num_replicas, drops_last=self.drops_last, fills=fills)
+            for fills in (True, self._fills)
+        }
+        self._inner_fills = mine == shares[True]
+        if mine not in shares.values():
             raise ConfigurationError(
                 f"on_failure: the rest of an epoch of {type(inner).__name__} cannot be dealt anew: it"
                 " does not deal one order of samples to the ranks in turn, or draws another one each time it"
@@ -173,7 +201,8 @@ class DealtSampler(Sampler[Any]):
         rest = self.order()[self._num_used :]
         set_ranks(self._inner, rank, world_size)
         self.has_changed = True
-        self._rest = self._filled(share_of(rest, rank, world_size, drops_last=self.drops_last))
+        self._rest = self._share(rest)
+        self._most_of_rest = len(share_of(rest, 0, world_size, drops_last=self.drops_last, fills=self._fills))
 
 
 class SplitBatches:
@@ -277,11 +306,19 @@ class Dealer:
         num_ranks: that there are at first.
         loaders: tells the present training dataloaders.
         avoids_one: whether the model cannot be trained on a single sample.
+        fills: whether ranks get equally many samples, some of them repeated.
     """
 
     def __init__(
-        self, *, keeps_global: bool, num_ranks: int, loaders: Callable[[], list[Any]], avoids_one: bool
+        self,
+        *,
+        keeps_global: bool,
+        num_ranks: int,
+        loaders: Callable[[], list[Any]],
+        avoids_one: bool,
+        fills: bool,
     ) -> None:
+        self._fills = fills
         self._keeps_global = keeps_global
         self._num_ranks = num_ranks
         self._loaders = loaders
@@ -312,7 +349,9 @@ class Dealer:
             return loader
         if not self._keeps_global:
             size = int(batches.batch_size)
-            batches.sampler = sampler = DealtSampler(inner, size, avoids_one=self._avoids_one)
+            batches.sampler = sampler = DealtSampler(
+                inner, size, avoids_one=self._avoids_one, fills=self._fills
+            )
         else:
             split = SplitBatches(batches, self._num_ranks)
             vars(loader)["batch_sampler"] = split  # which a DataLoader does not let be set
@@ -321,6 +360,17 @@ class Dealer:
                 split.deal(0, *self._part)
         sampler.check()
         return loader
+
+    def most(self, loader: Any) -> int:
+        """How many batches of a loader that was taken over the rank has that has the most."""
+        batches: float = loader.batch_sampler.sampler.most / loader.batch_sampler.batch_size
+        return math.floor(batches) if loader.batch_sampler.drop_last else math.ceil(batches)
+
+    def spare(self, loader: Any) -> Any:
+        """A batch of such a loader, for a rank that has none of its own."""
+        batches = loader.batch_sampler
+        some = batches.sampler.order()[: batches.batch_size]
+        return loader.collate_fn([loader.dataset[index] for index in some])
 
     def check(self) -> None:
         """Looks at all loaders together.

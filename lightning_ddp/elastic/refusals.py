@@ -46,10 +46,16 @@ def check_arguments(
             "the process that launches them keeps one process for each rank",
             "spares=0, or start_method='popen'",
         )
-    if uneven_inputs is not None:
+    if uneven_inputs == "error":
         _refuse(
-            "uneven_inputs",
-            "the steps of the ranks are agreed over the group that has lost one",
+            "uneven_inputs='error'",
+            "when the rest of an epoch is dealt anew some ranks may have one batch less",
+            "uneven_inputs='join' or None",
+        )
+    if uneven_inputs is not None and (averager is not None or settings.batch == "global"):
+        _refuse(
+            "uneven_inputs and " + ("model_averaging" if averager is not None else "batch='global'"),
+            "ranks that take steps of their own, or parts of one batch, do not run out together",
             "uneven_inputs=None",
         )
     if hook == "noop":
