@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.launch import join_command, supervisor
+from lightning_ddp.launch import join_command, leave_command, supervisor
 from lightning_ddp.tools import ToolError, draw_timeline, run_page
 from lightning_ddp.tools.bench.failures import FAILURES
 from lightning_ddp.tools.bench.hooks import HOOKS
@@ -62,6 +62,7 @@ class Variants:
 _COMMANDS: Mapping[str, Command] = {
     "run": supervisor,
     "join": join_command,
+    "leave": leave_command,
     "variants": Variants(),
     "doctor": doctor,
     "timeline": draw_timeline,

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -283,6 +285,76 @@ def test_a_node_whose_link_was_cut_ends_and_joins_when_that_has_healed(launcher,
     ledger = ReplacedLedger(tmp_path)
     ledger.entries = [entry for entry in ledger.entries if entry["event"] != "excepts"]
     ledger.check_members(4)
+
+
+def leave(node: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """`python -m lightning_ddp leave`, called on a node."""
+    enter = ("ip", "netns", "exec", NAMESPACES[node])
+    command = [*enter, sys.executable, "-m", "lightning_ddp", "leave", *words]
+    env = {**os.environ, **variables_of(node)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        ((), "signal"),
+        ((), "command"),
+        pytest.param(RUN, "signal", marks=pytest.mark.exhaustive),
+        pytest.param(RUN, "command", marks=pytest.mark.exhaustive),
+    ],
+    ids=["python, signal", "python, command", "run, signal", "run, command"],
+)
+def test_a_node_leaves_and_the_others_go_on(launcher, how, tmp_path) -> None:
+    """By SIGTERM to the process that the user has started there, or by the command."""
+    strategy = {"on_preemption": "leave" if how == "signal" else "stop"}
+    order = {
+        "step_s": 0.1,
+        "until_generation": 1,
+        "until_size": 2,
+        "trainer": {"min_epochs": 2, "max_epochs": 999},
+    }
+    with shrinking(tmp_path, launcher, strategy=strategy, **order) as (_, first, second):
+        first.wait_until(lambda: any(entry["step"] == 3 for entry in Ledger(tmp_path).commits))
+        if how == "signal":
+            os.kill(second.pid, signal.SIGTERM)
+        else:
+            for words, why in (
+                (["--node", "0"], "needs its first node"),
+                (
+                    ["--node", "7", f"{ADDRESSES[0]}:29511"],
+                    "no rank of node 7 is in the run; there are nodes 0, 1",
+                ),
+                ([f"{ADDRESSES[0]}:1"], "no run that goes on without lost nodes is at"),
+            ):
+                refused = leave(0, *words)
+                assert refused.returncode == 2
+                assert why in refused.stderr
+            asked = leave(1)
+            assert "rank 2, 3 of node 1 leaves the run" in asked.stdout, asked.stderr
+        assert second.wait().returncode == 0, second.output()
+        assert first.wait().returncode == 0, first.output()
+        assert first.output().count("was asked to leave") == 2
+    ledger = Ledger(tmp_path)
+    ledger.check([0, 1])
+    told = [(*e["sizes"], *e["lost"], e["cause"], e["retried"]) for e in ledger.changes]
+    assert told == [(4, 2, 2, 3, "None", False)] * 2
+
+
+@pytest.mark.slow
+def test_a_node_that_has_left_comes_back_by_the_same_command(tmp_path) -> None:
+    order = replacing(2, strategy={"on_failure": "replace", "on_preemption": "leave"})
+    with shrinking(tmp_path, **order) as (_, first, second):
+        first.wait_until(lambda: any(entry["step"] == 3 for entry in Ledger(tmp_path).commits))
+        os.kill(second.pid, signal.SIGTERM)
+        assert second.wait().returncode == 0, second.output()
+        with start_node(1, tmp_path, **order) as again:
+            assert again.wait().returncode == 0, again.output()
+            assert first.wait().returncode == 0, first.output()
+    ledger = ReplacedLedger(tmp_path)
+    ledger.check_members(4)
+    assert {entry["cause"] for entry in ledger.changes} == {"None"}
 
 
 @pytest.mark.exhaustive

@@ -84,6 +84,13 @@ class Who(Message):
 
 
 @dataclass(frozen=True)
+class Dismiss(Message):
+    """A node is to leave: `Dismissed`. Also of a process that is no rank."""
+
+    node: int
+
+
+@dataclass(frozen=True)
 class WhoIsMissing(Message):
     """Asks which nodes are lost, and have not come back: `Missing`. Also of a process that is no rank."""
 
@@ -276,6 +283,16 @@ class Here(Message):
     """Answers `Who`."""
 
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dismissed(Message):
+    """Answers `Dismiss`."""
+
+    ranks: tuple[int, ...]
+    """Those that leave."""
+    why: Text | None
+    """Why none does."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ from lightning_ddp.supervise.protocol import (
     Bye,
     Closing,
     Declined,
+    Dismiss,
+    Dismissed,
     Echoed,
     Exited,
     Failed,
@@ -339,6 +341,9 @@ class ControlServer:
         if isinstance(message, WhoIsMissing):
             self._send(peer, Missing(self._missing_nodes()))
             return
+        if isinstance(message, Dismiss):
+            self._send(peer, self._dismiss(message.node))
+            return
         if peer.is_new:
             self._handle_new(peer, peer.identity, message)
             return
@@ -370,7 +375,8 @@ class ControlServer:
             case Stop():
                 self._have_all_stop(message, now)
             case Leave(is_node):
-                self._note_leaving(self._place_of(rank), now, with_node=is_node)
+                place = self._place_of(rank)
+                self._note_leaving(self._on_node(peer.identity.node_rank) if is_node else [place], now)
             case Position(position):
                 self._send_all(self._stop.report(rank, position))
                 if self._membership is not None:
@@ -793,13 +799,30 @@ class ControlServer:
 
     # ------------------------------------------------------------------ members
 
-    def _note_leaving(self, place: int, now: float, *, with_node: bool) -> None:
-        """A member is asked to leave, perhaps with all others of its node."""
-        if self._membership is None or self._stop.deadline() is not None:
-            return
-        node = self._identities[place].node_rank
-        of_node = [other for other, who in self._identities.items() if who.node_rank == node]
-        self._membership.leave(of_node if with_node else [place], now)
+    def _note_leaving(self, places: Iterable[int], now: float) -> None:
+        """Members are asked to leave."""
+        if self._membership is not None and self._stop.deadline() is None:
+            self._membership.leave(places, now)
+
+    def _on_node(self, node: int) -> list[int]:
+        return [place for place, who in self._identities.items() if who.node_rank == node]
+
+    def _dismiss(self, node: int) -> Dismissed:
+        """Asks the members of a node to leave; returns which do, or why not."""
+        places = self._on_node(node)
+        why = None
+        if self._membership is None:
+            why = "the others of this run would not go on: it has on_failure='stop'"
+        elif node == 0:
+            why = "the run needs its first node, with the control server; SIGTERM to its process stops all"
+        elif not places:
+            nodes = sorted({who.node_rank for who in self._identities.values()})
+            why = f"no rank of node {node} is in the run; there are nodes {', '.join(map(str, nodes))}"
+        elif self._stop.deadline() is not None:
+            why = "all ranks stop already"
+        else:
+            self._note_leaving(places, time.monotonic())
+        return Dismissed(tuple(self._identities[place].rank for place in places if why is None), why)
 
     def _change_members(self, now: float) -> None:
         """Lets in those that are ready, and has those leave that are asked to."""

@@ -509,7 +509,8 @@ class Ledger(pl.Callback):
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         note(event="ends epoch", epoch=trainer.current_epoch, batches=trainer.num_training_batches)
-        whole = trainer.world_size == ORDER.get("devices", 4) * trainer.num_nodes
+        size = ORDER.get("until_size", ORDER.get("devices", 4) * trainer.num_nodes)
+        whole = trainer.world_size == size
         if "chaos" in ORDER:
             trainer.should_stop = trainer.strategy.broadcast(whole and chaos_is_over())
         if "until_spares" in ORDER:
