@@ -277,6 +277,7 @@ def test_a_node_whose_link_was_cut_ends_and_joins_when_that_has_healed(launcher,
         first.wait_until(lambda: bool(Ledger(tmp_path).changes))
         link.lost.clear()
         assert second.wait(END_S).returncode == 1, second.output()
+        assert "this node is let in again" in second.output()
         join = ("-m", "lightning_ddp", "join", f"{ADDRESSES[0]}:29511")
         again = stack.enter_context(start_node(1, tmp_path, join, **order))
         for script in (first, again):

@@ -38,7 +38,7 @@ from lightning_ddp.supervise.protocol import (
     Who,
     pack,
 )
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
 from lightning_ddp.supervise.stall import REPORTS_A_TIMEOUT, silent
 
 __all__ = ["ServerAddress", "Watch", "ask"]
@@ -359,6 +359,12 @@ class Watch:
             )
         else:
             text = GONE
+        is_elsewhere = self.identity.node_rank != server.node_rank
+        if is_elsewhere and isinstance(self._settings.recovery, ReplaceSettings):
+            text += (
+                "\n  The others may go on. Then this node is let in again when the same program is started"
+                f" here with the same NODE_RANK={self.identity.node_rank}"
+            )
         self.has_lost_server = self.failure is None
         self._learn(FailureRecord.of_identity(server, text))
 
