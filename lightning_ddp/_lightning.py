@@ -92,6 +92,7 @@ __all__ = [
     "finish_batch",
     "finish_step",
     "has_validation_loaders",
+    "import_for_dump",
     "interrupt_trainer",
     "is_fitting",
     "layer_sync",
@@ -857,6 +858,12 @@ def loader_states(trainer: Trainer) -> list[Any]:
     """The states of training dataloaders that have one, for a checkpoint: of `_combined_loader`."""
     states: list[Any] = _get(trainer.fit_loop, "_combined_loader")._state_dicts()
     return states
+
+
+def import_for_dump() -> None:
+    """Imports what the first `dump_checkpoint` of a process would, in a third of a second: omegaconf."""
+    if importlib.util.find_spec("omegaconf") is not None:
+        importlib.import_module("omegaconf")
 
 
 def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[str, Any]:

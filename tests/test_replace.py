@@ -115,6 +115,8 @@ def test_a_lost_rank_is_replaced_while_the_others_train(launcher, tmp_path) -> N
     }
     assert {entry["text"] for entry in ledger.of("is told")} == {"of 0"}
     assert len(ledger.of("is told")) == 4
+    before, after = (entry["modules"] for entry in ledger.changes if entry["place"] == 0)
+    assert after - before < 20  # nobody imports while all wait
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from lightning_ddp._lightning import (
     enter_epoch,
     fetch_anew,
     finish_batch,
+    import_for_dump,
     limit_epoch,
     limit_validation,
     loaders_of,
@@ -138,6 +139,7 @@ class Recovery:
         self._form: Form | None = None
         """The generation that this process has joined, until it takes its first step."""
         if journal is not None:
+            import_for_dump()  # else all would wait for that when another one joins
             wrap_validation_setup(trainer, self._setup_validation)
         wrap_steps(
             trainer,

@@ -479,6 +479,7 @@ class Ledger(pl.Callback):
             sizes=[change.old_world_size, change.new_world_size],
             ranks=[change.old_rank, change.new_rank],
             came_as=CAME_AS,
+            modules=len(sys.modules),
             node_and_local_rank=[trainer.node_rank, trainer.local_rank],
             dealt_to=trainer.strategy.distributed_sampler_kwargs,
             lost=list(change.lost_ranks),
