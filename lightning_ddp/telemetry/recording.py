@@ -37,6 +37,11 @@ class Change:
     cause: str
     """In a line; empty where nothing has failed."""
 
+    @property
+    def why(self) -> str:
+        """The cause; or that nothing has failed."""
+        return self.cause or ("asked to leave" if self.lost_ranks else "new processes")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:

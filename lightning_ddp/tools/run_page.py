@@ -55,15 +55,29 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ToolError: the folder holds no recordings, or none with a step.
     """
-    try:
-        recordings = load_folder(args.folder)
-    except ConfigurationError as error:
-        raise ToolError(str(error)) from error
+    recordings = load_recordings(args.folder)
     if not all(recording.steps for recording in recordings):
         raise ToolError(f"{args.folder}: a rank has recorded no step")
     args.page.write_text(page(recordings, title=args.folder.resolve().name), encoding="utf-8")
     print(f"page: {args.page}")
     return 0
+
+
+def load_recordings(folder: Path) -> list[Recording]:
+    """The recordings in a folder, by rank.
+
+    Raises:
+        ToolError: it holds none, or one that cannot be read.
+    """
+    try:
+        return load_folder(folder)
+    except ConfigurationError as error:
+        raise ToolError(str(error)) from error
+
+
+def changes_of(recordings: Sequence[Recording]) -> Sequence[Change]:
+    """When the run went on with other ranks: what the rank has that was there longest."""
+    return max((recording.changes for recording in recordings), key=len)
 
 
 def page(recordings: Sequence[Recording], *, title: str) -> str:
@@ -80,7 +94,7 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
     missing = f"; {size - len(recordings)} ranks have no file" if size > len(recordings) else ""
     exposed = {f"rank {r.rank}": [(s.step, 1e3 * s.exposed_s) for s in r.steps] for r in ranks}
     sent = {"gradients": [(step.step, step.num_bytes / _MB) for step in recordings[0].steps]}
-    changes = max((recording.changes for recording in recordings), key=len)
+    changes = changes_of(recordings)
     at = [change.step for change in changes]
     parts = [
         _table(recordings, late),
@@ -152,8 +166,7 @@ def _history(changes: Sequence[Change]) -> str:
     for change in changes:
         ranks = (", ".join(map(str, ranks)) or "-" for ranks in (change.lost_ranks, change.joined_ranks))
         sizes = f"{change.old_world_size} to {change.new_world_size}"
-        why = change.cause or ("asked to leave" if change.lost_ranks else "-")
-        cells = (change.step, sizes, *ranks, f"{change.seconds:.2f}", why)
+        cells = (change.step, sizes, *ranks, f"{change.seconds:.2f}", change.why)
         rows.append(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>")
     names = ("from step", "ranks", "lost", "joined", "lost time (s)", "why")
     head = "".join(f"<th>{name}</th>" for name in names)

@@ -15,6 +15,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from lightning_ddp.tools.doctor.placement import place
 from lightning_ddp.tools.doctor.verify import Verification, refusal, verify
 from lightning_ddp.tools.ranks import RankContext, run_ranks
 from lightning_ddp.tools.report import format_table, progress_bar
+from lightning_ddp.tools.run_page import changes_of, load_recordings
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
@@ -72,6 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="CHECK",
         help="run only those checks of --verify whose names begin so, such as 'hook topk'",
+    )
+    parser.add_argument(
+        "--history",
+        type=Path,
+        metavar="FOLDER",
+        help="also tell which ranks a run has lost and got, and why, as CommunicationMonitor(timeline=FOLDER)"
+        " has recorded it",
     )
     parser.add_argument(
         "--preload",
@@ -139,6 +148,8 @@ class Examination:
             timeout_s=self._args.timeout_s,
             interface=self._choose_interface(),
         )
+        if self._args.history is not None and self._here.rank == 0:
+            self._findings += diagnosis.check_history(changes_of(load_recordings(self._args.history)))
         if self._args.verify:
             self._verify()
         elif self._args.processes is not None:
