@@ -41,7 +41,8 @@ class Ledger(test_shrink.Ledger):
 
 
 def train(folder: Path, *faults: dict[str, Any], launcher: tuple[str, ...] = (), **order: Any) -> Ledger:
-    order = {"folder": str(folder), "faults": faults, **order}
+    """Steps take longer than it takes to agree on a boundary: else the last one may be before that."""
+    order = {"folder": str(folder), "faults": faults, "step_s": 0.1, **order}
     order["strategy"] = {**LEAVE, **order.get("strategy", {})}
     with start_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=launcher) as script:
         result = script.wait()
@@ -97,7 +98,7 @@ def test_rank_0_leaves_and_its_loggers_go_on(launcher, start_method, tmp_path) -
 @pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["python", "run"])
 def test_a_new_process_takes_the_place_of_one_that_has_left(launcher, tmp_path) -> None:
     place = 0 if launcher else 1
-    order = {"devices": 3, "step_s": 0.05, "until_generation": 2, "trainer": {"max_epochs": 10_000}}
+    order = {"devices": 3, "until_generation": 2, "trainer": {"max_epochs": 10_000}}
     order["strategy"] = {"on_failure": "replace"}
     ledger = test_replace.Ledger(
         train(tmp_path, leaves(place, "forward", 3, generation=0), launcher=launcher, **order).folder
@@ -126,7 +127,7 @@ def test_all_stop_where_too_few_would_stay(asked, tmp_path) -> None:
     """As SIGTERM stops a run."""
     options = {"name": "shrink", "min_world_size": 3 if len(asked) == 1 else 1}
     launcher = RUN if len(asked) == 3 else ()
-    order = {"devices": 3, "strategy": {"on_failure": options}, "step_s": 0.05}
+    order = {"devices": 3, "strategy": {"on_failure": options}}
     faults = [leaves(place, "forward", 3) for place in asked]
     ledger = train(tmp_path, *faults, launcher=launcher, **order)
     assert sorted(entry["place"] for entry in ledger.of("excepts")) == [0, 1, 2]
