@@ -231,13 +231,13 @@ def test_no_rank_has_left_fit_when_another_fails_in_its_last_hook(tmp_path, stra
 def stuck_cells() -> Iterator[Any]:
     """(start method, what is stuck, victim, the rank that is stuck, world size)."""
     by_default = {("popen", "lock", 1, 2), ("popen", "expression", 1, 0), ("spawn", "thread", 1, 1)}
+    exhaustive = {("spawn", "lock", 1, 0), ("spawn", "lock", 1, 2), ("spawn", "expression", 0, 1)}
     for strategy, stuck in itertools.product(("popen", "spawn"), ("lock", "expression", "thread")):
         places = [(0, 0, 2), (1, 1, 2)] if stuck == "thread" else [(0, 1, 2), (1, 0, 2), (1, 2, 3)]
         for victim, stuck_rank, world_size in places:
-            is_slow = (strategy, stuck, victim, stuck_rank) not in by_default
-            yield pytest.param(
-                strategy, stuck, victim, stuck_rank, world_size, marks=pytest.mark.slow if is_slow else ()
-            )
+            cell = strategy, stuck, victim, stuck_rank
+            tier = pytest.mark.exhaustive if cell in exhaustive else pytest.mark.slow
+            yield pytest.param(*cell, world_size, marks=() if cell in by_default else tier)
 
 
 @pytest.mark.parametrize(("strategy", "stuck", "victim", "stuck_rank", "world_size"), list(stuck_cells()))
@@ -313,8 +313,15 @@ def test_who_reads_the_store_cannot_stop_the_run(tmp_path, strategy) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["popen", "spawn"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("start_method", "rank"),
+    [
+        ("popen", 0),
+        ("spawn", 1),
+        pytest.param("popen", 1, marks=pytest.mark.exhaustive),
+        pytest.param("spawn", 0, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_rank_that_is_stopped_holds_the_others_up_until_the_timeout(tmp_path, start_method, rank) -> None:
     strategy = {"start_method": start_method, "timeout": 20.0, "failure_grace_s": LONG_S}
     result = run_user(tmp_path, strategy=strategy, fault="stop", moment="backward", rank=rank)
