@@ -259,10 +259,10 @@ def test_a_global_batch_is_that_of_a_run_without_losses(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "seconds"),
-    [(1, 20), *(pytest.param(seed, 600, marks=pytest.mark.exhaustive) for seed in (2, 3))],
+    ("seed", "seconds", "stall_s"),
+    [(1, 20, 4.0), *(pytest.param(seed, 600, 1.0, marks=pytest.mark.exhaustive) for seed in (2, 3))],
 )
-def test_random_faults_of_all_ranks_cost_no_step_and_no_sample(seed, seconds, tmp_path) -> None:
+def test_random_faults_of_all_ranks_cost_no_step_and_no_sample(seed, seconds, stall_s, tmp_path) -> None:
     """Killed, stopped, ended by an exit code, an exception: rank 0 as well, on average each 4 s."""
     print(f"seed {seed}")
     options = {"name": "replace", "max_recoveries": 1000, "exceptions": True}
@@ -270,7 +270,7 @@ def test_random_faults_of_all_ranks_cost_no_step_and_no_sample(seed, seconds, tm
         tmp_path,
         launcher=RUN,
         devices=4,
-        stall_s=4.0,
+        stall_s=stall_s,
         timeout_s=seconds + 3 * DEADLINE_S,
         chaos={"seed": seed, "mean_s": 4.0, "seconds": seconds},
         samples=1200,
