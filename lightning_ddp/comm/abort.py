@@ -28,6 +28,8 @@ _remembered: dict[int, str] = {}
 """Of the process, as descriptors are; who aborts knows no group, and the groups do not tell their sockets."""
 _aborts: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 """Group -> the thread that aborts it, or has done so."""
+_starting = threading.RLock()
+"""Held until such a thread has started: before that nobody can wait for it. A signal may come meanwhile."""
 _making: list[tuple[dict[int, str], int]] = []
 """For each group that is being made: the sockets that there were before, and how many peers may connect."""
 _KNOCK_WITHIN_S = 1.0
@@ -59,8 +61,9 @@ def abort_groups() -> None:
     """
     for group in list(known_groups()):
         thread = threading.Thread(target=_abort, args=(group,), daemon=True, name="lightning_ddp abort")
-        if _aborts.setdefault(group, thread) is thread:
-            thread.start()
+        with _starting:
+            if _aborts.setdefault(group, thread) is thread:
+                thread.start()
     present = _sockets()
     ours = {descriptor: name for descriptor, name in _remembered.items() if present.get(descriptor) == name}
     num_peers = dict.fromkeys(ours, 0)
@@ -72,7 +75,8 @@ def abort_groups() -> None:
             if not _is_listener(connection):
                 connection.shutdown(socket.SHUT_RDWR)
             elif number:
-                threading.Thread(target=_knock, args=(connection.getsockname(), number), daemon=True).start()
+                where = connection.getsockname(), number
+                threading.Thread(target=_knock, args=where, daemon=True, name="lightning_ddp knock").start()
 
 
 def _knock(address: Any, num_peers: int) -> None:
@@ -84,7 +88,9 @@ def _knock(address: Any, num_peers: int) -> None:
 
 def wait_for_aborts() -> None:
     """Returns once all that `abort_groups` has begun is over, which may take as long as a kernel runs."""
-    for thread in list(_aborts.values()):
+    with _starting:
+        threads = list(_aborts.values())
+    for thread in threads:
         thread.join()
 
 
