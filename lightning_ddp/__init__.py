@@ -8,10 +8,10 @@ Hydra; it imports neither. In a child of its launcher it ties the process's life
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_ddp.conf import store
+from lightning_ddp import conf
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.hydra_jobs import install as extend_hydra
-from lightning_ddp.launch.parent_death import adopt_from_environment
+from lightning_ddp.launch.child_process import adopt_from_environment
 from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
 from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
 
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from lightning_ddp import averaging as averaging
     from lightning_ddp import callbacks as callbacks
     from lightning_ddp import hooks as hooks
-    from lightning_ddp.data_parallel.parallel_apply import parallel_apply
-    from lightning_ddp.data_parallel.replicate import DataParallel, data_parallel, replicate
-    from lightning_ddp.data_parallel.scatter import gather, scatter
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.fabric import CustomFabricStrategy
+    from lightning_ddp.replicas import DataParallel, data_parallel, gather, parallel_apply, replicate, scatter
     from lightning_ddp.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -48,12 +46,9 @@ _CATALOGUES = ("averaging", "callbacks", "hooks")
 _LATER = {
     "BucketedDDP": "ddp.module",
     "CustomFabricStrategy": "fabric",
-    "DataParallel": "data_parallel.replicate",
-    "data_parallel": "data_parallel.replicate",
-    "gather": "data_parallel.scatter",
-    "parallel_apply": "data_parallel.parallel_apply",
-    "replicate": "data_parallel.replicate",
-    "scatter": "data_parallel.scatter",
+    **dict.fromkeys(
+        ("DataParallel", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"), "replicas"
+    ),
 }
 """Public name -> file that has it."""
 
@@ -82,4 +77,4 @@ if not TYPE_CHECKING:  # a checker that saw it would accept any name
 
 adopt_from_environment()
 register_builtin_variants()
-extend_hydra(store)
+extend_hydra(conf)

@@ -1,4 +1,4 @@
-"""The one place that knows the names of Lightning's modules and all of its private names.
+"""The one place that knows the names of Lightning's modules and all of its private names, and so it is long.
 
 Lightning comes as `pytorch_lightning` and as `lightning.pytorch`, with separate classes and registries.
 Neither is imported here: the classes below stand for Lightning's until it is known which one is used, and
@@ -24,12 +24,10 @@ from abc import ABC
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from lightning_ddp.errors import UnsupportedVersionError, unknown_argument
 
 if TYPE_CHECKING:
-    from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning_fabric import strategies as _fabric_strategies
     from pytorch_lightning import LightningModule as LightningModule
     from pytorch_lightning import Trainer as Trainer
     from pytorch_lightning.accelerators import Accelerator as Accelerator
@@ -41,101 +39,15 @@ if TYPE_CHECKING:
     from pytorch_lightning.plugins.environments import LightningEnvironment as LightningEnvironment
     from pytorch_lightning.plugins.environments import SLURMEnvironment as SLURMEnvironment
     from pytorch_lightning.strategies import DDPStrategy as DDPStrategy
-    from pytorch_lightning.strategies.launchers import (
-        _MultiProcessingLauncher as MultiProcessingLauncher,
-    )
-    from pytorch_lightning.strategies.launchers import (
-        _SubprocessScriptLauncher as SubprocessScriptLauncher,
-    )
-    from pytorch_lightning.strategies.strategy import _ForwardRedirection as ForwardRedirection
-    from pytorch_lightning.trainer.connectors.logger_connector.result import (
-        _ResultCollection as ResultCollection,
-    )
+    from pytorch_lightning.strategies import launchers as _launchers
+    from pytorch_lightning.strategies import strategy as _strategy
+    from pytorch_lightning.trainer.connectors.logger_connector import result as _result
 
-__all__ = [
-    "FABRICS",
-    "FIRST_BARRIERS",
-    "ROOTS",
-    "Accelerator",
-    "AsyncCheckpointIO",
-    "Callback",
-    "CheckpointIO",
-    "ClusterEnvironment",
-    "DDPStrategy",
-    "FabricDDPStrategy",
-    "ForwardRedirection",
-    "LightningEnvironment",
-    "LightningModule",
-    "MultiProcessingLauncher",
-    "Precision",
-    "ResultCollection",
-    "SLURMEnvironment",
-    "SubprocessScriptLauncher",
-    "Trainer",
-    "accept_strategies",
-    "adopt",
-    "after_schedulers",
-    "append_to_csv",
-    "at_step_boundaries",
-    "batches_that_stepped",
-    "bind",
-    "bind_like",
-    "callback_metrics",
-    "check_can_start_children",
-    "check_missing_main_guard",
-    "checkpoint_folder",
-    "choose_backend",
-    "dump_checkpoint",
-    "enter_epoch",
-    "explain_refusals",
-    "fetch_anew",
-    "finish_batch",
-    "finish_step",
-    "has_validation_loaders",
-    "import_for_dump",
-    "interrupt_trainer",
-    "is_fitting",
-    "layer_sync",
-    "lightnings",
-    "limit_epoch",
-    "limit_validation",
-    "load_loops",
-    "loaded_roots",
-    "loader_states",
-    "loaders_of",
-    "logger_version",
-    "loop_counters",
-    "note_sigterm",
-    "num_cuda_devices",
-    "optimizers_to_device",
-    "pass_for_fabrics",
-    "prepare_loaders",
-    "process_arguments",
-    "read_rank_again",
-    "replace_signal_handlers",
-    "reset_seed",
-    "restore_checkpoint",
-    "running_hook",
-    "saved_last",
-    "set_batches_that_stepped",
-    "set_callback_metrics",
-    "set_launcher",
-    "set_logger_version",
-    "set_num_threads_if_needed",
-    "set_redirection",
-    "set_saved_last",
-    "set_training_results",
-    "set_up_validation",
-    "settle_counters",
-    "sigterm_exception",
-    "stop_exceptions",
-    "teardown_trainer",
-    "training_results",
-    "unshare",
-    "validates_now",
-    "wrap_steps",
-    "wrap_validation_setup",
-]
+    FabricDDPStrategy = _fabric_strategies.DDPStrategy
+    ForwardRedirection = _strategy._ForwardRedirection
+    MultiProcessingLauncher = _launchers._MultiProcessingLauncher
+    ResultCollection = _result._ResultCollection
+    SubprocessScriptLauncher = _launchers._SubprocessScriptLauncher
 
 C = TypeVar("C", bound=type)
 
@@ -187,11 +99,7 @@ _OTHERS = {
 
 
 def process_arguments(launch: types.FrameType) -> list[Any]:
-    """What a launcher gives each process that it starts, after its number.
-
-    Args:
-        launch: the frame of `MultiProcessingLauncher.launch`, while it has started them.
-    """
+    """What `MultiProcessingLauncher.launch`, whose frame this is, gives each process after its number."""
     if "process_args" not in launch.f_locals:
         raise UnsupportedVersionError("this Lightning starts processes with other arguments")
     return list(launch.f_locals["process_args"])
@@ -227,11 +135,7 @@ def _root_of(owner: object) -> str | None:
 
 
 def lightnings(name: str, root: str | None = None) -> Any:
-    """What Lightning calls by one of the names above.
-
-    Args:
-        name: ours.
-        root: the namespace; None for the one that is used.
+    """What Lightning calls by one of the names above, in a namespace; None for the one that is used.
 
     Raises:
         UnsupportedVersionError: this Lightning has not all of them.
@@ -325,12 +229,7 @@ def _restore(written: type, root: str) -> Any:
 
 
 def bind(cls: C, root: str) -> C:
-    """A class with those of a namespace in the place of what stands for them; it is made once.
-
-    Args:
-        cls: as it is written, or bound to a namespace.
-        root: the namespace.
-    """
+    """A class with those of a namespace in the place of what stands for them; it is made once."""
     written: Any = vars(cls).get("_written", cls)
     if written._root is not None:  # a user's, below one that is bound
         return cls
@@ -364,11 +263,7 @@ def adopt(strategy: Any, by: object) -> None:
 
 
 def accept_strategies(module: Any) -> None:
-    """Has a namespace take our strategies for its own, and the class that they are written in.
-
-    Args:
-        module: its `strategies`.
-    """
+    """Has a namespace, whose `strategies` this is, take our strategies for its own, and their class."""
     is_fabrics = module.__name__.partition(".strategies")[0] in FABRICS
     module.DDPStrategy.register(FabricDDPStrategy if is_fabrics else DDPStrategy)
 
@@ -423,35 +318,29 @@ if not TYPE_CHECKING:
 # ---------------------------------------------------------------------- functions and exceptions
 
 
+def _function(name: str) -> Callable[..., Any]:
+    """One of Lightning's, of the namespace that its first argument comes from."""
+    return lambda *args, **kwargs: lightnings(name, _root_of(next(iter(args), None)))(*args, **kwargs)
+
+
+check_missing_main_guard = _function("check_missing_main_guard")
+"""Refuses to start processes in one that still imports the script."""
+interrupt_trainer = _function("interrupt_trainer")
+"""Tells callbacks and loggers of an exception."""
+optimizers_to_device = _function("optimizers_to_device")
+"""Moves what optimizers remember."""
+reset_seed = _function("reset_seed")
+"""Seeds again as `seed_everything` has, in a process that has been started since."""
+set_num_threads_if_needed = _function("set_num_threads_if_needed")
+"""Shares the processors of this host among its processes."""
+unshare = _function("unshare")
+"""Gives models that were sent to a new process memory of their own."""
+
+
 def num_cuda_devices() -> int:
     """How many GPUs Lightning finds."""
     number: int = lightnings("CUDAAccelerator").auto_device_count()
     return number
-
-
-def reset_seed() -> None:
-    """Seeds again as `seed_everything` has, in a process that has been started since."""
-    lightnings("reset_seed")()
-
-
-def check_missing_main_guard() -> None:
-    """Refuses to start processes in one that still imports the script: `_check_missing_main_guard`."""
-    lightnings("check_missing_main_guard")()
-
-
-def optimizers_to_device(optimizers: Any, device: torch.device) -> None:
-    """Moves what optimizers remember: `_optimizers_to_device`."""
-    lightnings("optimizers_to_device")(optimizers, device)
-
-
-def set_num_threads_if_needed(num_processes: int) -> None:
-    """Shares the processors of this host among its processes: `_set_num_threads_if_needed`."""
-    lightnings("set_num_threads_if_needed")(num_processes=num_processes)
-
-
-def interrupt_trainer(trainer: Trainer, error: BaseException) -> None:
-    """Tells callbacks and loggers of an exception, as Lightning does: `_interrupt`."""
-    lightnings("interrupt_trainer", _root_of(trainer))(trainer, error)
 
 
 def sigterm_exception(trainer: Trainer) -> type[BaseException]:
@@ -520,33 +409,28 @@ def wrap_steps(
 ) -> None:
     """Has the loops of training call functions with their own method, and its arguments, for each step.
 
-    Args:
-        trainer: whose loops.
-        advance: for `_TrainingEpochLoop.advance`.
-        on_advance_end: for `_TrainingEpochLoop.on_advance_end`.
-        on_epoch_start: for `_FitLoop.on_advance_start`.
-        on_run_start: for `_FitLoop.on_run_start`.
-        on_run_end: for `_FitLoop.on_run_end`.
-        sanity_check: for `Trainer._run_sanity_check`.
-        others: for `_FitLoop.on_advance_end`, and for its `setup_data`.
+    The first two are for methods of `_TrainingEpochLoop`, the next ones and `others` for those of `_FitLoop`.
     """
-    loop: Any = trainer.fit_loop.epoch_loop
-    loop.advance = functools.partial(advance, _get(loop, "advance"))
-    loop.on_advance_end = functools.partial(on_advance_end, _get(loop, "on_advance_end"))
     outer: Any = trainer.fit_loop
-    outer.on_advance_start = functools.partial(on_epoch_start, _get(outer, "on_advance_start"))
-    outer.setup_data = functools.partial(others, _set_up_whole(outer))
-    loop.val_loop.setup_data = _set_up_whole(loop.val_loop)
-    outer.on_run_start = functools.partial(on_run_start, _get(outer, "on_run_start"))
-    outer.on_run_end = functools.partial(on_run_end, _get(outer, "on_run_end"))
-    outer.on_advance_end = functools.partial(others, _get(outer, "on_advance_end"))
-    _set(trainer, "_run_sanity_check", functools.partial(sanity_check, _get(trainer, "_run_sanity_check")))
+    for loop in (outer, outer.epoch_loop.val_loop):
+        loop.setup_data = _set_up_whole(loop)
+    _wrap(outer.epoch_loop, "advance", advance)
+    _wrap(outer.epoch_loop, "on_advance_end", on_advance_end)
+    _wrap(outer, "on_advance_start", on_epoch_start)
+    _wrap(outer, "setup_data", others)
+    _wrap(outer, "on_run_start", on_run_start)
+    _wrap(outer, "on_run_end", on_run_end)
+    _wrap(outer, "on_advance_end", others)
+    _wrap(trainer, "_run_sanity_check", sanity_check)
 
 
 def wrap_validation_setup(trainer: Trainer, setup: Any) -> None:
     """Has a function called with `setup_data` of the loop of validation within a fit, in its place."""
-    loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    loop.setup_data = functools.partial(setup, _get(loop, "setup_data"))
+    _wrap(trainer.fit_loop.epoch_loop.val_loop, "setup_data", setup)
+
+
+def _wrap(owner: Any, name: str, function: Any) -> None:
+    _set(owner, name, functools.partial(function, _get(owner, name)))
 
 
 FIRST_BARRIERS = ("_CheckpointConnector.resume_end", "run-stage")
@@ -568,10 +452,15 @@ def _set_up_whole(loop: Any) -> Any:
     return set_up
 
 
-def set_up_validation(trainer: Trainer) -> None:
-    """Makes the dataloaders of validation, as `_FitLoop.on_run_start` does where there are none."""
+def set_up_validation(trainer: Trainer, *, is_due: bool | None = None) -> None:
+    """Makes the dataloaders of validation, as `_FitLoop.on_run_start` does where there are none.
+
+    Only if it is due, which `_should_check_val_epoch` says where the caller does not.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
-    if _get(loop, "_should_check_val_epoch")() and trainer.val_dataloaders is None:
+    if is_due is None:
+        is_due = _get(loop, "_should_check_val_epoch")()
+    if is_due and trainer.val_dataloaders is None:
         trainer.validating = True
         loop.val_loop.setup_data()
         trainer.training = True
@@ -608,15 +497,11 @@ def forget_loaders(trainer: Trainer) -> None:
     _set(trainer.fit_loop, "_combined_loader", None)
 
 
-def limit_epoch(trainer: Trainer, num_batches: int) -> None:
-    """Sets how many batches the present epoch has: `max_batches` of the loop, and when it validates.
-
-    Args:
-        trainer: whose epoch.
-        num_batches: that the loaders have; fewer are used with `limit_train_batches`.
-    """
+def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:
+    """Sets `max_batches` of the present epoch, of which some are used, and when it validates."""
     loop: Any = trainer.fit_loop
     limit = trainer.limit_train_batches
+    num_batches = num_used + max(len(loader) for loader in loaders_of(loop))
     num_batches = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
     loop.max_batches = num_batches
     loop._combined_loader.limits = [num_batches] * len(loop._combined_loader.flattened)
@@ -645,21 +530,10 @@ def set_saved_last(callback: Any, step: int) -> None:
     _set(callback, "_last_global_step_saved", step)
 
 
-def may_validate(trainer: Trainer, fetcher: Any) -> bool:
-    """Whether validation may follow a batch of training: `_should_check_val_fx`, or it is time."""
-    is_due: bool = _get(trainer.fit_loop.epoch_loop, "_should_check_val_fx")(fetcher)
-    return is_due or trainer.val_check_batch is None
-
-
 def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
-    """Lets go of prefetched batches, and goes on with what the samplers give now.
-
-    Args:
-        trainer: whose loaders.
-        num_fetched: batches of this epoch that are used already.
-    """
+    """Lets go of prefetched batches, and goes on after some of the epoch with what the samplers give now."""
     fetcher = _get(trainer.fit_loop, "_data_fetcher")
-    limit_epoch(trainer, num_fetched + max(len(loader) for loader in loaders_of(trainer.fit_loop)))
+    limit_epoch(trainer, num_fetched)
     iter(fetcher)
     fetcher.fetched = num_fetched
     fetcher.length = trainer.fit_loop.max_batches
@@ -667,17 +541,9 @@ def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
 
 
 def prepare_loaders(trainer: Trainer, *, validates: bool) -> None:
-    """Sets up the loaders of a fit before it begins.
-
-    Args:
-        trainer: whose.
-        validates: whether those of validation are set up, as `_FitLoop.on_run_start` does.
-    """
+    """Sets up the loaders of a fit before it begins, and perhaps those of validation within it."""
     trainer.fit_loop.setup_data()
-    if validates and trainer.val_dataloaders is None:
-        trainer.validating = True
-        trainer.fit_loop.epoch_loop.val_loop.setup_data()
-        trainer.training = True
+    set_up_validation(trainer, is_due=validates)
 
 
 def has_validation_loaders(trainer: Trainer) -> bool:
@@ -686,23 +552,13 @@ def has_validation_loaders(trainer: Trainer) -> bool:
 
 
 def callback_metrics(trainer: Trainer) -> dict[str, Any]:
-    """What `Trainer.callback_metrics` has kept: `_callback_metrics` of its connector."""
+    """Where `Trainer.callback_metrics` keeps them: `_callback_metrics` of its connector."""
     metrics: dict[str, Any] = _get(_get(trainer, "_logger_connector"), "_callback_metrics")
-    return dict(metrics)
-
-
-def set_callback_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
-    """Sets the same."""
-    _get(_get(trainer, "_logger_connector"), "_callback_metrics").update(metrics)
+    return metrics
 
 
 def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Takes over a checkpoint in memory, after the strategy's `setup`: `_checkpoint_connector`.
-
-    Args:
-        trainer: that is about to fit.
-        checkpoint: from `dump_checkpoint`.
-    """
+    """Takes over what `dump_checkpoint` returned, after the strategy's `setup`: `_checkpoint_connector`."""
     connector = _get(trainer, "_checkpoint_connector")
     _set(connector, "_loaded_checkpoint", checkpoint)
     connector.restore_model()
@@ -739,13 +595,7 @@ def enter_epoch(trainer: Trainer) -> None:
 
 
 def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
-    """What `_TrainingEpochLoop.advance` does after the optimizer step, as far as it is not done.
-
-    Args:
-        trainer: whose step is committed.
-        batch: that was used.
-        output: what `training_step` has returned for it.
-    """
+    """What `_TrainingEpochLoop.advance` does after the optimizer step, as far as it is not done."""
     loop: Any = trainer.fit_loop.epoch_loop
     progress, connector = loop.batch_progress, _get(trainer, "_logger_connector")
     finish_step(trainer)
@@ -785,7 +635,7 @@ def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -
     Args:
         trainer: that is interrupted.
         is_committed: whether the present batch is the last one of that step; else it is undone.
-        num_stepped: `_batches_that_stepped` when the step was committed.
+        num_stepped: `batches_that_stepped` when the step was committed.
     """
     outer: Any = trainer.fit_loop
     loop = outer.epoch_loop
@@ -796,7 +646,6 @@ def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -
         _rewind_batches(trainer)
     if epoch.processed == epoch.started:
         return
-    stepped = num_stepped
     if trainer.validating and is_committed:
         evaluated = loop.val_loop.batch_progress
         evaluated.reset()
@@ -806,8 +655,8 @@ def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -
         for tracker in (progress.total, progress.current):
             tracker.completed = tracker.ready - 1
     else:  # Lightning counts one more where it thinks that it comes from a validation
-        stepped = loop._batches_that_stepped - int(validates_now(trainer))
-    loop._batches_that_stepped = stepped
+        num_stepped = loop._batches_that_stepped - int(validates_now(trainer))
+    loop._batches_that_stepped = num_stepped
 
 
 def _rewind_batches(trainer: Trainer) -> None:
@@ -860,31 +709,15 @@ def loader_states(trainer: Trainer) -> list[Any]:
     return states
 
 
-def import_for_dump() -> None:
-    """Imports what the first `dump_checkpoint` of a process would, in a third of a second: omegaconf."""
-    if importlib.util.find_spec("omegaconf") is not None:
-        importlib.import_module("omegaconf")
-
-
 def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[str, Any]:
     """The state of training, as `Trainer.save_checkpoint` writes it: `_checkpoint_connector`.
 
-    Args:
-        trainer: whose.
-        states: of the dataloaders, from `loader_states`, if not the present ones.
+    That of the dataloaders is of now, or from `loader_states`.
     """
     checkpoint: dict[str, Any] = _get(trainer, "_checkpoint_connector").dump_checkpoint(weights_only=False)
     if states:
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
     return checkpoint
-
-
-def checkpoint_folder(trainer: Trainer) -> str | None:
-    """Where a Trainer saves checkpoints; None if it does not."""
-    callback = trainer.checkpoint_callback
-    if callback is None or getattr(trainer, "fast_dev_run", False):
-        return None
-    return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
 
 
 def batches_that_stepped(trainer: Trainer) -> int:
@@ -998,11 +831,6 @@ def pass_for_fabrics(launcher: Any) -> None:
     """Has Fabric take one for its own: `_MultiProcessingLauncher`, or `_SubprocessScriptLauncher`."""
     kind = "Function" if isinstance(launcher, MultiProcessingLauncher) else "Script"
     lightnings(f"Fabric{kind}Launcher", _root_of(launcher)).register(type(launcher))
-
-
-def unshare(arguments: Any) -> Any:
-    """Gives models that were sent to a new process memory of their own: `_disable_module_memory_sharing`."""
-    return lightnings("unshare")(arguments)
 
 
 def set_redirection(strategy: DDPStrategy, redirection: ForwardRedirection) -> None:

@@ -15,66 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.utils import _to_kwargs as to_kwargs
-from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _pop_mode as pop_mode
-from torch.utils._python_dispatch import _push_mode as push_mode
-from torch.utils._pytree import tree_leaves, tree_map
-
-__all__ = [
-    "COMPUTED",
-    "IGNORED_NAMES",
-    "IS_IGNORED",
-    "MODULE_DICTS",
-    "OPTIMIZERS_IN_BACKWARD",
-    "REDUCE_SCATTER_FLAT",
-    "UPDATE_COUNT",
-    "Future",
-    "TorchDispatchMode",
-    "all_gather_flat",
-    "backend_of",
-    "buffers_of",
-    "children_of",
-    "count_groups_anew",
-    "error_of",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_mul_",
-    "gloo_like",
-    "gradient_hooks_of",
-    "inside_forward",
-    "is_compiled",
-    "is_joining",
-    "is_profiling",
-    "known_groups",
-    "name_of_group",
-    "name_of_operator",
-    "new_gloo",
-    "new_nccl",
-    "parameters_of",
-    "pop_mode",
-    "preserve_version_counters",
-    "push_mode",
-    "queue_callback",
-    "reduce_scatter_flat",
-    "refuse_collectives",
-    "root_of_mesh",
-    "run_eagerly",
-    "set_timeout",
-    "shallow_replica",
-    "tell_dynamo",
-    "timeout_of",
-    "to_kwargs",
-    "tree_leaves",
-    "tree_map",
-    "use_count",
-    "version_of",
-    "without_engine_context",
-]
+import torch.distributed.utils
+import torch.utils._python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_TorchDDP: Any = TorchDDP
+_TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 _Gloo: Any = dist.ProcessGroupGloo  # torch's annotations leave its options out
 _Fake: Any = torch._C._distributed_c10d.FakeProcessGroup
 
@@ -90,6 +38,8 @@ preserve_version_counters: Any = torch.autograd._unsafe_preserve_version_counter
 _engine: Any = torch.autograd.Variable._execution_engine
 queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """From a hook: has something called at the end of this backward."""
+push_mode, pop_mode = torch.utils._python_dispatch._push_mode, torch.utils._python_dispatch._pop_mode
+"""A dispatch mode of this thread alone begins, and ends."""
 use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
 """How many hold a tensor in C++; 1 is its Python object."""
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -135,6 +85,9 @@ OPTIMIZERS_IN_BACKWARD = "_in_backward_optimizers"
 """Attribute of a parameter: the optimizers that `_apply_optimizer_in_backward` has made for it."""
 UPDATE_COUNT, COMPUTED = "_update_count", "_computed"
 """Attributes of a metric of torchmetrics: how many updates it has had, and what it has computed of them."""
+
+
+to_kwargs = torch.distributed.utils._to_kwargs
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -270,11 +223,7 @@ def run_eagerly(function: _F) -> _F:
 
 
 class _SeenByDynamo:
-    """What torch.compile reads of the wrapper in whose forward it compiles.
-
-    Args:
-        bucket_bytes: caps of its buckets.
-    """
+    """What torch.compile reads of the wrapper in whose forward it compiles."""
 
     is_told = False
     """Whether this process's compiler has been told about the package."""

@@ -15,9 +15,8 @@ from lightning_ddp._lightning import Callback, LightningModule, Trainer, batches
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.launch.session import session_of_process
-from lightning_ddp.telemetry.lateness import Lateness, SlowRanks, lateness
-from lightning_ddp.telemetry.recording import Change, Recording, save
 from lightning_ddp.telemetry.step_record import StepRecord, StepRecorder
+from lightning_ddp.telemetry.timeline import Change, Lateness, Recording, SlowRanks, lateness, save
 
 __all__ = ["CommunicationMonitor"]
 
@@ -133,36 +132,29 @@ class CommunicationMonitor(Callback):
             records = self._records[: self.every_n_steps]
             del self._records[: self.every_n_steps]
             self._exchange.tell(records)
-            self._report(trainer, records)
+            metrics = summarize(records)
+            for known in self._exchange.collect():
+                metrics.update(_lateness_metrics(known))
+                self._warn(known, metrics["step_ms"], self._exchange.hosts)
+            for logger in trainer.loggers:
+                named = {f"communication/{name}": value for name, value in metrics.items()}
+                logger.log_metrics(named, step=batches_that_stepped(trainer))
 
-    def _report(self, trainer: Trainer, records: Sequence[StepRecord]) -> None:
-        metrics = summarize(records)
-        for known in self._exchange.collect() if self._exchange is not None else ():
-            metrics.update(_lateness_metrics(known))
-            self._warn(known, metrics["step_ms"])
-        for logger in trainer.loggers:
-            named = {f"communication/{name}": value for name, value in metrics.items()}
-            logger.log_metrics(named, step=batches_that_stepped(trainer))
-
-    def _warn(self, known: Lateness, step_ms: float) -> None:
+    def _warn(self, known: Lateness, step_ms: float, hosts: dict[int, str]) -> None:
         for slow in self._slow.add(known, limit_us=self.late_fraction * step_ms * 1e3):
-            host = self._exchange.hosts.get(slow.rank, "?") if self._exchange is not None else "?"
             _log.warning(
                 "rank %d (host %s) has been late for %d steps in a row: %.1f ms after the rank in the middle,"
                 " %.0f %% of a step of %.1f ms. All ranks wait for it.",
-                *(slow.rank, host, slow.num_steps, slow.late_us / 1e3),
+                *(slow.rank, hosts.get(slow.rank, "?"), slow.num_steps, slow.late_us / 1e3),
                 *(slow.late_us / (10 * step_ms), step_ms),
             )
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends recording."""
-        self._stop(trainer)
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ends recording."""
-        self._stop(trainer)
+        self.on_fit_end(trainer, pl_module)
 
-    def _stop(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends recording."""
         if self._wrapped is not None:
             self._wrapped.record_steps(0)
             self._wrapped = None
@@ -220,12 +212,7 @@ def _lateness_metrics(known: Lateness) -> dict[str, float]:
 
 
 class _Exchange:
-    """Brings the slacks of all ranks to the first one, over the control channel.
-
-    Args:
-        world_size: ranks of the run.
-        is_first: whether this is rank 0.
-    """
+    """Brings the slacks of all ranks to the first one, over the control channel."""
 
     def __init__(self, world_size: int, *, is_first: bool) -> None:
         self.hosts: dict[int, str] = {}
@@ -255,9 +242,8 @@ class _Exchange:
     def collect(self) -> list[Lateness]:
         """The intervals of which all ranks have told, in their order."""
         with self._lock:
-            whole = [
-                first for first in sorted(self._windows) if len(self._windows[first]) == self._world_size
-            ]
+            firsts = sorted(self._windows)
+            whole = [first for first in firsts if len(self._windows[first]) == self._world_size]
             return [lateness(first, self._windows.pop(first)) for first in whole]
 
     def close(self) -> None:

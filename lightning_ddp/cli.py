@@ -14,17 +14,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from lightning_ddp.launch import join_command, leave_command, supervisor
-from lightning_ddp.tools import ToolError, draw_timeline, run_page
-from lightning_ddp.tools.bench.failures import FAILURES
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.launch.commands import Join, Leave, Run
+from lightning_ddp.tools import ToolError, doctor, unwinds_at_sigterm
+from lightning_ddp.tools.bench.failures import FAILURES, RECOVERY
 from lightning_ddp.tools.bench.hooks import HOOKS
 from lightning_ddp.tools.bench.launch import LAUNCH
-from lightning_ddp.tools.bench.recoveries import RECOVERY
 from lightning_ddp.tools.bench.scaling import SCALING
 from lightning_ddp.tools.bench.step import STEP
-from lightning_ddp.tools.doctor import command as doctor
-from lightning_ddp.tools.report import format_table
-from lightning_ddp.tools.sigterm import unwinds_at_sigterm
+from lightning_ddp.tools.command_line import format_table
+from lightning_ddp.tools.recorded_run import Report, Timeline
 
 
 class Command(Protocol):
@@ -60,13 +59,13 @@ class Variants:
 
 
 _COMMANDS: Mapping[str, Command] = {
-    "run": supervisor,
-    "join": join_command,
-    "leave": leave_command,
+    "run": Run(),
+    "join": Join(),
+    "leave": Leave(),
     "variants": Variants(),
     "doctor": doctor,
-    "timeline": draw_timeline,
-    "report": run_page,
+    "timeline": Timeline(),
+    "report": Report(),
 }
 _BENCHMARKS = (STEP, LAUNCH, FAILURES, RECOVERY, HOOKS, SCALING)
 
@@ -106,12 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     # the doctor has nothing to remove, unless it starts a script to kill a rank of; it waits for other ranks
     # outside of Python, which hears no signals
-    leaves_nothing = args.command in ("run", "join") or (args.command == "doctor" and not args.verify)
+    is_program = args.command in ("run", "join")
+    leaves_nothing = is_program or (args.command == "doctor" and not args.verify)
+    expected = () if is_program else (ToolError, ConfigurationError)
     scope = contextlib.nullcontext() if leaves_nothing else unwinds_at_sigterm()
     try:
         with scope:
             status: int = args.run(args)
-    except ToolError as error:
+    except expected as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return status

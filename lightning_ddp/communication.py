@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_ddp.comm import all_gather_objects, broadcast_nested
+from lightning_ddp.comm.catalogue import describe_hook, hook_name
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.hook_identity import describe_hook, hook_name
 from lightning_ddp.errors import ConfigurationError
 
 if TYPE_CHECKING:  # a run without hook and averager does not import them, which takes 10 ms
@@ -18,13 +18,16 @@ if TYPE_CHECKING:  # a run without hook and averager does not import them, which
     from lightning_ddp.averaging import Averager, AveragerPlan
     from lightning_ddp.hooks import Hook, HookPlan, StatefulHook
 
-__all__ = ["STATE_FORMAT", "Communication", "HookSpec"]
 
 STATE_FORMAT = 1
 """Version of what `Communication.state` returns."""
 
 HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callable[..., Any]
 """A hook by name, by name and options, as a list outer to inner, or a function with torch's signature."""
+
+
+def _no_scaler() -> None:
+    """Nobody scales the loss."""
 
 
 class Communication:
@@ -70,19 +73,14 @@ class Communication:
         self.averager_plan = _plan_averaging(
             averaging, self._post_local, period, by_hook=self._function is not None
         )
-        self._hook: Callable[..., Any] | None = None
-        self._named: Hook | None = None
+        self.hook: Hook | None = None
+        """The registered hook, if it was given by name."""
         self._stateful: StatefulHook | None = None
         self.averager: Averager | None = None
         self._model: Any = None
-        self._scaler: Callable[[], Any] | None = None
+        self._scaler: Callable[[], Any] = _no_scaler
 
     # ------------------------------------------------------------------ wiring
-
-    @property
-    def hook(self) -> Hook | None:
-        """The registered hook, if it was given by name."""
-        return self._named
 
     @property
     def kind(self) -> str | None:
@@ -92,10 +90,7 @@ class Communication:
     @property
     def momentum(self) -> float:
         """The momentum that the registered hook applies, instead of the optimizer."""
-        return float(getattr(self._named.options, "momentum", 0.0)) if self._named is not None else 0.0
-
-    def _loss_scaler(self) -> Any:
-        return self._scaler() if self._scaler is not None else None
+        return float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
 
     @property
     def _drives_hook_state(self) -> bool:
@@ -127,7 +122,7 @@ class Communication:
         *,
         node_size: int,
         loss_scale: Callable[[], float | torch.Tensor],
-        scaler: Callable[[], Any] | None = None,
+        scaler: Callable[[], Any] = _no_scaler,
     ) -> None:
         """Builds the hook and registers it with a `BucketedDDP`. All ranks call it; communicates.
 
@@ -137,7 +132,7 @@ class Communication:
             device: of the gradients.
             node_size: ranks of a node.
             loss_scale: tells the present factor of the loss under mixed precision, to a job of the hook.
-            scaler: tells who decides on it; None for nobody.
+            scaler: tells who decides on it; returns None for nobody.
 
         Raises:
             ConfigurationError: the ranks have different hooks or averagers.
@@ -149,14 +144,14 @@ class Communication:
         if self._hook_plan is not None:
             from lightning_ddp.hooks import StatefulHook, build_hook
 
-            self._named = hook = build_hook(self._hook_plan, group, device)
-            self._named.loss_scale = loss_scale
+            self.hook = hook = build_hook(self._hook_plan, group, device)
+            self.hook.loss_scale = loss_scale
             self._stateful = hook if isinstance(hook, StatefulHook) else None
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
         _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
         if self._gradients_in_local_phase == "node":
-            from lightning_ddp.averaging.node import NodeGradients
+            from lightning_ddp.averaging.local_sgd import NodeGradients
 
             hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
         if hook is not None:
@@ -218,18 +213,18 @@ class Communication:
 
     def halt(self) -> None:
         """Returns once no job of the hook or the averager runs, after ranks were lost."""
-        if self._named is not None:
-            self._named.channel.halt()
+        if self.hook is not None:
+            self.hook.channel.halt()
         if self.averager is not None:
             self.averager.halt()
 
     def rejoin(self, group: Group, device: torch.device) -> None:
         """Goes on with other ranks. All of them call it, after `halt`; communicates."""
-        if self._named is not None and self._hook_plan is not None:
+        if self.hook is not None and self._hook_plan is not None:
             from lightning_ddp.hooks import build_hook
 
             built = build_hook(self._hook_plan, group, device)
-            self._named.channel, self._named.wire = built.channel, built.wire
+            self.hook.channel, self.hook.wire = built.channel, built.wire
         if self.averager is not None:
             self.averager.rejoin(group)
 
@@ -321,8 +316,8 @@ class Communication:
                 state["hook"] = hook
         if self.averager is not None and not self.averager.averages_gradients:
             state["optimizers"] = [track.optimizer.state_dict() for track in self.averager.tracks]
-            if self._loss_scaler() is not None:
-                state["scaler"] = self._loss_scaler().state_dict()
+            if self._scaler() is not None:
+                state["scaler"] = self._scaler().state_dict()
         return state
 
     def load(
@@ -352,8 +347,8 @@ class Communication:
             notes += self.averager.load_state_dict(shared["averager"])
             for track, saved in zip(self.averager.tracks, (own or {}).get("optimizers", []), strict=False):
                 track.optimizer.load_state_dict(saved)
-            if own is not None and "scaler" in own and self._loss_scaler() is not None:
-                self._loss_scaler().load_state_dict(own["scaler"])
+            if own is not None and "scaler" in own and self._scaler() is not None:
+                self._scaler().load_state_dict(own["scaler"])
             self._follow()
         elif "averager" in shared:
             name = shared["averager"]["name"]

@@ -8,44 +8,32 @@ in the same place, so that existing `except` clauses keep working.
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "BackwardOrderError",
-    "CollectiveError",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "CommHookError",
-    "ConfigurationError",
-    "LightningDDPError",
-    "MissingGradientError",
-    "MissingGradientWarning",
-    "PeerFailure",
-    "ProcessGroupError",
-    "RankMismatchError",
-    "RendezvousError",
-    "ReplicaError",
-    "UnevenInputsError",
-    "UnsuitableModuleError",
-    "UnsupportedVersionError",
-    "closest",
-    "unknown_argument",
-]
+
+def require(condition: bool, message: str) -> None:
+    """Raises a ConfigurationError with `message` unless `condition` holds."""
+    if not condition:
+        raise ConfigurationError(message)
 
 
-def closest(found: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that does not exist: the one that was meant, or all.
+def closest(found: str, known: Iterable[str], *, lists_all: bool = False) -> str:
+    """The end of a message about a name that does not exist: the one that was meant, or all, or both.
 
-    >>> closest("rnak", ["rank", "seed"])
-    "; did you mean 'rank'?"
-    >>> closest("x", ["rank", "seed"])
-    '; there are rank, seed'
+    >>> closest("rnak", ["rank", "seed"]), closest("x", ["rank", "seed"]), closest("x", [])
+    ("; did you mean 'rank'?", '; there are rank, seed', '; it has none')
+    >>> closest("rnak", ["rank", "seed"], lists_all=True)
+    "; did you mean 'rank'? There are rank, seed"
     """
     names = list(known)
+    if not names:
+        return "; it has none"
     close = difflib.get_close_matches(found, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
+    every = f"here are {', '.join(names)}"
+    return f"; did you mean {close[0]!r}?" + f" T{every}" * lists_all if close else f"; t{every}"
 
 
 def unknown_argument(owner: str, argument: str, known: Iterable[str]) -> TypeError:
@@ -88,48 +76,32 @@ class CollectiveError(LightningDDPError, RuntimeError):
         label: what the collective is called.
         rank: rank in the group that raises it.
         waited_s: seconds from its start to its failure.
+        missing: group ranks that never came or will not come, where that is known.
     """
 
-    def __init__(self, message: str, *, label: str, rank: int, waited_s: float) -> None:
+    def __init__(
+        self, message: str, *, label: str, rank: int, waited_s: float, missing: Sequence[int] = ()
+    ) -> None:
         super().__init__(message)
         self.label = label
         self.rank = rank
         self.waited_s = waited_s
+        self.missing = tuple(missing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_with_message, (type(self), str(self), dict(self.__dict__))
+        return _rebuild, (type(self), dict(self.__dict__), str(self))
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A collective did not end within its deadline.
+    """A collective did not end within its deadline."""
 
-    Attributes:
-        missing: group ranks that never came, where that is known (`monitored_barrier` knows).
-    """
 
-    def __init__(
-        self, message: str, *, label: str, rank: int, waited_s: float, missing: Sequence[int] = ()
-    ) -> None:
-        super().__init__(message, label=label, rank=rank, waited_s=waited_s)
-        self.missing = tuple(missing)
+class CollectiveMismatchError(CollectiveError):
+    """The ranks are about to start different collectives of a group, or have done so."""
 
 
 class ReplicaError(LightningDDPError, RuntimeError):
     """A replica raised an error of a kind that cannot be built anew; the original is its `__cause__`."""
-
-
-class CollectiveMismatchError(CollectiveError):
-    """The ranks are about to start different collectives of a group, or have done so.
-
-    Attributes:
-        missing: ranks that will not come.
-    """
-
-    def __init__(
-        self, message: str, *, label: str, rank: int, waited_s: float, missing: Sequence[int] = ()
-    ) -> None:
-        super().__init__(message, label=label, rank=rank, waited_s=waited_s)
-        self.missing = tuple(missing)
 
 
 class UnevenInputsError(LightningDDPError, RuntimeError):
@@ -148,7 +120,7 @@ class MissingGradientError(LightningDDPError, RuntimeError):
     """Parameters got no gradient in a backward that was to be synchronised.
 
     Attributes:
-        rank: the rank that raises it.
+        rank: the rank that raises it, of `world_size`.
         missing: rank -> qualified names of the parameters without a gradient on that rank. A rank that
             did not report in time is absent.
         step: number of the synchronised backward, from 0.
@@ -169,15 +141,15 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         self.num_launched = num_launched
         self.hint = hint
         self.rank = rank
-        self._world_size = world_size
+        self.world_size = world_size
         self.missing = {r: tuple(names) for r, names in sorted(missing.items())}
         self.step = step
-        super().__init__(self._describe(rank, world_size))
+        super().__init__(self._describe())
 
     @property
     def is_same_everywhere(self) -> bool:
         """Whether every rank has reported, and all miss the same parameters."""
-        return len(self.missing) == self._world_size and len(set(self.missing.values())) == 1
+        return len(self.missing) == self.world_size and len(set(self.missing.values())) == 1
 
     def with_hint(self, hint: str) -> MissingGradientError:
         """The same error with more to say at its end."""
@@ -186,37 +158,26 @@ class MissingGradientError(LightningDDPError, RuntimeError):
     def add_hint(self, hint: str) -> None:
         """Lets this very error say still more at its end."""
         self.hint = f"{self.hint}\n{hint}" if self.hint else hint
-        self.args = (self._describe(self.rank, self._world_size),)
+        self.args = (self._describe(),)
 
     def _keywords(self) -> dict[str, Any]:
-        return {
-            "missing": self.missing,
-            "rank": self.rank,
-            "world_size": self._world_size,
-            "step": self.step,
-            "num_launched": self.num_launched,
-            "hint": self.hint,
-        }
+        names = ("missing", "rank", "world_size", "step", "num_launched", "hint")
+        return {name: getattr(self, name) for name in names}
 
     def copy(self) -> MissingGradientError:
         """The same error without a traceback, which would keep the frames that raised it alive."""
         rebuild, arguments = self.__reduce__()
-        copied: MissingGradientError = rebuild(*arguments)
-        return copied
+        return rebuild(*arguments)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self._keywords())
 
-    def _describe(self, rank: int, world_size: int) -> str:
-        lines = [f"rank {rank}: backward {self.step} ended, but these parameters got no gradient:"]
-        for r in range(world_size):
-            names = self.missing.get(r)
-            if names is None:
-                lines.append(f"  rank {r}: no report")
-            elif not names:
-                lines.append(f"  rank {r}: none missing")
-            else:
-                lines.append(f"  rank {r}: {', '.join(names)}")
+    def _describe(self) -> str:
+        lines = [f"rank {self.rank}: backward {self.step} ended, but these parameters got no gradient:"]
+        for rank in range(self.world_size):
+            names = self.missing.get(rank)
+            found = "no report" if names is None else ", ".join(names) or "none missing"
+            lines.append(f"  rank {rank}: {found}")
         lines.append(
             "Expected a gradient for every parameter that requires one. Either make each of them take part in"
             " the loss (or set requires_grad=False on it before wrapping), or let the unused ones be searched"
@@ -237,16 +198,9 @@ class MissingGradientWarning(MissingGradientError, UserWarning):
         return cls(**{**error._keywords(), "hint": "The next step will be refused."})
 
 
-def _rebuild(kind: type[LightningDDPError], arguments: dict[str, Any]) -> LightningDDPError:
-    """Unpickles an error that has keyword-only arguments."""
-    return kind(**arguments)
-
-
-def _rebuild_with_message(
-    kind: type[LightningDDPError], message: str, keywords: dict[str, Any]
-) -> LightningDDPError:
-    """Unpickles an error whose message was composed where it was raised."""
-    return kind(message, **keywords)
+def _rebuild(kind: type[LightningDDPError], keywords: dict[str, Any], *message: str) -> LightningDDPError:
+    """Unpickles an error that has keyword-only arguments, and perhaps a message that its raiser composed."""
+    return kind(*message, **keywords)
 
 
 class PeerFailure(LightningDDPError, RuntimeError):
@@ -345,20 +299,7 @@ class PeerFailure(LightningDDPError, RuntimeError):
         return text
 
 
-_FIELDS = (
-    "rank",
-    "message",
-    "node_rank",
-    "host",
-    "pid",
-    "step",
-    "phase",
-    "exception_type",
-    "exception_class",
-    "traceback",
-    "exit_code",
-    "is_own",
-)
+_FIELDS = tuple(inspect.signature(PeerFailure).parameters)
 
 
 def _loaded_class(path: str | None) -> tuple[type[Exception], ...]:

@@ -17,14 +17,12 @@ from lightning_ddp._lightning import (
     CheckpointIO,
     ClusterEnvironment,
     FabricDDPStrategy,
-    adopt,
     pass_for_fabrics,
 )
 from lightning_ddp.communication import Communication, HookSpec
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.shm.hosts import Transport
-from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, as_wrapper
 
 if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
@@ -84,61 +82,14 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         store: dist.Store | None = None,
         debug: Debug | None = None,
     ) -> None:
-        self._take_options(
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            stall_timeout=stall_timeout,
-            start_method=start_method,
-            transport=transport,
-            init_method=init_method,
-            store=store,
-            debug=debug,
-        )
-        self._take_wrapper_options(
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-            batched_grad_copy=batched_grad_copy,
-            forward_sync_buffers=forward_sync_buffers,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-        )
+        options = self._take_options(locals())
         self._communicates = (ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging)
         self._averages = Communication(*self._communicates).averager_plan is not None  # and checks them
         self._set_up: list[tuple[BucketedDDP, Communication, list[torch.optim.Optimizer]]] = []
-        self._reconcile_settings = ReconcileSettings(
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            failure_grace_s=failure_grace_s,
-            stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
-        )
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **self._wrapper_options,
-        )
+        super().__init__(precision=precision, **options)
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]  # has its one method
 
     # ------------------------------------------------------------------ launch and set-up
-
-    @property
-    def accelerator(self) -> Any:
-        """Fabric's. It is set before anything else, and so says which Lightning uses this."""
-        return super().accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        adopt(self, accelerator)
-        fabrics_own: Any = super(CustomFabricStrategy, type(self)).accelerator
-        fabrics_own.fset(self, accelerator)
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -148,26 +99,24 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         from lightning_ddp.launch.session import session_of_process
 
         self._set_world_ranks()
-        self._session = session_of_process()
-        self._join(self._session)
-        self._session.control.follow_script(is_whole=self._chosen_start_method == "popen")
+        session = session_of_process()
+        self._join(session)
+        session.control.follow_script(is_whole=self._runs_script)
 
     def setup_module(self, module: torch.nn.Module) -> Any:
         """Wraps a model, with a communication hook of its own. All ranks call it; communicates."""
-        return self._wrap_and_register(module)[0]
-
-    def _wrap_and_register(self, module: torch.nn.Module) -> tuple[BucketedDDP, Communication]:
         wrapper, communication = self._wrap(module), Communication(*self._communicates)
         self._register_hook(wrapper, communication)
         self._set_up.append((wrapper, communication, []))
-        return wrapper, communication
+        return wrapper
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: Any, scheduler: Any = None
     ) -> Any:
         """Wraps a model; its averager counts steps of these optimizers. All ranks call it; communicates."""
-        wrapper, communication = self._wrap_and_register(module)
-        self._set_up[-1][2].extend(optimizers)
+        wrapper = self.setup_module(module)
+        _, communication, owned = self._set_up[-1]
+        owned.extend(optimizers)
         communication.start(module, optimizers, self._joined_group())
         return wrapper, optimizers, scheduler
 
@@ -204,13 +153,15 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """The state of the model itself, without the wrapper."""
-        return super().get_module_state_dict(_unwrapped(module))
+        wrapper = as_wrapper(module)
+        return super().get_module_state_dict(wrapper.module if wrapper else module)
 
     def load_module_state_dict(
         self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
         """Loads the state of the model itself."""
-        super().load_module_state_dict(_unwrapped(module), state_dict, strict)
+        wrapper = as_wrapper(module)
+        super().load_module_state_dict(wrapper.module if wrapper else module, state_dict, strict)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
@@ -219,49 +170,43 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
 
         What the hook and the averager of a model remember goes with it, as in `CustomDDPStrategy`.
         """
-        communication = self._communication_of(state)
+        _, communication = self._set_up_of(state)
         if communication is not None and not self._is_alone():
             communication.agree()
             state = dict(state)
-            rank_files.save_state(
-                communication, state, path, self._joined_group(), self.root_device, self._write_own
-            )
+            group, write = self._joined_group(), self.checkpoint_io.save_checkpoint
+            rank_files.save_state(communication, state, path, group, self.root_device, write)
         super().save_checkpoint(path, state, storage_options, filter)
         if rank_files.KEY in state:
             self.barrier("checkpoint with files of the ranks")
             rank_files.remove_files(path, self.global_rank, keep={state[rank_files.KEY]["token"]})
 
-    def _write_own(self, state: dict[str, Any], path: str) -> None:
-        self.checkpoint_io.save_checkpoint(state, path)
-
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint into models, optimizers, and what hook and averager remember."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
-        communication = self._communication_of(state) if isinstance(state, dict) else None
+        wrapper, communication = self._set_up_of(state if isinstance(state, dict) else {})
         if communication is None or self._is_alone():
             return remainder
-        names = [name for name, _ in self._model_of(communication).named_parameters()]
-        read = self.checkpoint_io.load_checkpoint
-        group = self._joined_group()
+        names = [name for name, _ in wrapper.module.named_parameters()]
+        group, read = self._joined_group(), self.checkpoint_io.load_checkpoint
         for note in rank_files.load_state(communication, remainder, path, group, names, read):
             _log.warning("resuming from %s: %s", path, note)
         remainder.pop(rank_files.KEY, None)
         return remainder
 
-    def _communication_of(self, state: Mapping[str, Any]) -> Communication | None:
-        """That of the one model in what is saved or loaded which has something to be saved."""
+    def _set_up_of(self, state: Mapping[str, Any]) -> tuple[Any, Communication | None]:
+        """The one model in what is saved or loaded whose hook or averager has something to be saved."""
         found = [
-            c for wrapper, c, _ in self._set_up if c.has_state and any(v is wrapper for v in state.values())
+            (wrapper, communication)
+            for wrapper, communication, _ in self._set_up
+            if communication.has_state and any(value is wrapper for value in state.values())
         ]
         if len(found) > 1:
             raise ConfigurationError(
                 f"a checkpoint of {len(found)} models whose hook or averager remembers something: save each"
                 " model in a file of its own"
             )
-        return found[0] if found else None
-
-    def _model_of(self, communication: Communication) -> torch.nn.Module:
-        return next(wrapper.module for wrapper, c, _ in self._set_up if c is communication)
+        return found[0] if found else (None, None)
 
 
 class _BackwardSync:
@@ -270,21 +215,14 @@ class _BackwardSync:
     @contextlib.contextmanager
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Generator[None, None, None]:
         """Gradients of backwards in here stay on their rank, and are averaged with those of the next one."""
-        from lightning_ddp.ddp.module import BucketedDDP
-
         if not enabled:
             yield
             return
-        if not isinstance(module, BucketedDDP):
+        wrapper = as_wrapper(module)
+        if wrapper is None:
             raise TypeError(
                 "no_backward_sync needs the model that fabric.setup has returned, which is wrapped in"
                 f" BucketedDDP; got a {type(module).__name__}"
             )
-        with module.no_sync():
+        with wrapper.no_sync():
             yield
-
-
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    from lightning_ddp.ddp.module import BucketedDDP
-
-    return module.module if isinstance(module, BucketedDDP) else module

@@ -9,29 +9,21 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 
-__all__ = ["after_import"]
-
 _waiting: dict[str, list[Callable[[types.ModuleType], None]]] = {}
 
 
 def after_import(name: str, function: Callable[[types.ModuleType], None]) -> None:
-    """Has `function(module)` called once module `name` is complete; at once if it is imported already.
+    """Has `function(module)` called once a module, which need not exist, is complete; perhaps at once.
 
-    Args:
-        name: full name of a module. It need not exist.
-        function: called in the thread that imports the module.
+    That is in the thread that imports it.
     """
     module = sys.modules.get(name)
-    if module is not None and not _is_initialising(module):
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         function(module)
         return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _waiting.setdefault(name, []).append(function)
-
-
-def _is_initialising(module: types.ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -26,12 +26,8 @@ from lightning_ddp.comm import all_gather_objects, barrier, broadcast_object
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 
-__all__ = ["KEY", "header_of_one", "load_state", "rank_file", "remove_files", "save_state"]
-
 KEY = "lightning_ddp"
 """Entry of the checkpoint."""
-
-
 _TOKEN_CHARACTERS = 8
 _ERROR_CHARACTERS = 200
 
@@ -45,15 +41,6 @@ def rank_file(checkpoint: str | Path, rank: int, token: str) -> str:
     return f"{checkpoint}.rank{rank}.{token[:_TOKEN_CHARACTERS]}.pt"
 
 
-def _is_of_rank(file: str, checkpoint: str, rank: int) -> bool:
-    """Whether a file is one of a rank beside a checkpoint, of whatever saving; both without their folder.
-
-    >>> _is_of_rank("last.ckpt.rank3.01234567.pt", "last.ckpt", 3)
-    True
-    """
-    return file.startswith(f"{checkpoint}.rank{rank}.") and file.endswith(".pt")
-
-
 def save_state(
     communication: Communication,
     checkpoint: MutableMapping[str, Any],
@@ -62,17 +49,10 @@ def save_state(
     device: torch.device,
     write: Callable[[dict[str, Any], str], None],
 ) -> None:
-    """Adds the shared state to `checkpoint` and writes this rank's file. All ranks call it; communicates.
+    """Adds the shared state to a checkpoint and writes this rank's file. All ranks call it; communicates.
 
-    It returns once all have written theirs.
-
-    Args:
-        communication: with the parameters in agreement.
-        checkpoint: to be written by rank 0 afterwards.
-        path: where it will be.
-        group: the ranks.
-        device: of their collectives.
-        write: writes a dict to a path.
+    It returns once all have written theirs; parameters are in agreement before, and rank 0 writes the
+    checkpoint to `path` afterwards.
     """
     if not communication.has_state:
         return
@@ -88,9 +68,13 @@ def save_state(
     checkpoint[KEY] = state
 
 
-def header_of_one(path: str | Path) -> dict[str, Any]:
-    """What goes with the shared state in a checkpoint that one rank has written without the others."""
-    return {"token": uuid.uuid4().hex, "name": Path(path).name, "has_rank_files": False}
+def add_shared(
+    communication: Communication, checkpoint: MutableMapping[str, Any], path: str, world_size: int
+) -> None:
+    """Adds the shared state to a checkpoint that one rank writes without the others."""
+    if communication.has_state:
+        header = {"token": uuid.uuid4().hex, "name": Path(path).name, "has_rank_files": False}
+        checkpoint[KEY] = {**communication.shared_state(world_size), **header}
 
 
 def load_state(
@@ -119,15 +103,10 @@ def load_state(
     """
     shared = checkpoint.get(KEY)
     if shared is None:
-        if communication.has_state:
-            return ["the checkpoint holds no state of hooks or averagers: they begin anew"]
-        return []
-    notes = []
-    own = None
-    if shared["has_rank_files"]:
-        own, note = _read_own(shared, path, group, read)
-        notes += [note] if note else []
-    return notes + communication.load(shared, own, names)
+        begins = "the checkpoint holds no state of hooks or averagers: they begin anew"
+        return [begins] if communication.has_state else []
+    own, note = _read_own(shared, path, group, read) if shared["has_rank_files"] else (None, None)
+    return ([note] if note else []) + communication.load(shared, own, names)
 
 
 def remove_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = ()) -> None:
@@ -138,7 +117,8 @@ def remove_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = (
     with suppress(FileNotFoundError):  # the folder is gone with the checkpoint
         for entry in system.ls(folder, detail=False):
             file = entry.rpartition("/")[2]
-            if _is_of_rank(file, name, rank) and file not in kept:
+            is_of_rank = file.startswith(f"{name}.rank{rank}.") and file.endswith(".pt")
+            if is_of_rank and file not in kept:
                 system.rm(entry)
 
 

@@ -31,7 +31,6 @@ from lightning_ddp._lightning import (
     Precision,
     ResultCollection,
     Trainer,
-    adopt,
     bind_like,
     choose_backend,
     forget_loaders,
@@ -45,16 +44,11 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication, HookSpec
-from lightning_ddp.ddp.snapshot import copy_states, put_states
+from lightning_ddp.ddp.buffers import copy_states, put_states
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
 from lightning_ddp.shm.hosts import Transport
-from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore
-from lightning_ddp.supervise.settings import (
-    ReconcileSettings,
-    ReplaceSettings,
-    parse_on_failure,
-    parse_on_preemption,
-)
+from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, UnevenInputs, as_wrapper
+from lightning_ddp.supervise.settings import ReplaceSettings
 
 if TYPE_CHECKING:
     # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
@@ -62,17 +56,14 @@ if TYPE_CHECKING:
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.elastic.emergency import EmergencyCheckpoint
-    from lightning_ddp.elastic.journal import Journal
     from lightning_ddp.elastic.recovery import Recovery
-    from lightning_ddp.launch.session import Session
-    from lightning_ddp.launch.step_stop import StepStop
+    from lightning_ddp.elastic.takeover import Journal
+    from lightning_ddp.launch.session import Session, StepStop
     from lightning_ddp.supervise.protocol import Form
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
 T = TypeVar("T")
-UnevenInputs = Literal["error", "join"]
-_UNEVEN_INPUTS = (None, "error", "join")
 _log = logging.getLogger("lightning_ddp")
 _UNUSED = (
     "It looks like your LightningModule has parameters that were not used in the loss of training_step. Where"
@@ -104,8 +95,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             One of a third party's has to be registered (`torch.distributed.Backend.register_backend`) in
             every process.
         timeout: of collectives.
-        start_method: 'popen' re-runs the script in child processes; 'spawn', 'fork' and 'forkserver' run the
-            Trainer's function in new processes.
+        start_method: 'popen' re-runs the script in child processes; others, such as 'spawn' and 'fork', run
+            the Trainer's function in new processes.
         bucket_cap_mb: cap of a bucket in MiB; None for 25. The first bucket has 1 MiB, and by default less
             between CPU ranks on several hosts.
         gradient_as_bucket_view: whether `.grad` is a view of the bucket after backward.
@@ -216,32 +207,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         on_preemption: str | Mapping[str, Any] = "stop",
         emergency_checkpoint: bool | str | Path = True,
     ) -> None:
-        self._take_options(
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            stall_timeout=stall_timeout,
-            start_method=start_method,
-            transport=transport,
-            init_method=init_method,
-            store=store,
-            debug=debug,
-        )
-        self._take_wrapper_options(
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-            batched_grad_copy=batched_grad_copy,
-            forward_sync_buffers=forward_sync_buffers,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-        )
-        if uneven_inputs not in _UNEVEN_INPUTS:
-            raise ConfigurationError(
-                f"uneven_inputs={uneven_inputs!r}; there are {', '.join(map(repr, _UNEVEN_INPUTS))}"
-            )
+        options = self._take_options(locals())
         if not divide_by_initial_world_size and uneven_inputs != "join":
             raise ConfigurationError('divide_by_initial_world_size=False needs uneven_inputs="join"')
         if not isinstance(emergency_checkpoint, bool | str | Path):
@@ -255,36 +221,23 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
         )
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,  # type: ignore[arg-type]  # a function in Lightning
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **self._wrapper_options,
+            **options,
         )
-        self._reconcile_settings = ReconcileSettings(
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            failure_grace_s=failure_grace_s,
-            stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
-            recovery=parse_on_failure(on_failure),
-            preemption=parse_on_preemption(on_preemption),
-        )
-        if self._reconcile_settings.preemption is not None and self._reconcile_settings.recovery is None:
+        recovery = self._reconcile_settings.recovery
+        if self._reconcile_settings.preemption is not None and recovery is None:
             raise ConfigurationError(
                 "on_preemption='leave' needs others that go on: on_failure='shrink' or 'replace'"
             )
-        if self._reconcile_settings.recovery is not None:
+        if recovery is not None:
             from lightning_ddp.elastic.refusals import check_arguments
 
             check_arguments(
-                self._reconcile_settings.recovery,
+                recovery,
                 start_method=start_method,
                 uneven_inputs=uneven_inputs,
                 hook=self._communication.kind,
@@ -296,57 +249,39 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     # ------------------------------------------------------------------ launch and set-up
 
-    @property
-    def accelerator(self) -> Accelerator | None:
-        """Lightning's. The Trainer sets it before anything else, and so says which Lightning uses this."""
-        return super().accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator) -> None:
-        adopt(self, accelerator)
-        lightnings_own: Any = super(CustomDDPStrategy, type(self)).accelerator
-        lightnings_own.fset(self, accelerator)
-
     def setup_distributed(self) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
         from lightning_ddp.launch.session import session_of_process
 
         reset_seed()
         self.set_world_ranks()
-        session = self._session = session_of_process()
-        self._check_lost_ranks(session)
-        if self._reconcile_settings.recovery is not None and self.root_device.type == "cuda":
+        session, settings = session_of_process(), self._reconcile_settings.recovery
+        calls = session.control.calls
+        if calls is not None and self.lightning_module is not None:
+            from lightning_ddp.elastic.refusals import check_next_run
+
+            trainer, generation = self.lightning_module.trainer, calls.member.generation
+            check_next_run(trainer, generation=generation, is_same=self._world is not None)
+        if settings is not None and self.root_device.type == "cuda":
             session.control.outlive_watchdog()
         self._join(session)
-        if self._journal is None and isinstance(self._reconcile_settings.recovery, ReplaceSettings):
-            from lightning_ddp.elastic.journal import Journal
+        if self._journal is None and isinstance(settings, ReplaceSettings):
+            from lightning_ddp.elastic.takeover import Journal
 
             if session.is_joining:  # another one is rank 0 until then
                 read_rank_again(max(1, self.global_rank), self.local_rank)
-            self._journal = Journal(
-                lambda: session.store,
-                session.rendezvous.token or "",
-                is_reader=session.is_joining,
-                is_writer=self.global_rank == 0 and not session.is_joining,
-                check=session.control.check_whether_late,
-            )
-
-    def _check_lost_ranks(self, session: Session) -> None:
-        """Refuses a run that needs ranks which this process's session has lost."""
-        calls = session.control.calls
-        if calls is None or self.lightning_module is None:
-            return
-        from lightning_ddp.elastic.refusals import check_next_run
-
-        trainer, generation = self.lightning_module.trainer, calls.member.generation
-        check_next_run(trainer, generation=generation, is_same=self._world is not None)
+            self._journal = Journal(session, self.global_rank)
 
     def setup(self, trainer: Trainer) -> None:
         """Places the model, wraps it for fitting, creates optimizers. All ranks call it; communicates."""
         assert self.accelerator is not None
         assert self.model is not None
+        assert self._session is not None
+        from lightning_ddp.launch.session import StepStop
+
         self.accelerator.setup(trainer)
-        self._take_over_signals(trainer)
+        self._stopping = self._stopping or StepStop(self._session)
+        self._stopping.attach(trainer)
         fits = is_fitting(trainer)
         batch_norm = layer_sync(self)
         if fits and batch_norm:
@@ -360,7 +295,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._setup_emergency_checkpoint(trainer)
             self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper; yet all ranks must evaluate one model
-            from lightning_ddp.ddp.module_sync import broadcast_coalesced
+            from lightning_ddp.comm.gather_scatter import broadcast_coalesced
 
             states = [*self.model.parameters(), *self.model.buffers()]
             broadcast_coalesced(self._joined_group(), states)
@@ -374,13 +309,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 self._joined_group(),
                 keeps_rounds=self._recovery is not None,
             )
-
-    def _take_over_signals(self, trainer: Trainer) -> None:
-        from lightning_ddp.launch.step_stop import StepStop
-
-        assert self._session is not None
-        self._stopping = self._stopping or StepStop(self._session)
-        self._stopping.attach(trainer)
 
     def set_world_ranks(self) -> None:
         """Tells the environment this process's rank and the number of ranks."""
@@ -412,8 +340,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def _setup_recovery(self, trainer: Trainer) -> None:
         assert self._session is not None
-        ours = self._session.control
-        if self._recovery is not None or ours.calls is None:
+        if self._recovery is not None or self._session.control.calls is None:
             return
         from lightning_ddp.elastic.recovery import Recovery
         from lightning_ddp.elastic.refusals import check_training
@@ -431,7 +358,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             is_averaging=self._communication.averager_plan is not None,
         )
         self._recovery = Recovery(
-            ours,
+            self._session,
             trainer,
             self._communication,
             keeps_global=settings.batch == "global",
@@ -440,7 +367,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             boundary=self._stopping.check,
             group=self._joined_group,
             journal=self._journal,
-            is_joining=self._session.is_joining,
         )
 
     def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
@@ -457,17 +383,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._emergency = EmergencyCheckpoint(
                 trainer,
                 None if folder is True else str(folder),
-                complete=self._add_shared_state,
+                complete=lambda checkpoint, path: rank_files.add_shared(
+                    self._communication, checkpoint, path, self.world_size
+                ),
                 undo=self._recovery.undo if self._recovery is not None else lambda: True,
                 defers=self._recovery is None,
             )
         self._emergency.begin(self._session.control)
-
-    def _add_shared_state(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Adds what hooks and averagers share to a checkpoint of one rank alone."""
-        if self._communication.has_state:
-            state = self._communication.shared_state(self.world_size)
-            checkpoint[rank_files.KEY] = {**state, **rank_files.header_of_one(path)}
 
     def _meet_again(self, form: Form) -> Group:
         """Makes the process group of a generation, and what is made of it. All its ranks call it."""
@@ -480,17 +402,17 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._session.children.kill_rank(place)
         if self._session.is_joining:
             self._session.take_place(ours.calls.member.place % self.num_processes)
-        self._world = rank, world_size = ours.calls.member.rank, len(form.members)
-        node = ours.calls.member.place // self.num_processes
+        member, world_size = ours.calls.member, len(form.members)
+        self._world = member.rank, world_size
+        node = member.place // self.num_processes
         on_node = [place for place in form.members if place // self.num_processes == node]
-        self._local_rank = on_node.index(ours.calls.member.place)
+        self._local_rank = on_node.index(member.place)
         self.set_world_ranks()
         ours.set_while_running({"WORLD_SIZE": str(world_size)})
         group = meet_again(
             self._session,
             choose_backend(self),
-            rank=rank,
-            world_size=world_size,
+            world_size,
             timeout=self._group_timeout,
             # five times that is less than failure_grace_s, after which a rank is taken for lost; but between
             # nodes news may take seconds
@@ -500,7 +422,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             device=self.root_device,
         )
         self._group = Group(group, ours.interrupt, transport=self._transport)
-        wrapper = _as_wrapper(self.model)
+        wrapper = as_wrapper(self.model)
         if wrapper is not None:
             wrapper.update_process_group(group)
         self._communication.rejoin(self._group, self.root_device)
@@ -517,7 +439,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def _register_ddp_hooks(self) -> None:
         """Registers the communication hook, on every device type. All ranks call it; communicates."""
-        wrapper = _as_wrapper(self.model)
+        wrapper = as_wrapper(self.model)
         assert wrapper is not None
         self._register_hook(wrapper, self._communication)
 
@@ -548,15 +470,17 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             ConfigurationError: there are several training dataloaders, or only some ranks know the length of
                 theirs, or `training_step` fetches its batches itself, or the run resumes inside an epoch.
         """
-        if self._recovery is not None and self._is_training():
-            dataloader = self._recovery.dealer.adopt(dataloader)
-        if self._lockstep is None or not self._is_training():
+        if not self._is_training():
+            return dataloader
+        dealer = self._recovery.dealer if self._recovery is not None else None
+        if dealer is not None:
+            dataloader = dealer.adopt(dataloader)
+        if self._lockstep is None:
             return dataloader
         assert self.lightning_module is not None
         _require_lockstep(self.lightning_module)
-        if self._recovery is None:
+        if dealer is None:
             return self._lockstep.wrap(dataloader)
-        dealer = self._recovery.dealer
         return self._lockstep.wrap(
             dataloader, partial(dealer.most, dataloader), partial(dealer.spare, dataloader)
         )
@@ -573,7 +497,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Called with each batch before it is used."""
         if self._recovery is not None:
-            self._recovery.note_batch(batch)
+            self._recovery.batch = batch
         super().on_train_batch_start(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -588,7 +512,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """With manual optimisation, makes the coming backward a synchronised one."""
-        wrapper = _as_wrapper(self.model)
+        wrapper = as_wrapper(self.model)
         if wrapper is not None and not self._is_automatic():
             wrapper.prepare_for_backward(closure_loss)
 
@@ -653,13 +577,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """The loss that belongs to averaged gradients. Communicates.
 
-        An optimizer that decides by the loss how often it calls its closure decides alike on all ranks then;
-        else the ranks' collectives would not match.
+        By it an optimizer decides alike on all ranks how often it calls its closure: collectives match then.
         """
         loss = closure()
-        if loss is None:
-            return None
-        return self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
+        if loss is not None:
+            loss = self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
+        return loss
 
     def _is_automatic(self) -> bool:
         return self.lightning_module is None or self.lightning_module.automatic_optimization
@@ -667,11 +590,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Gradients of backwards in here stay on their rank; Lightning uses it for accumulation."""
-        wrapper = _as_wrapper(self.model)
-        if wrapper is not None:
-            with wrapper.no_sync():
-                yield
-        else:
+        wrapper = as_wrapper(self.model)
+        with contextlib.nullcontext() if wrapper is None else wrapper.no_sync():
             yield
 
     @contextlib.contextmanager
@@ -688,15 +608,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         Raises:
             ConfigurationError: optimisation is automatic, so that backward comes after `training_step`.
         """
-        if not enabled:
-            yield
-            return
-        if _as_wrapper(self.model) is not None and self._is_automatic():
+        if enabled and as_wrapper(self.model) is not None and self._is_automatic():
             raise ConfigurationError(
                 "no_backward_sync is for manual optimisation: with automatic optimisation backward comes"
                 " after training_step, where it has no effect. Use Trainer(accumulate_grad_batches=...)."
             )
-        with self.block_backward_sync():
+        with self.block_backward_sync() if enabled else contextlib.nullcontext():
             yield
 
     # ------------------------------------------------------------------ evaluation, and the end of training
@@ -728,7 +645,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def on_train_end(self) -> None:
         """Leaves all ranks with one model, BatchNorm statistics included. All ranks call it."""
         self._agree()
-        wrapper = _as_wrapper(self.model)
+        wrapper = as_wrapper(self.model)
         if wrapper is not None:
             wrapper.sync_buffers()
         super().on_train_end()
@@ -757,11 +674,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if "optimizer_states" in checkpoint and not self._is_alone():
             if is_async:  # its thread might write them after the checkpoint
                 files = files.checkpoint_io
-
-            def write(state: dict[str, Any], path: str) -> None:
-                files.save_checkpoint(state, path, storage_options=storage_options)
-
             group = self._joined_group()
+            write = partial(files.save_checkpoint, storage_options=storage_options)
             rank_files.save_state(self._communication, checkpoint, filepath, group, self.root_device, write)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         state = checkpoint.get(rank_files.KEY)
@@ -798,16 +712,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             return
         assert self.lightning_module is not None
         names = [name for name, _ in self.lightning_module.named_parameters()]
-        notes = rank_files.load_state(
-            self._communication,
-            dict(checkpoint),
-            self._resumed_from,
-            self._joined_group(),
-            names,
-            self.checkpoint_io.load_checkpoint,
-        )
-        for note in notes:
-            _log.warning("resuming from %s: %s", self._resumed_from, note)
+        read, path, group = self.checkpoint_io.load_checkpoint, self._resumed_from, self._joined_group()
+        for note in rank_files.load_state(self._communication, dict(checkpoint), path, group, names, read):
+            _log.warning("resuming from %s: %s", path, note)
 
     # ------------------------------------------------------------------ collectives
 
@@ -866,7 +773,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 super(CustomDDPStrategy, self)._reduce(group, tensors, reduce_op)
                 return [tensor.cpu() for tensor in tensors] if self._journal is not None else tensors
 
-            _put(tensors, self._together("reduce", reduce, lambda: own))
+            reduced = self._together("reduce", reduce, lambda: own)
+            for tensor, value in zip(tensors, reduced, strict=True):
+                if value is not tensor:
+                    tensor.copy_(value)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so. A rank that repeats its last batch has no say in a step."""
@@ -880,7 +790,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def teardown(self) -> None:
         """Unwraps the model and lets go of its gradients' buckets and of batches. Does not communicate."""
-        wrapper = _as_wrapper(self.model)
+        wrapper = as_wrapper(self.model)
         if wrapper is not None:
             wrapper.teardown()
             self.model = self.lightning_module
@@ -888,21 +798,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._lockstep.forget()
             self._lockstep = None
         super().teardown()
-
-
-def _put(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Writes values into tensors."""
-    for tensor, value in zip(tensors, values, strict=True):
-        if value is not tensor:
-            tensor.copy_(value)
-
-
-def _as_wrapper(model: object) -> BucketedDDP | None:
-    """`model` if it is the wrapper that fitting puts around a module, else None."""
-    # the engine is imported where a model is wrapped, when the other processes have been started
-    from lightning_ddp.ddp.module import BucketedDDP
-
-    return model if isinstance(model, BucketedDDP) else None
 
 
 CustomDDPPlugin = CustomDDPStrategy
@@ -916,19 +811,16 @@ class _ManualOptimizationRedirection(ForwardRedirection):
         super().__init__()
         self._communication = communication
 
-    def on_after_inner_forward(
-        self, wrapper_module: torch.nn.Module, original_module: LightningModule
-    ) -> None:
-        wrapper = _as_wrapper(wrapper_module)
-        if wrapper is not None and not original_module.automatic_optimization:
-            wrapper.require_backward_grad_sync = False
+    def on_after_inner_forward(self, wrapper_module: torch.nn.Module, original_module: Any) -> None:
+        self._set_sync(wrapper_module, original_module, is_on=False)
 
-    def on_after_outer_forward(
-        self, wrapper_module: torch.nn.Module, original_module: LightningModule
-    ) -> None:
-        wrapper = _as_wrapper(wrapper_module)
+    def on_after_outer_forward(self, wrapper_module: torch.nn.Module, original_module: Any) -> None:
+        self._set_sync(wrapper_module, original_module, is_on=self._communication.synchronises_backward)
+
+    def _set_sync(self, wrapper_module: torch.nn.Module, original_module: Any, *, is_on: bool) -> None:
+        wrapper = as_wrapper(wrapper_module)
         if wrapper is not None and not original_module.automatic_optimization:
-            wrapper.require_backward_grad_sync = self._communication.synchronises_backward
+            wrapper.require_backward_grad_sync = is_on
 
 
 class _LockstepResults(ResultCollection):

@@ -6,33 +6,61 @@ Trainer alone is in `strategy.py`, what it calls in Fabric in `fabric.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._lightning import bind_like, choose_backend, set_launcher
+from lightning_ddp._lightning import adopt, bind_like, choose_backend, set_launcher
 from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.launch.init_method import check_meeting_place
-from lightning_ddp.shm.hosts import Transport, check_transport
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.launch.rendezvous import check_meeting_place
+from lightning_ddp.shm.hosts import check_transport
+from lightning_ddp.supervise.settings import ReconcileSettings, parse_on_failure, parse_on_preemption
 
 if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
+    from lightning_ddp.launch.launcher import ScriptLauncher
+    from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
     from lightning_ddp.launch.session import Session
 
-__all__ = ["Debug", "StartMethod", "StrategyCore"]
+__all__ = ["Debug", "StartMethod", "StrategyCore", "UnevenInputs", "as_wrapper"]
 
 T = TypeVar("T")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+FunctionMethod = Literal["spawn", "fork", "forkserver"]
+"""Ways to start processes that run a function of this one; all others run the script again."""
+StartMethod = Literal["popen", FunctionMethod]
 Debug = Literal["detail"]
-_START_METHODS = get_args(StartMethod)
-_DEBUG_LEVELS = (None, "detail")
+UnevenInputs = Literal["error", "join"]
+_CHOICES = {
+    "start_method": get_args(StartMethod),
+    "debug": (None, *get_args(Debug)),
+    "uneven_inputs": (None, *get_args(UnevenInputs)),
+}
+_OF_LIGHTNING = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+_OF_WRAPPER = (
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+    "find_unused_parameters",
+    "static_graph",
+    "broadcast_buffers",
+    "init_sync",
+    "skip_all_reduce_unused_params",
+)
+_OF_WRAPPER_IF_GIVEN = ("bucket_cap_mb_list", "batched_grad_copy", "forward_sync_buffers")
 
 
 class StrategyCore:
@@ -54,73 +82,71 @@ class StrategyCore:
 
     # ------------------------------------------------------------------ options
 
-    def _take_options(
-        self,
-        *,
-        process_group_backend: str | None,
-        timeout: timedelta | None,
-        stall_timeout: timedelta | None,
-        start_method: StartMethod,
-        transport: Transport,
-        init_method: str | None,
-        store: dist.Store | None,
-        debug: Debug | None,
-    ) -> None:
-        """Checks the options of a run, and keeps them.
+    def _take_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Checks and keeps the arguments that both strategies have; returns those for Lightning's class.
 
         Raises:
             ConfigurationError: one of them cannot be used.
         """
-        check_transport(transport)
-        if process_group_backend is not None:
-            from lightning_ddp.launch.rendezvous import require_backend
+        from lightning_ddp.ddp.buffers import check_broadcast_buffers
+        from lightning_ddp.ddp.layout import bucket_caps_bytes
+        from lightning_ddp.launch.rendezvous import require_backend
 
-            require_backend(process_group_backend)
-        for name, duration in (("timeout", timeout), ("stall_timeout", stall_timeout)):
-            if not (duration is None or isinstance(duration, timedelta)):
+        check_transport(given["transport"])
+        if given["process_group_backend"] is not None:
+            require_backend(given["process_group_backend"])
+        for name in ("timeout", "stall_timeout"):
+            if not isinstance(given[name], timedelta | None):
                 raise ConfigurationError(
-                    f"{name}={duration!r}: expected a datetime.timedelta, such as timedelta(minutes=5)"
+                    f"{name}={given[name]!r}: expected a datetime.timedelta, such as timedelta(minutes=5)"
                 )
-        if start_method not in _START_METHODS:
-            raise ConfigurationError(
-                f"start_method={start_method!r}; there are {', '.join(map(repr, _START_METHODS))}"
-            )
-        check_meeting_place(init_method, store, start_method)
-        if debug not in _DEBUG_LEVELS:
-            raise ConfigurationError(f"debug={debug!r}; there are {', '.join(map(repr, _DEBUG_LEVELS))}")
-        self._init_method, self._given_store, self._debug = init_method, store, debug
-        self._transport, self._group_timeout, self._chosen_start_method = transport, timeout, start_method
-
-    def _take_wrapper_options(self, **options: Any) -> None:
-        """Checks the options of `BucketedDDP`, and keeps them; None leaves those of the second row to it.
-
-        Raises:
-            ConfigurationError: one of them cannot be used.
-        """
-        from lightning_ddp.ddp.reducer_options import bucket_caps_bytes, check_broadcast_buffers
-
-        check_broadcast_buffers(options["broadcast_buffers"])
-        bucket_caps_bytes(
-            options["bucket_cap_mb"], options["bucket_cap_mb_list"]
-        )  # says what is wrong, at once
-        options["skip_all_reduce_unused_params"] = options["skip_all_reduce_unused_params"] or None
-        optional = (
-            "bucket_cap_mb_list",
-            "batched_grad_copy",
-            "forward_sync_buffers",
-            "skip_all_reduce_unused_params",
+        for name, choices in _CHOICES.items():
+            if given.get(name, choices[0]) not in choices:
+                raise ConfigurationError(f"{name}={given[name]!r}; there are {', '.join(map(repr, choices))}")
+        sent_by = given["start_method"] if given["start_method"] in get_args(FunctionMethod) else None
+        check_meeting_place(given["init_method"], given["store"], sent_by)
+        check_broadcast_buffers(given["broadcast_buffers"])
+        bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # says what is wrong, at once
+        stall_timeout = given["stall_timeout"]
+        self._reconcile_settings = ReconcileSettings(
+            heartbeat_timeout_s=given["heartbeat_timeout_s"],
+            failure_grace_s=given["failure_grace_s"],
+            stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
+            recovery=parse_on_failure(given.get("on_failure", "stop")),
+            preemption=parse_on_preemption(given.get("on_preemption", "stop")),
         )
-        self._wrapper_options = {
-            name: value for name, value in options.items() if name not in optional or value is not None
+        self._init_method, self._given_store = given["init_method"], given["store"]
+        self._transport, self._debug = given["transport"], given["debug"]
+        self._group_timeout, self._chosen_start_method = given["timeout"], given["start_method"]
+        self._wrapper_options = {name: given[name] for name in _OF_WRAPPER}
+        self._wrapper_options |= {
+            name: given[name] for name in _OF_WRAPPER_IF_GIVEN if given[name] is not None
         }
+        return {name: given[name] for name in _OF_LIGHTNING} | self._wrapper_options
 
     # ------------------------------------------------------------------ launch and set-up
 
-    def _configure_launcher(self) -> None:
-        from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
+    @property
+    def accelerator(self) -> Any:
+        """Lightning's. It is set before anything else, and so says which Lightning uses this."""
+        return super().accelerator  # type: ignore[misc]  # of the class after this one
 
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        adopt(self, accelerator)
+        lightnings_own: Any = super(StrategyCore, type(self))
+        lightnings_own.accelerator.fset(self, accelerator)
+
+    @property
+    def _runs_script(self) -> bool:
+        """Whether each rank runs the script, not a function that is sent to it."""
+        return self._chosen_start_method not in get_args(FunctionMethod)
+
+    def _configure_launcher(self) -> None:
         launcher: ScriptLauncher | MultiprocessLauncher
-        if self._chosen_start_method == "popen":
+        if self._runs_script:
+            from lightning_ddp.launch.launcher import ScriptLauncher
+
             assert self.cluster_environment is not None  # set by the Trainer just before
             launcher = bind_like(self, ScriptLauncher)(
                 self.cluster_environment,
@@ -131,6 +157,8 @@ class StrategyCore:
                 self._group_timeout,
             )
         else:
+            from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
+
             launcher = bind_like(self, MultiprocessLauncher)(
                 self, self._chosen_start_method, self._reconcile_settings, self._init_method
             )
@@ -138,8 +166,9 @@ class StrategyCore:
 
     def _join(self, session: Session) -> None:
         """Joins the process group of the run. All ranks call it; returns once all have."""
-        from lightning_ddp.launch.init_process_group import join_run
+        from lightning_ddp.launch.session import join_run
 
+        self._session = session
         group = join_run(
             session,
             choose_backend(self),
@@ -277,8 +306,6 @@ class StrategyCore:
             return tensor.unsqueeze(0)
         return all_gather(self._group_of(group), tensor, sync_grads=sync_grads)
 
-    # ------------------------------------------------------------------ end
-
     def reconciliate_processes(self, trace: str) -> None:
         """Ends the run on all ranks, with `trace` as the reason; Lightning 1.5 had it under this name.
 
@@ -289,3 +316,11 @@ class StrategyCore:
         """
         if self._session is not None:
             self._session.control.fail(trace)
+
+
+def as_wrapper(model: object) -> BucketedDDP | None:
+    """`model` if it is the wrapper that `_wrap` puts around a module, else None."""
+    # the engine is imported where a model is wrapped, when the other processes have been started
+    from lightning_ddp.ddp.module import BucketedDDP
+
+    return model if isinstance(model, BucketedDDP) else None

@@ -9,8 +9,6 @@ from lightning_ddp._lightning import Trainer as LightningTrainer
 from lightning_ddp._lightning import bind, loaded_roots, num_cuda_devices
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["Trainer", "trainer_class"]
-
 _GPUS_FORMS = 'a number of GPUs, -1 for all, a list of indices, or a string such as "4", "0,3" or "-1"'
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
+from functools import partial
 from typing import Any
 
 from lightning_ddp._lightning import FABRICS, ROOTS, accept_strategies, explain_refusals
@@ -12,14 +12,6 @@ from lightning_ddp.errors import ConfigurationError, unknown_argument
 from lightning_ddp.fabric import CustomFabricStrategy
 from lightning_ddp.import_hook import after_import
 from lightning_ddp.strategy import CustomDDPStrategy
-
-__all__ = [
-    "BUILTIN",
-    "available_variants",
-    "register_builtin_variants",
-    "register_variant",
-    "variant_arguments",
-]
 
 BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_ddp": ("re-runs the script in child processes; bucketed all-reduce in Python", {}),
@@ -85,10 +77,8 @@ for _name in ("custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
 
 _variants: dict[str, dict[str, Any]] = {}
 """What a namespace that is imported later is to have registered."""
-_joined: list[dict[str, Any]] = []
-"""The registries of the namespaces that have been imported."""
-_fabrics: list[Any] = []
-"""Those of Fabric."""
+_joined: list[tuple[Any, type]] = []
+"""The registries of the namespaces that have been imported, each with the strategy that it is to have."""
 
 
 def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any) -> None:
@@ -111,7 +101,7 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
             f"strategy name {name!r}: use lower case without spaces around it, as Lightning lower-cases what"
             " users pass to the Trainer and would never find it"
         )
-    known = _strategy_arguments()
+    known = inspect.signature(CustomDDPStrategy).parameters
     for argument in strategy_kwargs:
         if argument not in known:
             raise unknown_argument("CustomDDPStrategy()", argument, known)
@@ -119,15 +109,13 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
     is_new = [_is_new(name, entry, registry) for registry in _registries()]
     if any(is_new):
         _variants[name] = entry
-        for registry in _joined:
-            _add(name, entry, registry)
-        for registry in _fabrics:
-            _add_to_fabric(name, entry, registry)
+        for registry, strategy in _joined:
+            _add(name, registry, strategy)
 
 
 def _registries() -> list[dict[str, Any]]:
-    """Those of the namespaces that have been imported; before that, what waits for them."""
-    return _joined or [_variants]
+    """Those of the Trainers that have been imported; before that, what waits for them."""
+    return [registry for registry, strategy in _joined if strategy is CustomDDPStrategy] or [_variants]
 
 
 def _is_new(name: str, entry: dict[str, Any], registry: dict[str, Any]) -> bool:
@@ -141,36 +129,20 @@ def _is_new(name: str, entry: dict[str, Any], registry: dict[str, Any]) -> bool:
     return False
 
 
-def _add(name: str, entry: dict[str, Any], registry: Any) -> None:
-    if _is_new(name, entry, registry):
-        registry.register(name, entry["strategy"], description=entry["description"], **entry["init_params"])
+def _add(name: str, registry: Any, strategy: type) -> None:
+    """Registers a variant, unless it has arguments for loops and the strategy is Fabric's, which has none."""
+    entry = {**_variants[name], "strategy": strategy}
+    options = entry["init_params"]
+    if options.keys() <= inspect.signature(strategy).parameters.keys() and _is_new(name, entry, registry):
+        registry.register(name, strategy, description=entry["description"], **options)
 
 
-def _join(module: Any) -> None:
+def _join(module: Any, registry: str, strategy: type) -> None:
     """Registers all variants with a namespace that has just been imported; `module` is its `strategies`."""
     accept_strategies(module)
-    for name, entry in _variants.items():
-        _add(name, entry, module.StrategyRegistry)
-    _joined.append(module.StrategyRegistry)
-
-
-def _add_to_fabric(name: str, entry: dict[str, Any], registry: Any) -> None:
-    """Registers a variant with Fabric, unless it has arguments for loops, which Fabric has not."""
-    if set(entry["init_params"]) <= inspect.signature(CustomFabricStrategy).parameters.keys():
-        _add(name, {**entry, "strategy": CustomFabricStrategy}, registry)
-
-
-def _join_fabric(module: Any) -> None:
-    """The same for Fabric; `module` is its `strategies`."""
-    accept_strategies(module)
-    for name, entry in _variants.items():
-        _add_to_fabric(name, entry, module.STRATEGY_REGISTRY)
-    _fabrics.append(module.STRATEGY_REGISTRY)
-
-
-@functools.cache
-def _strategy_arguments() -> list[str]:
-    return list(inspect.signature(CustomDDPStrategy).parameters)
+    for name in _variants:
+        _add(name, getattr(module, registry), strategy)
+    _joined.append((getattr(module, registry), strategy))
 
 
 def available_variants() -> dict[str, str]:
@@ -199,9 +171,11 @@ def register_builtin_variants() -> None:
     for name, (description, arguments) in BUILTIN.items():
         register_variant(name, description=description, **arguments)
     for root in FABRICS:
-        after_import(f"{root}.strategies", _join_fabric)
+        join = partial(_join, registry="STRATEGY_REGISTRY", strategy=CustomFabricStrategy)
+        after_import(f"{root}.strategies", join)
     for root in ROOTS:
-        after_import(f"{root}.strategies", _join)
+        join = partial(_join, registry="StrategyRegistry", strategy=CustomDDPStrategy)
+        after_import(f"{root}.strategies", join)
         after_import(
             f"{root}.trainer.connectors.accelerator_connector",
             lambda module: explain_refusals(module, _explain_refusal),
@@ -211,7 +185,7 @@ def register_builtin_variants() -> None:
 def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | None:
     """What to say where a Trainer has refused what it was given; None if that is nothing of ours."""
     if isinstance(strategy, str):
-        known = {*_registries()[0], *(name for registry in _joined for name in registry)}
+        known = {name for registry in _registries() for name in registry}
         meant = next(iter(difflib.get_close_matches(strategy.lower(), sorted(known), n=1)), None)
         if meant in _variants and strategy.lower() not in known:
             return f"there is no strategy {strategy!r}; did you mean {meant!r}?"

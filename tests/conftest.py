@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from importlib import metadata
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import hypothesis
@@ -126,6 +127,16 @@ def no_leaked_threads() -> Iterator[None]:
         thread.join(timeout=_ENDING_GRACE_S)
     alive = [thread.name for thread in leaked if thread.is_alive()]
     assert not alive, f"the test left non-daemon threads: {alive}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def resource_tracker_of_all_tests() -> None:
+    """Starts multiprocessing's tracker before the first test.
+
+    It is not waited for: between its fork and its exec, which a loaded machine draws out, the test that first
+    makes a semaphore would be left with a child that has no command line to know it by.
+    """
+    resource_tracker.ensure_running()
 
 
 @pytest.fixture(autouse=True)

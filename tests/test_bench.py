@@ -24,17 +24,22 @@ import torch.distributed as dist
 
 import lightning_ddp
 from lightning_ddp.cli import build_parser, main
-from lightning_ddp.tools import ToolError, contenders
-from lightning_ddp.tools.arguments import picture_path
-from lightning_ddp.tools.bench import step
-from lightning_ddp.tools.bench.benchmark import Benchmark, Comparison, Result, compare
+from lightning_ddp.tools import ToolError, models
+from lightning_ddp.tools.bench import Benchmark, Comparison, Result, compare, step
+from lightning_ddp.tools.bench.failures import run_to_recovery
 from lightning_ddp.tools.bench.launch import time_first_batch
-from lightning_ddp.tools.bench.recoveries import run_to_recovery
 from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps
-from lightning_ddp.tools.contenders import OURS, TORCH_DEFAULT, TORCH_FLAGS, TrainingRun
-from lightning_ddp.tools.models import MODEL_NAMES, build_workload, compute_loss
+from lightning_ddp.tools.command_line import format_table, paired_ratio, picture_path
+from lightning_ddp.tools.models import (
+    MODEL_NAMES,
+    OURS,
+    TORCH_DEFAULT,
+    TORCH_FLAGS,
+    TrainingRun,
+    build_workload,
+    compute_loss,
+)
 from lightning_ddp.tools.ranks import RankContext, RoundRobin, run_ranks, shuffled
-from lightning_ddp.tools.report import format_table, paired_ratio
 
 PACKAGE_ROOT = Path(lightning_ddp.__file__).parents[1]
 RUN_TIMEOUT_S = 240
@@ -253,9 +258,11 @@ def test_a_rank_that_is_killed_costs_no_step_and_no_sample(tmp_path: Path, capsy
 def test_a_rank_that_is_killed_is_replaced(name: str) -> None:
     run = run_to_recovery(name, 2, timeout_s=240.0)
     assert run["is_recovered"]
-    assert 0 < run["seconds"] < run["full_s"]
-    assert run["pause_s"] < run["full_s"]
+    assert min(run["seconds"], run["full_s"]) > 0
     assert run["steps_again"] == 0
+    if name != "spare":  # which may be there in the first step of the others
+        assert run["seconds"] < run["full_s"]
+        assert run["pause_s"] < run["full_s"]
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +384,7 @@ def test_replicas_have_groups_of_their_own_and_work_in_turns() -> None:
 
 def time_steps_without_communication(context: RankContext, settings: StepSettings) -> object:
     if context.replica == settings.contenders.index(OURS):
-        contenders.wrap = lambda _contender, module, _device: module
+        models.wrap = lambda _contender, module, _device: module
     return time_steps(context, settings)
 
 

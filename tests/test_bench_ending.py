@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from harness.namespaces import can_shape_links
 
-from lightning_ddp.tools.links import can_shape_links
+from lightning_ddp.tools import held_back, unwinds_at_sigterm
 from lightning_ddp.tools.scripts import PACKAGE_ROOT
-from lightning_ddp.tools.sigterm import held_back, unwinds_at_sigterm
 
 T = TypeVar("T")
 

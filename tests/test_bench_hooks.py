@@ -9,6 +9,7 @@ import statistics
 
 import pytest
 import torch
+from harness.namespaces import can_shape_links
 
 from lightning_ddp.averaging import parse_averager
 from lightning_ddp.cli import main
@@ -24,8 +25,7 @@ from lightning_ddp.tools.bench.hooks import (
     merge_ranks,
     time_on_link,
 )
-from lightning_ddp.tools.bench.tasks import make_task
-from lightning_ddp.tools.links import can_shape_links
+from lightning_ddp.tools.models import make_task
 from lightning_ddp.tools.ranks import run_ranks
 
 

@@ -10,22 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from harness.namespaces import can_shape_links
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.cli import main
-from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.telemetry.recording import Recording, load_folder, save
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
+from lightning_ddp.telemetry.timeline import Recording, load_folder, save
 from lightning_ddp.tools.bench.scaling import LinkCost, parse_contender
-from lightning_ddp.tools.draw_timeline import RecordSettings, record_steps
-from lightning_ddp.tools.links import can_shape_links
+from lightning_ddp.tools.hook_program import plain_model
 from lightning_ddp.tools.models import build_workload, compute_loss
-from lightning_ddp.tools.perf_model.network import Network
-from lightning_ddp.tools.perf_model.prediction import predict_hook
-from lightning_ddp.tools.perf_model.profile import StepProfile
-from lightning_ddp.tools.perf_model.program import plain_model
+from lightning_ddp.tools.perf_model import Network, StepProfile, TransferCost, predict_hook
 from lightning_ddp.tools.ranks import RankContext, run_ranks
+from lightning_ddp.tools.recorded_run import RecordSettings, record_steps
 
 MS = 1_000_000
 SMALL = ["--hooks", "none", "bf16", "--averagers", "post_local_sgd:period=4"]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run_script
+from harness.namespaces import can_shape_links
 
 from lightning_ddp.cli import main
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.bench import step
-from lightning_ddp.tools.bench.benchmark import Comparison, Result
+from lightning_ddp.tools.bench import Comparison, Result, step
 from lightning_ddp.tools.bench.step import STEP, StepSettings, default_world_size
-from lightning_ddp.tools.contenders import (
+from lightning_ddp.tools.models import (
     BARE,
     CONTENDERS,
     OURS,
@@ -26,7 +26,6 @@ from lightning_ddp.tools.contenders import (
     TORCH_VIEW,
     constructor_flags,
 )
-from lightning_ddp.tools.links import can_shape_links
 from lightning_ddp.tools.ranks import RankContext, run_ranks, torchrun_rank
 
 
@@ -51,8 +50,8 @@ def test_the_first_contender_is_the_reference_where_ours_is_left_out() -> None:
 
 def test_flags_that_torch_lacks_are_left_out_and_ours_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"gradient_as_bucket_view": True, "no_such_flag": 1}
-    for name, (wrapper, _) in CONTENDERS.items():
-        monkeypatch.setitem(CONTENDERS, name, (wrapper, flags))  # type: ignore[arg-type]
+    for name in CONTENDERS:
+        monkeypatch.setitem(CONTENDERS, name, flags)  # type: ignore[arg-type]
     assert constructor_flags(TORCH_DEFAULT) == {"gradient_as_bucket_view": True}
     assert constructor_flags(OURS) == flags
 
@@ -102,9 +101,9 @@ def _hoarding(contender: str, module: torch.nn.Module, _device: torch.device) ->
 
 def _time_hoarding_steps(context: RankContext, settings: StepSettings) -> object:
     step.check_agreement = lambda *_: None
-    from lightning_ddp.tools import contenders
+    from lightning_ddp.tools import models
 
-    contenders.wrap = _hoarding
+    models.wrap = _hoarding
     return step.time_steps(context, settings)
 
 

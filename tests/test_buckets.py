@@ -10,12 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ddp.ddp import layout, reducer_options
-from lightning_ddp.ddp import plan as buckets
+from lightning_ddp.ddp import layout
 from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.layout import BucketLayout
-from lightning_ddp.ddp.plan import ParameterSpec, plan_buckets
-from lightning_ddp.ddp.reducer_options import ReducerOptions
+from lightning_ddp.ddp.layout import BucketLayout, ParameterSpec, ReducerOptions, plan_buckets
 from lightning_ddp.supervise import failure_record
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -116,12 +113,12 @@ def test_a_hook_may_replace_the_buffer() -> None:
     bucket.set_buffer(base[3:])
     assert bucket.buffer().tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
     assert [g.flatten().tolist() for g in bucket.gradients()] == [[3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
-    bucket.arm(2)
+    bucket.arm(2, [])
     assert bucket.buffer() is bucket.flat
 
 
 def test_doctests() -> None:
-    for module in (buckets, failure_record, layout, reducer_options):
+    for module in (failure_record, layout):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0

@@ -16,8 +16,8 @@ from harness import run_ranks, run_threads, store_elsewhere, toy_backend
 from test_collective_kinds import CPU, KINDS, group_of, on_threads
 
 from lightning_ddp import comm
+from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
 
 SOON = timedelta(seconds=0.15)
@@ -148,7 +148,7 @@ def test_a_failure_elsewhere_interrupts_every_wait_with_its_own_error() -> None:
             with pytest.raises(RuntimeError, match=r"^rank 7 failed$"):
                 handle.wait()
         over.set()
-        interrupt._error = None  # so that nothing is left under way
+        interrupt.clear()  # so that nothing is left under way
         handles[0].wait()
         handles[1].wait()
         assert labels == ["recv"], "what somebody is told who asks what the rank waits for"

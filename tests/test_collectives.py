@@ -13,11 +13,10 @@ from harness import run_threads
 
 from lightning_ddp import comm
 from lightning_ddp.comm import objects
-from lightning_ddp.comm.broadcast_gather import start_gather
+from lightning_ddp.comm.activity import Interrupt
+from lightning_ddp.comm.gather_scatter import broadcast_coalesced, start_gather
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.interrupt import Interrupt
-from lightning_ddp.ddp.buffers import BufferSync
-from lightning_ddp.ddp.module_sync import broadcast_coalesced
+from lightning_ddp.ddp.buffers import Buffers, BufferSettings
 from lightning_ddp.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -265,7 +264,7 @@ def test_buffer_sync_finds_reassigned_buffers_and_keeps_versions() -> None:
         module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(2))
         module[0].running_mean.fill_(rank + 1)
         module[1].num_batches_tracked.fill_(rank + 5)
-        sync = BufferSync(Group(process_group), module)
+        sync = Buffers(Group(process_group), module, frozenset(), BufferSettings()).copy
         version = module[0].running_mean._version
         sync()
         assert module[0].running_mean._version == version

@@ -32,7 +32,6 @@ from lightning_ddp.conf.schema import (
     SET_BY_THE_TRAINER,
     STRATEGY,
     all_schemas,
-    known_keys,
 )
 from lightning_ddp.hooks import hook_options, parse_hook
 from lightning_ddp.supervise.settings import parse_on_failure
@@ -103,7 +102,8 @@ def test_every_option_of_a_hook_or_averager_is_there_with_its_default_and_a_desc
     assert set(schemas) == set(owners)
     for name, owner in owners.items():
         fields = {f.name: f for f in dataclasses.fields(owner) if f.init}
-        assert set(known_keys(schemas[name])) == set(fields)
+        assert {option.name for option in schemas[name].options} == set(fields)
+        assert {field.name for field in dataclasses.fields(schemas[name].cls)} == {"name", *fields}
         for option in schemas[name].options:
             default = fields[option.name].default
             assert option.default == ("???" if default is dataclasses.MISSING else default)

@@ -24,11 +24,10 @@ from harness import run_ranks
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
 from lightning_ddp.launch.session import Session
 from lightning_ddp.supervise.client import ServerAddress, Watch
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
-from lightning_ddp.supervise.failure_report import render
-from lightning_ddp.supervise.graceful_stop import StepBoundary, StopAgreement
+from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
+from lightning_ddp.supervise.desync import StallWatch
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render
 from lightning_ddp.supervise.protocol import (
-    LIMIT_BYTES,
     Active,
     AllHere,
     Bye,
@@ -42,13 +41,10 @@ from lightning_ddp.supervise.protocol import (
     Stop,
     StopAfter,
     Tell,
-    Unpacker,
-    pack,
 )
-from lightning_ddp.supervise.server import ControlServer
+from lightning_ddp.supervise.server import ECHO_WAIT_S, EXIT_WAIT_S, ControlServer, Verdict
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.stall import StallWatch
-from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
+from lightning_ddp.supervise.stop_main import StepBoundary, StopAgreement
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0
@@ -548,7 +544,7 @@ def test_a_server_that_closes_is_no_failure_and_one_that_vanishes_is() -> None:
             assert watch.failure is None
     with running(2) as run:
         run.connect_all()
-        for peer in list(run.server._peers.values()):
+        for peer in list(run.server._connections.peers):
             peer.connection.shutdown(socket.SHUT_RDWR)
         record = run.watches[1].wait_for_verdict(DEADLINE_S)
         assert record is not None
@@ -714,7 +710,7 @@ def test_idle_strangers_leave_the_trainer_its_descriptors_and_the_ranks_their_pl
         run.connect(1)
         for watch in run.watches:
             watch.wait_for_all(DEADLINE_S, lambda: None)
-        assert len(run.server._strangers) < 100
+        assert len(run.server._connections.strangers) < 100
         assert run.server.first_failure is None
 
 
@@ -806,7 +802,7 @@ def test_an_answer_that_nobody_has_asked_for_stops_nobody() -> None:
 def test_a_message_of_the_server_that_cannot_be_read_is_a_failure_and_no_silence() -> None:
     with running(1) as run:
         run.connect_all()
-        (peer,) = run.server._peers.values()
+        (peer,) = run.server._connections.peers
         peer.connection.sendall(frame({"kind": "stop_after"}))
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
@@ -830,6 +826,26 @@ def test_a_rank_that_speaks_nonsense_is_hung_up_on_and_the_server_lives() -> Non
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert record.rank == 1
+
+
+def test_a_rank_that_reads_nothing_is_hung_up_on_and_costs_the_server_no_more_memory() -> None:
+    with running(2) as run, socket.create_connection(("127.0.0.1", run.server.port)) as mute:
+        run.connect(0)
+        mute.sendall(hello(1))
+        run.watches[0].wait_for_all(DEADLINE_S, lambda: None)
+        data = Tell(1, "too much", "x" * 60_000)
+        deadline = time.monotonic() + DEADLINE_S
+        while 1 in run.server._members.ranks and time.monotonic() < deadline:
+            run.watches[0].post(data)
+            assert run.watches[0].flush(DEADLINE_S)
+        assert run.watches[0].who_is_here() == [0]
+        assert run.server.first_failure is None, "what it missed it says itself, or its launcher"
+        num_received = 0
+        while received := mute.recv(1 << 20):
+            num_received += len(received)
+        assert num_received > 0
+        run.watches[0].report(raised(0), is_echo=False)
+        assert run.watches[0].wait_for_verdict(DEADLINE_S) == run.server.first_failure is not None
 
 
 @pytest.mark.parametrize("has_token", [True, False])
@@ -857,7 +873,7 @@ def test_the_token_is_in_the_environment_or_in_the_store(monkeypatch, has_token)
 
 def test_the_interface_of_the_address_is_bound_and_the_port_is_freed() -> None:
     run = Run(1)
-    assert run.server._listener.getsockname()[0] == "127.0.0.1"
+    assert run.server._connections._listener.getsockname()[0] == "127.0.0.1"
     port = run.server.port
     run.close()
     with socket.create_server(("127.0.0.1", port)):

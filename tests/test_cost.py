@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.tools.perf_model import TransferCost
 
 SIZES = [0, 4096, 1 << 20, 1 << 24]
 

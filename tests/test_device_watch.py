@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from lightning_ddp.comm import device_watch
-from lightning_ddp.comm.activity import Entry, Lane, Waiting
+from lightning_ddp.comm.activity import Entry, Interrupt, Lane, Waiting
 from lightning_ddp.comm.device_watch import DeviceWatch
-from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.errors import CollectiveError, MissingGradientError
 
 DEADLINE_S = 30.0

@@ -17,11 +17,9 @@ import torch.distributed as dist
 from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
-from lightning_ddp.telemetry.recording import Change, Recording, save
-from lightning_ddp.tools.doctor import diagnosis, reachability
-from lightning_ddp.tools.doctor.command import format_report
-from lightning_ddp.tools.doctor.diagnosis import Finding, worst
-from lightning_ddp.tools.doctor.facts import gather_facts
+from lightning_ddp.telemetry.timeline import Change, Recording, save
+from lightning_ddp.tools.doctor import diagnosis, format_report, machine
+from lightning_ddp.tools.doctor.machine import Finding, gather_facts, place, worst
 from lightning_ddp.tools.doctor.measure import (
     Line,
     Plan,
@@ -32,7 +30,6 @@ from lightning_ddp.tools.doctor.measure import (
     fit_line,
     time_all_reduce,
 )
-from lightning_ddp.tools.doctor.placement import first_host, place
 
 TORCHRUN = {
     "RANK": "3",
@@ -128,7 +125,6 @@ def test_variables_that_contradict_each_other_fail(env, num_nodes, complaint):
 def test_without_variables_or_in_an_interactive_slurm_job_the_process_is_alone():
     for env in ({}, {**SLURM, "SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_ID": "1"}):
         assert (place(env).starter, place(env).world_size) == ("nobody", 1)
-    assert first_host("gpu-07,gpu-08") == "gpu-07"
 
 
 # ---------------------------------------------------------------------- checks
@@ -335,11 +331,11 @@ def test_the_history_of_a_recorded_run_is_told(tmp_path, capsys):
 
 def test_a_step_that_blocks_is_given_up_and_an_error_is_passed_on():
     release = threading.Event()
-    with pytest.raises(reachability.DeadlinePassed, match=r"waiting did not end within 0\.1 s"):
-        reachability.within(0.1, "waiting", release.wait)
+    with pytest.raises(machine.DeadlinePassed, match=r"waiting did not end within 0\.1 s"):
+        machine.within(0.1, "waiting", release.wait)
     release.set()
     with pytest.raises(ZeroDivisionError, match="division"):
-        reachability.within(5, "dividing", lambda: 1 / 0)
+        machine.within(5, "dividing", lambda: 1 / 0)
 
 
 def test_alone_everything_is_looked_at_and_nothing_fails(capsys):
@@ -377,8 +373,8 @@ def test_a_master_is_waited_for(monkeypatch, capsys):
             server.listen()  # after the first attempt
             return problems[-1]
 
-        real = reachability.connect_problem
-        monkeypatch.setattr(reachability, "connect_problem", connect_problem)
+        real = machine.connect_problem
+        monkeypatch.setattr(machine, "connect_problem", connect_problem)
         status, lines = doctor(capsys, "--timeout-s", "60")
     assert status == 0
     assert problems == ["the host answers, but nothing listens there (yet)", None]
@@ -458,7 +454,7 @@ def test_a_master_that_does_not_answer_fails_within_the_deadline(capsys, monkeyp
 LAUNCHED = """
 import sys
 from lightning_ddp.cli import main
-from lightning_ddp.telemetry.recording import Change, Recording, save
+from lightning_ddp.telemetry.timeline import Change, Recording, save
 sys.exit(main(["doctor", *sys.argv[1:]]))
 """
 

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 from user_script import FAULT_STEP, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp import CustomDDPStrategy
-from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.elastic.emergency import EmergencyCheckpoint
 from lightning_ddp.errors import ConfigurationError, PeerFailure
-from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.stop_main import Alarm
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

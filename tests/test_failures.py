@@ -29,13 +29,14 @@ from test_hydra import starts
 from user_script import ALL, order, read_notes, wait_for_notes
 
 from lightning_ddp.comm import group
-from lightning_ddp.encoding import codecs, side_stream
+from lightning_ddp.encoding import mean, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError, PeerFailure
 from lightning_ddp.launch.reconciliation import _is_of_backend
 from lightning_ddp.launch.session import Session
 from lightning_ddp.shm import arena
+from lightning_ddp.supervise.connections import pack
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
-from lightning_ddp.supervise.protocol import Failed, Hello, pack
+from lightning_ddp.supervise.protocol import Failed, Hello
 
 SCRIPT = Path(user_script.__file__)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
@@ -415,7 +416,7 @@ def test_only_what_a_backend_has_raised_may_be_an_echo(error, is_of_backend) -> 
     [
         (group, True),
         (arena, True),
-        (codecs, True),
+        (mean, True),
         (side_stream, False),
         (dist, True),
         (json, False),

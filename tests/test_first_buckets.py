@@ -8,8 +8,8 @@ from harness import run_threads
 from torch import nn
 
 from lightning_ddp.comm.group import Group
+from lightning_ddp.ddp.layout import ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.reducer import Reducer
-from lightning_ddp.ddp.reducer_options import ReducerOptions, bucket_caps_bytes
 from lightning_ddp.shm.hosts import Hosts
 
 KIB = 1024

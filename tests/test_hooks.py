@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
+import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
 from harness import run_ranks, run_threads, run_threads_outcomes
 
+from lightning_ddp.comm.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import available_hooks, build_hook, parse_hook
@@ -51,13 +54,38 @@ def test_the_catalogue_describes_every_hook():
     assert all(text.endswith(".") for text in hooks.values())
 
 
+TOYS = {
+    "__init__": "",
+    "base": "class Toy: pass\nclass Unnamed(Toy): pass\n",
+    "first": "from toys.base import Unnamed\nclass First(Unnamed): name = 'first'\nclass Other: name = 'x'\n",
+    "importing": "from toys.first import First, Other\n",
+}
+
+
+def test_a_catalogue_has_what_the_files_beside_its_base_class_derive(tmp_path, monkeypatch):
+    (tmp_path / "toys").mkdir()
+    for file, text in TOYS.items():
+        (tmp_path / "toys" / f"{file}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        toys = importlib.import_module("toys.base")
+        assert Catalogue("toy", toys.Toy).names() == ["first"]
+        (tmp_path / "toys" / "copied.py").write_text(TOYS["first"])
+        importlib.invalidate_caches()
+        with pytest.raises(AssertionError, match="two classes of the toy 'first'"):
+            Catalogue("toy", toys.Toy)
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "toys"]:
+            del sys.modules[name]
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("powersdg", r"unknown communication hook 'powersdg'; did you mean 'powersgd'\?"),
         ("zzz", "unknown communication hook 'zzz'; there are allreduce, bf16"),
         ({"name": "topk", "ration": 0.1}, r"'topk' has no option 'ration'; did you mean 'ratio'\?"),
-        ({"name": "topk", "k": 3}, "'topk' has no option 'k'; there are momentum, nesterov, ratio"),
+        ({"name": "topk", "k": 3}, "'topk' has no option 'k'; there are momentum, nesterov, start_step"),
         ({"name": "bf16", "k": 3}, "'bf16' has no option 'k'; it has none"),
         ({"name": "topk", "ratio": 0.0}, "'topk': ratio=0.0: expected above 0"),
         ({"name": "topk", "nesterov": True}, "needs a momentum above 0"),

@@ -15,7 +15,7 @@ from harness import run_script
 from omegaconf import OmegaConf
 from PIL import Image
 
-from lightning_ddp.tools.bench.tasks import CharacterModel, digit_network
+from lightning_ddp.tools.models import CharacterModel, digit_network
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "hydra"
 SHORT = ("trainer.enable_progress_bar=false", "trainer.val_check_interval=3", "trainer.max_steps=6")

@@ -16,8 +16,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 from lightning_ddp import CustomDDPStrategy, comm
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError, RendezvousError
-from lightning_ddp.launch.init_method import meet, meet_at_file
-from lightning_ddp.launch.rendezvous import join_default_group
+from lightning_ddp.launch.rendezvous import join_default_group, meet, meet_at_file
 
 CPU = torch.device("cpu")
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

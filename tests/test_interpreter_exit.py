@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import run_script, run_threads
 
-from lightning_ddp.comm import interpreter_exit as parting
+from lightning_ddp.comm import teardown as parting
 from lightning_ddp.comm.group import Group
 
 

@@ -23,11 +23,11 @@ from harness import RUN, ScriptResult, free_port, run_script, start_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from user_script import STEPS, order, read_notes, wait_for_notes
 
-from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import interface, rendezvous, session
-from lightning_ddp.launch.children import ChildExit, Children
-from lightning_ddp.supervise.failure_record import GONE, Identity
+from lightning_ddp.launch.children import ChildCommand, Children
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import ReconcileSettings
 
 DEADLINE_S = 180.0
@@ -450,11 +450,11 @@ while not folder.joinpath("go").exists():
 
 
 def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
-    failures: list[ChildExit] = []
+    failures: list[FailureRecord] = []
     children = Children(failures.append)
 
     def start() -> None:
-        command = [sys.executable, "-c", WITH_DEATH_SIGNAL, str(tmp_path)]
+        command = ChildCommand(arguments=[sys.executable, "-c", WITH_DEATH_SIGNAL, str(tmp_path)])
         children.start(1, command, dict(os.environ))
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
@@ -630,7 +630,7 @@ def test_what_does_not_pickle_is_named_with_another_way_to_start(start_method) -
 
 def test_several_nodes_need_a_port_that_all_know() -> None:
     with pytest.raises(ConfigurationError, match="num_nodes=2, but no port is named: set MASTER_ADDR"):
-        rendezvous.Rendezvous().host("127.0.0.1", num_nodes=2, node_rank=0, port=None)
+        rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=2, node_rank=0)
 
 
 def test_a_store_on_a_port_in_use() -> None:
@@ -689,20 +689,21 @@ def test_a_malformed_port_is_named(monkeypatch) -> None:
 
 def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
     interrupt = Interrupt()
-    seen: list[ChildExit] = []
+    seen: list[FailureRecord] = []
 
-    def on_failure(child: ChildExit) -> None:
+    def on_failure(child: FailureRecord) -> None:
         seen.append(child)
         interrupt.set(RuntimeError("child"))
 
     children = Children(on_failure)
     for rank in (1, 2):
-        children.start(rank, [sys.executable, "-c", "import signal; signal.pause()"], dict(os.environ))
+        command = [sys.executable, "-c", "import signal; signal.pause()"]
+        children.start(rank, ChildCommand(arguments=command), dict(os.environ))
     start = time.monotonic()
     children.send_signal(signal.SIGTERM)
     failure = children.first_failure(wait_s=20)
     assert failure is not None
-    assert failure.code == -signal.SIGTERM
+    assert failure.exit_code == -signal.SIGTERM
     assert children.join(20)
     assert seen == [failure]
     assert isinstance(interrupt.error, RuntimeError)
@@ -712,16 +713,17 @@ def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
 def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None:
     monkeypatch.setattr(session, "_session", None)
     ours = session.session_of_process()
-    ours.rendezvous.host("127.0.0.1", num_nodes=1, node_rank=0, port=None)
+    ours.rendezvous.host(LightningEnvironment(), None, num_nodes=1, node_rank=0)
     who, settings = Identity(rank=0, node_rank=0), ReconcileSettings()
     store = ours.rendezvous.hosted
     server = ours.open_server("127.0.0.1", store, identity=who, world_size=1, num_nodes=1, settings=settings)
+    listener = server._connections._listener
     try:
         ours.connect(store, who, settings, timeout_s=DEADLINE_S)
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads
             child = os.fork()
         if child == 0:
-            is_closed = {server._listener.fileno(), ours.control.watch._connection.fileno()} == {-1}
+            is_closed = {listener.fileno(), ours.control.watch._connection.fileno()} == {-1}
             theirs = session.session_of_process()
             is_new = theirs is not ours and theirs is session.session_of_process()
             is_new &= theirs.rendezvous.where is None
@@ -729,7 +731,7 @@ def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1 + 2 + 4
         assert session.session_of_process() is ours
         assert ours.control.watch.flush()
-        assert (server._listener.fileno() == -1, ours.control.is_over) == (False, False)
+        assert (listener.fileno() == -1, ours.control.is_over) == (False, False)
     finally:
         ours.end(None)
 
@@ -781,7 +783,7 @@ def test_nothing_of_a_fit_stays_in_a_process_that_only_waits_for_the_ranks(strat
 
 def test_ending_children_lets_them_finish_and_then_kills(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("lightning_ddp.launch.children._STOP_GRACE_S", 3.0)
-    failures: list[ChildExit] = []
+    failures: list[FailureRecord] = []
     children = Children(failures.append)
     start = "import pathlib, signal, sys\nsignal.signal(signal.SIGINT, signal.{handler})\n"
     ready = "pathlib.Path(sys.argv[1]).touch()"
@@ -790,7 +792,8 @@ def test_ending_children_lets_them_finish_and_then_kills(tmp_path, monkeypatch, 
     deaf = start.format(handler="SIG_IGN") + f"{ready}\nsignal.pause()\nsignal.pause()"
     marks = [tmp_path / "polite", tmp_path / "deaf"]
     for rank, (source, mark) in enumerate(zip((polite, deaf), marks, strict=True), start=1):
-        children.start(rank, [sys.executable, "-c", source, str(mark)], dict(os.environ))
+        command = [sys.executable, "-c", source, str(mark)]
+        children.start(rank, ChildCommand(arguments=command), dict(os.environ))
     deadline = time.monotonic() + DEADLINE_S
     while not all(mark.exists() for mark in marks):
         assert time.monotonic() < deadline

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
+import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from harness.processes import run_ranks
 
 import lightning_ddp
 
@@ -17,7 +21,7 @@ PACKAGE = Path(lightning_ddp.__file__).parent
 HOUSE = (
     ("_torch", "errors", "import_hook"),
     ("_lightning", "comm"),
-    ("data_parallel", "shm", "supervise", "telemetry"),
+    ("replicas", "shm", "supervise", "telemetry"),
     ("encoding", "hydra_jobs"),
     ("averaging", "hooks", "launch"),
     ("communication", "ddp"),
@@ -96,7 +100,7 @@ def test_imports_go_down() -> None:
 
 def test_the_tools_do_not_import_each_other() -> None:
     """What is shared lies above `bench`, `doctor` and `perf_model`, which know no more than this."""
-    allowed = {"bench": {"perf_model"}, "doctor": set(), "perf_model": set()}
+    allowed = {"bench": {"perf_model"}, "doctor": {"perf_model"}, "perf_model": set()}
     tools = PACKAGE / "tools"
     for path in sorted(tools.rglob("*.py")):
         parts = path.relative_to(tools).parts
@@ -172,8 +176,8 @@ def test_public_names_are_the_ones_promised() -> None:
 
 ROOMS = sorted(folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
 TRIPS = {  # how many files somebody has to open who follows one
-    "How a gradient is reduced": 10,
-    "The same on CUDA": 9,
+    "How a gradient is reduced": 9,
+    "The same on CUDA": 7,
     "How a child is started": 8,
     "What happens when a rank raises": 8,
 }
@@ -208,10 +212,47 @@ def test_the_page_of_a_room_names_its_files_and_no_others(room) -> None:
 def test_the_trips_of_the_packages_page_are_short_and_lead_through_files_that_exist(trip, most) -> None:
     page = (PACKAGE / "README.md").read_text()
     part = page.partition(f"## {trip}")[2].partition("## ")[0]
-    named = named_files(part)
+    named = named_files(part.partition("\n\nOn the way")[0])
     assert 5 < len(named) <= most
     folders = ("", "ddp")  # a file named alone lies beside the one before it
     assert [name for name in named if not any((PACKAGE / folder / name).exists() for folder in folders)] == []
+
+
+@pytest.mark.parametrize(
+    "what", ["A communication hook", "A collective", "A kind of failure", "A way of starting processes"]
+)
+def test_the_packages_page_names_the_files_in_which_something_is_added(what) -> None:
+    part = (PACKAGE / "README.md").read_text().partition("## Where to add what")[2]
+    answers = dict(re.findall(r"^- \*\*(.*?)\*\*(.*(?:\n  .*)*)", part, re.MULTILINE))
+    named = re.findall(r"`([\w/]+(?:\.py|\.md|/))`", answers[what])
+    assert named
+    assert [name for name in named if not (PACKAGE / name).exists()] == []
+
+
+def files_of_a_step(rank: int, world_size: int) -> list[str]:
+    """Which files a synchronised step runs through, once the first steps are over."""
+    model = lightning_ddp.BucketedDDP(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)))
+    entered = set()
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            entered.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
+
+    for number in range(4):
+        sys.setprofile(note if number == 3 else None)
+        try:
+            model(torch.ones(4, 8)).sum().backward()
+        finally:
+            sys.setprofile(None)
+    return sorted(entered)
+
+
+def test_the_gradients_trip_names_each_file_that_a_step_runs_through() -> None:
+    page = (PACKAGE / "README.md").read_text().partition("## How a gradient is reduced")[2]
+    named = named_files(page.partition("\n## ")[0])
+    for entered in run_ranks(files_of_a_step, 2):
+        assert "ddp/reducer.py" in entered
+        assert set(entered) - named == set()
 
 
 def test_a_file_stem_is_in_one_room() -> None:

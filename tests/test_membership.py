@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.launch.calls import Calls
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
-from lightning_ddp.supervise.graceful_stop import StepBoundary
-from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.members import Vacancies
 from lightning_ddp.supervise.membership import REPEAT_S, SETTLE_S, STEPS_TO_FORGET, Member, Membership, Phase
 from lightning_ddp.supervise.protocol import (
     Form,
@@ -29,7 +28,7 @@ from lightning_ddp.supervise.protocol import (
     Present,
 )
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
-from lightning_ddp.supervise.vacancies import Vacancies
+from lightning_ddp.supervise.stop_main import Alarm, StepBoundary
 
 ANSWER_S = 30.0
 MANY = RecoverySettings(max_recoveries=100)

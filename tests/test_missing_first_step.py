@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp import missing_gradients as missing
+from lightning_ddp.ddp import gradient_errors as missing
 from lightning_ddp.errors import MissingGradientError, MissingGradientWarning
 
 ALL = ("a", "b", "c")
@@ -220,7 +220,7 @@ def test_with_a_comm_hook_the_warning_is_the_same(recorded_warnings) -> None:
 
 
 def test_a_rank_that_does_not_report_is_waited_for_once(monkeypatch) -> None:
-    monkeypatch.setattr("lightning_ddp.ddp.missing_gradients._REPORT_DEADLINE_S", 2.0)
+    monkeypatch.setattr("lightning_ddp.ddp.gradient_errors._REPORT_DEADLINE_S", 2.0)
 
     def rank_main(rank, world_size, group):
         model = BucketedDDP(Branches(), process_group=group)
@@ -295,7 +295,7 @@ def test_what_was_accumulated_is_averaged_in_a_step_that_uses_no_parameter(is_st
 
 
 def test_a_rank_that_is_late_for_a_step_that_uses_no_parameter_is_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr("lightning_ddp.ddp.missing_gradients._REPORT_DEADLINE_S", 0.2)
+    monkeypatch.setattr("lightning_ddp.ddp.gradient_errors._REPORT_DEADLINE_S", 0.2)
     has_waited = threading.Event()
 
     def rank_main(rank, world_size, group):

@@ -25,7 +25,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 def variant_name():
     name = "custom_ddp_for_a_test"
     yield name
-    for registry in (StrategyRegistry, variants._variants, *variants._fabrics):
+    for registry in (variants._variants, *(registry for registry, _ in variants._joined)):
         registry.pop(name, None)
 
 
@@ -297,6 +297,7 @@ assert "available_hooks" in dir(lightning_ddp.hooks) and "hooks" in dir(lightnin
 assert {{*lightning_ddp.__all__}} <= {{*dir(lightning_ddp)}}
 from lightning_ddp import *
 assert DataParallel is lightning_ddp.DataParallel
+assert all(callable(globals()[name]) for name in lightning_ddp.__all__)  # and no room of the same name
 assert BucketedDDP.__module__ == "lightning_ddp.ddp.module"
 assert not hasattr(lightning_ddp, "no_such_name")
 assert issubclass(lightning_ddp.Trainer, pl.Trainer)

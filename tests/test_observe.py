@@ -16,8 +16,8 @@ import lightning_ddp
 from lightning_ddp import BucketedDDP
 from lightning_ddp.callbacks import CommunicationMonitor, summarize
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.telemetry.lateness import SlowRanks, lateness
-from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord, StepRecorder
+from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
+from lightning_ddp.telemetry.timeline import SlowRanks, lateness
 
 MS = 1_000_000
 
@@ -116,7 +116,7 @@ def test_a_step_is_recorded_in_the_order_in_which_it_happens() -> None:
         model.record_steps(0)
         model(torch.ones(2, 8)).sum().backward()
         assert recorder.take() == []
-        assert model.reducer.recorder is None
+        assert list(recorder.records) == taken
         assert len(model.reducer.buckets) > 1
         return taken
 
@@ -184,9 +184,13 @@ def test_a_late_rank_lacks_slack_whatever_its_clock_says() -> None:
     assert late[1] > 10_000
 
 
-def test_a_recorder_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="num_steps=0: expected a number of steps from 1"):
-        StepRecorder(torch.device("cpu"), 0)
+def test_a_negative_number_of_steps_is_refused() -> None:
+    def rank_main(rank: int, world_size: int, process_group: Any) -> None:
+        model = BucketedDDP(layers(), process_group=process_group)
+        with pytest.raises(ConfigurationError, match="num_steps=-1: expected a number of steps from 0"):
+            model.record_steps(-1)
+
+    run_threads(rank_main, 1)
 
 
 # ---------------------------------------------------------------------- the callback

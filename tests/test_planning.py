@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp.comm.cost import TransferCost
-from lightning_ddp.tools.perf_model import planning
+from lightning_ddp.tools import perf_model
+from lightning_ddp.tools.perf_model import TransferCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Backward:
     def best(self, tolerance: float = 0.01) -> tuple[int, ...]:
         cost = TransferCost(latency_s=self.latency_s, seconds_per_byte=self.seconds_per_byte)
         given = (self.ready_s, self.num_bytes, self.backward_s, cost)
-        return planning.best_boundaries(*given, tolerance=tolerance)
+        return perf_model.best_boundaries(*given, tolerance=tolerance)
 
 
 @st.composite

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import run_script
 
-from lightning_ddp.launch import prelude
+from lightning_ddp.launch import child_process as prelude
 
 SCRIPT = """
 import gc, os, subprocess, sys

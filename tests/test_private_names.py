@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import ctypes
 import functools
 import gc
 import importlib
@@ -17,10 +18,12 @@ import multiprocessing
 import operator
 import pkgutil
 import queue
+import random
 import re
 import signal
 import sys
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -29,6 +32,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import hydra
+import numpy
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -47,8 +51,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lightning_ddp
 from lightning_ddp import _lightning
 from lightning_ddp._torch import refuse_collectives, run_eagerly, without_engine_context
-from lightning_ddp.ddp.snapshot import unseen_by_autograd
-from lightning_ddp.ddp.torch_names import TorchNames
+from lightning_ddp.ddp.buffers import unseen_by_autograd
+from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.errors import UnsupportedVersionError
 
 PACKAGE = Path(lightning_ddp.__file__).parent
@@ -209,6 +213,19 @@ def test_the_hooks_on_a_gradient_can_be_counted() -> None:
 
 
 @canary("torch._foreach_copy_", "torch._foreach_mul_", "torch._foreach_add_")
+def test_the_memory_of_pythons_and_numpys_generator_is_what_they_tell_as_their_state() -> None:
+    """Else the cheap comparison at each step boundary is not used, and the states are copied."""
+    python: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    assert python.random == random.random
+    _, (*key, position), _ = python.getstate()
+    told = array("I", [position, *key]).tobytes()
+    assert ctypes.string_at(id(python) + object.__basicsize__, len(told)) == told
+    generator = numpy.random.get_bit_generator()
+    _, numbers, place, *_ = numpy.random.get_state()
+    told = numbers.tobytes() + place.to_bytes(4, sys.byteorder)
+    assert ctypes.string_at(generator.ctypes.state_address, len(told)) == told
+
+
 def test_lists_of_tensors_are_changed_at_once() -> None:
     """Copies lists of any types, also of views, and multiplies and adds in place."""
     flat = torch.zeros(3)
@@ -492,7 +509,8 @@ def test_our_wrapper_has_no_private_name_that_torchs_has_not() -> None:
     """The names that other code of torch reaches for on a wrapper and its reducer, with their parameters."""
     kind = torch_ddp.DistributedDataParallel
     source = inspect.getsource(torch_ddp)
-    for name, ours in {**vars(TorchNames), **vars(OfWrapper)}.items():
+    for_the_library = ("_get_data_parallel_params", "_has_rebuilt_buckets", "_set_static_graph")
+    for name, ours in {**{n: vars(BucketedDDP)[n] for n in for_the_library}, **vars(OfWrapper)}.items():
         if is_private(name):
             theirs = getattr(kind, name, None)
             assert theirs is not None or f"self.{name} = " in source or f"self.{name}:" in source, name
@@ -724,13 +742,13 @@ def test_a_fit_takes_over_the_state_of_another_inside_of_its_epoch() -> None:
     def give(trainer: Any, original: Any, fetcher: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_progress.current.completed == 1:
             taken["state"] = copy.deepcopy(_lightning.dump_checkpoint(trainer))
-            taken["metrics"] = _lightning.callback_metrics(trainer)
+            taken["metrics"] = dict(_lightning.callback_metrics(trainer))
         original(fetcher)
 
     def take(trainer: Any, original: Any) -> None:
         _lightning.prepare_loaders(trainer, validates=False)
         _lightning.restore_checkpoint(trainer, dict(taken["state"]))
-        _lightning.set_callback_metrics(trainer, taken["metrics"])
+        _lightning.callback_metrics(trainer).update(taken["metrics"])
 
     def enter(trainer: Any, original: Any) -> None:
         original()
@@ -1601,8 +1619,8 @@ def test_private_names_of_a_dependency_are_in_one_place() -> None:
 def test_names_are_found_however_they_are_used() -> None:
     found = {name: {place.partition(":")[0] for place in places} for name, places in uses().items()}
     assert found["_use_count"] == {"_torch.py"}, "called by a text"
-    assert found["_evaluate_custom_resolver"] == {"hydra_jobs/resolver_cache.py"}, "patched"
+    assert found["_evaluate_custom_resolver"] == {"hydra_jobs/handover.py"}, "patched"
     assert "hydra_jobs/compositions.py" in found["_internal"], "in the name of a module"
-    assert found["_wrapping_function"] == {"launch/launcher.py (inherited)"}, "overridden"
+    assert found["_wrapping_function"] == {"launch/multiprocess_launcher.py (inherited)"}, "overridden"
     assert found["_interrupt"] == {"_lightning.py"}
     assert not {"_group", "_exit", "_target_"} & found.keys(), "ours, Python's, documented"

@@ -10,7 +10,7 @@ from harness import run_threads
 from torch import nn
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.errors import MissingGradientError
 
 NUM_STEPS = 5
@@ -76,7 +76,7 @@ class OneShot(Interrupt):
     """An interrupt that raises once, as a signal handler does."""
 
     def check(self) -> None:
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             raise error
 

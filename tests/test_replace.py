@@ -512,13 +512,17 @@ def test_a_new_process_has_what_a_hook_shares(name, tmp_path) -> None:
     ],
 )
 def test_a_new_process_joins_local_training_at_a_round(name, tmp_path) -> None:
-    """Rounds follow steps 5, 8 and so on. It has the outer state of the others from then on."""
+    """Rounds follow steps 5, 8 and so on. It has the outer state of the others from then on.
+
+    One is lost while the others have taken different numbers of steps, and they are in the last one of a
+    round when the new process comes.
+    """
     options: dict[str, Any] = {"name": name, "period": 3, "start_step": 3}
     if name == "hierarchical_sgd":
         options = {"name": name, "periods": {1: 2, 3: 0}, "start_step": 3}
     size = 4 if name == "hierarchical_sgd" else 3
-    order = {"strategy": {"model_averaging": options}, "devices": size}
-    ledger = train(tmp_path, fault(2, "forward", 7), launcher=RUN, **order)
+    order = {"strategy": {"model_averaging": options}, "devices": size, "slow": [[1, 6], [1, 8]]}
+    ledger = train(tmp_path, fault(2, "forward", 7), launcher=RUN, new_s=0.5, **order)
     assert sorted(set(ledger.ended)) == list(range(size))
     assert ledger.of("excepts") == []
     (step,) = {entry["step"] for entry in ledger.changes if entry["joined"]}

@@ -17,11 +17,17 @@ from harness import run_threads
 from models import batch, build
 from torch import Tensor, nn
 
-from lightning_ddp.data_parallel.parallel_apply import parallel_apply
-from lightning_ddp.data_parallel.replicate import DataParallel, data_parallel, replicate
-from lightning_ddp.data_parallel.scatter import gather, scatter, scatter_kwargs
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.errors import ConfigurationError, ReplicaError
+from lightning_ddp.replicas import (
+    DataParallel,
+    data_parallel,
+    gather,
+    parallel_apply,
+    replicate,
+    scatter,
+    scatter_kwargs,
+)
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu"] * 3

@@ -33,7 +33,7 @@ from user_script import order, read_notes, wait_for_notes
 
 from lightning_ddp import cli
 from lightning_ddp.launch.control_process import ALL_ENDED, serve
-from lightning_ddp.telemetry.recording import load_folder
+from lightning_ddp.telemetry.timeline import load_folder
 
 NUM_STARTS = 3
 SCRIPT = Path(user_script.__file__)

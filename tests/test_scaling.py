@@ -16,19 +16,24 @@ from torch import nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import parse_averager
-from lightning_ddp.comm.cost import TransferCost
-from lightning_ddp.ddp.reducer_options import bucket_caps_bytes
+from lightning_ddp.ddp.layout import bucket_caps_bytes
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.hooks.base import Part
-from lightning_ddp.telemetry.recording import Recording
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
-from lightning_ddp.tools.perf_model.network import Network
-from lightning_ddp.tools.perf_model.planning import recommend_buckets
-from lightning_ddp.tools.perf_model.prediction import predict_averager, predict_hook
-from lightning_ddp.tools.perf_model.profile import StepProfile, cut_sizes
-from lightning_ddp.tools.perf_model.program import HookModel, Send, Wait, Work, plain_model, trace_hook
-from lightning_ddp.tools.perf_model.simulation import SimulatedStep, simulate
+from lightning_ddp.telemetry.timeline import Recording
+from lightning_ddp.tools.hook_program import HookModel, Send, Wait, Work, plain_model, trace_hook
+from lightning_ddp.tools.perf_model import (
+    Network,
+    SimulatedStep,
+    StepProfile,
+    TransferCost,
+    cut_sizes,
+    predict_averager,
+    predict_hook,
+    recommend_buckets,
+    simulate,
+)
 
 FREE = Network(hop=TransferCost(latency_s=0, seconds_per_byte=0))
 LINK = Network(hop=TransferCost(latency_s=0.25, seconds_per_byte=0.01))

@@ -28,8 +28,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.averaging import build_averager
+from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RankMismatchError
 from lightning_ddp.hooks import build_hook

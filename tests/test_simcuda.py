@@ -374,7 +374,7 @@ ALLOWED: dict[tuple[str, str], dict[str, int]] = {
     ("sync_batch_norm, no_sync", "sync"): {"torch/nn/modules/_functions.py": 2 * 3 * NUM_STEADY},
     # whether some rank has inputs left, and which, decides what the host does next
     ("uneven_inputs", "sync"): {
-        "lightning_ddp/ddp/join.py": NUM_STEADY,
+        "lightning_ddp/ddp/module.py": NUM_STEADY,
         "torch/nn/parallel/distributed.py": 3 * NUM_STEADY,
     },
     # a parameter that no rank has used keeps its `.grad`, as a rule None, which only the host can leave so:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm import Group, sub_group
-from lightning_ddp.encoding.side_stream import sibling_group
+from lightning_ddp.comm.subgroups import sibling_group
 from lightning_ddp.errors import CollectiveError
 
 TIMEOUT_S = 6.0

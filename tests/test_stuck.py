@@ -17,31 +17,29 @@ from torch import nn
 from user_script import order, read_notes
 
 from lightning_ddp import BucketedDDP, comm
-from lightning_ddp.comm.activity import Activity, Lane
+from lightning_ddp.comm.activity import Activity, Interrupt, Lane
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError
 from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.supervise.client import ServerAddress, Watch
-from lightning_ddp.supervise.desync import ANSWER_WAIT_S, Inspection
+from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
+from lightning_ddp.supervise.desync import ANSWER_WAIT_S, Inspection, explain, join_ranks, split_ranks
 from lightning_ddp.supervise.failure_record import Identity, Where
-from lightning_ddp.supervise.graceful_stop import StepBoundary
 from lightning_ddp.supervise.protocol import (
-    LIMIT_BYTES,
     Announce,
     Ask,
     Found,
     Go,
+    GroupStatus,
+    RankStatus,
     RollCall,
     Status,
-    Unpacker,
-    pack,
 )
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.status import GroupStatus, RankStatus, explain, join_ranks, split_ranks
-from lightning_ddp.telemetry.recording import load_folder
+from lightning_ddp.supervise.stop_main import StepBoundary
+from lightning_ddp.telemetry.timeline import load_folder
 
 CPU = torch.device("cpu")
 TOKEN = "0123456789abcdef"

@@ -20,10 +20,16 @@ from torch import nn
 from lightning_ddp import BucketedDDP
 from lightning_ddp.cli import main
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.telemetry.picture import COLOURS
-from lightning_ddp.telemetry.recording import Change, Recording, load_folder, save
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
-from lightning_ddp.telemetry.timeline import chrome_trace, lanes_of
+from lightning_ddp.telemetry.timeline import (
+    COLOURS,
+    Change,
+    Recording,
+    chrome_trace,
+    lanes_of,
+    load_folder,
+    save,
+)
 
 MS = 1_000_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp.comm.group import Group
+from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.ddp.lockstep import Lockstep, Turn
-from lightning_ddp.ddp.snapshot import ModuleSnapshot
 from lightning_ddp.errors import ConfigurationError, UnevenInputsError
 
 CPU = torch.device("cpu")
@@ -339,6 +339,42 @@ def test_a_snapshot_brings_back_buffers_and_metrics() -> None:
         assert module.replaced is replaced
     module.step(5.0)
     assert module.mean.compute().item() == 4.0
+
+
+def test_a_snapshot_that_is_taken_again_has_buffers_of_any_kind_and_place() -> None:
+    buffers = {
+        "scalar": torch.tensor(3),
+        "flags": torch.tensor([True, False, True]),
+        "short": torch.arange(5, dtype=torch.bfloat16),
+        "complex": torch.tensor([1 + 2j]),
+        "columns": torch.arange(6.0).view(2, 3).t(),
+        "large": torch.arange(40_000.0),
+        "empty": torch.empty(0),
+    }
+    module = nn.Module()
+    for name, tensor in buffers.items():
+        module.register_buffer(name, tensor)
+
+    def move(tensor: torch.Tensor) -> None:
+        tensor.data = tensor.clone()
+
+    changes: list[Callable[[torch.Tensor], object]] = [
+        lambda tensor: None,
+        lambda tensor: tensor.data.fill_(1),
+        move,
+        lambda tensor: tensor.resize_(2) if tensor is buffers["flags"] else None,
+    ]
+    snapshot = ModuleSnapshot(module)
+    for number, change in enumerate(changes):
+        for tensor in buffers.values():
+            change(tensor)
+        expected = {name: tensor.clone() for name, tensor in buffers.items()}
+        snapshot.retake()
+        for tensor in buffers.values():
+            tensor.zero_()
+        snapshot.restore()
+        for name, tensor in buffers.items():
+            assert torch.equal(tensor, expected[name]), (number, name)
 
 
 @pytest.mark.parametrize("is_replay", [True, False])

@@ -179,9 +179,9 @@ def test_a_static_graph_is_learned_once_with_its_unused_parameters(view) -> None
 
 def static_epochs_in_which_a_rank_comes_later(rank, world_size):
     model = BucketedDDP(Branches(), static_graph=True)
-    usage, exchanges = model.reducer.usage, []
-    start = usage._start
-    usage._start = lambda used: exchanges.append(used) or start(used)
+    gradients, exchanges = model.reducer._gradients, []
+    start = gradients._exchange
+    gradients._exchange = lambda absent: exchanges.append(absent) or start(absent)
     seen = []
     for num_batches in (2 * rank, 2, 2):  # at first the rank that uses both branches has no input
         with model.join():

@@ -11,7 +11,7 @@ import textwrap
 from collections import defaultdict
 from pathlib import Path
 
-from lightning_ddp.tools.report import format_table
+from lightning_ddp.tools.command_line import format_table
 
 
 def read_results(folders: list[Path]) -> list[dict]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp.tools.bench.tasks import CONTEXT, CharacterModel, read_digits, read_text
+from lightning_ddp.tools.models import CONTEXT, CharacterModel, read_digits, read_text
 
 
 class Data(pl.LightningDataModule):

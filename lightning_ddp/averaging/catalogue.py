@@ -9,27 +9,19 @@ from typing import Any
 import torch
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions
-from lightning_ddp.averaging.local_sgd import HierarchicalSGD, PostLocalSGD
-from lightning_ddp.averaging.outer import DiLoCo, SlowMo
-from lightning_ddp.averaging.streaming import StreamingDiLoCo
-from lightning_ddp.comm.checks import first_lines, parse_entry
+from lightning_ddp.comm.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
-from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["AveragerPlan", "available_averagers", "averager_options", "build_averager", "parse_averager"]
-
-_AVERAGERS: dict[str, type[Averager]] = {
-    averager.name: averager for averager in (PostLocalSGD, HierarchicalSGD, SlowMo, DiLoCo, StreamingDiLoCo)
-}
+_AVERAGERS: Catalogue[Averager] = Catalogue("averager", Averager, argument="model averaging")
 
 
 def available_averagers() -> dict[str, str]:
     """The names of the averagers and what each does, sorted by name.
 
-    >>> sorted(available_averagers())
-    ['diloco', 'hierarchical_sgd', 'post_local_sgd', 'slowmo', 'streaming_diloco']
+    >>> sorted(available_averagers())[:2]
+    ['diloco', 'hierarchical_sgd']
     """
-    return first_lines(_AVERAGERS)
+    return _AVERAGERS.descriptions()
 
 
 def averager_options() -> dict[str, type[AveragerOptions]]:
@@ -38,7 +30,7 @@ def averager_options() -> dict[str, type[AveragerOptions]]:
     >>> averager_options()["diloco"](period=50).outer_lr
     0.7
     """
-    return {name: averager.Options for name, averager in sorted(_AVERAGERS.items())}
+    return _AVERAGERS.options()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +55,7 @@ def parse_averager(spec: str | Mapping[str, Any]) -> AveragerPlan:
     Raises:
         ConfigurationError: the name or an option does not exist, or a value cannot be used.
     """
-    entry: Any = {"name": spec} if isinstance(spec, str) else spec
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-        raise ConfigurationError(f"model averaging {spec!r}: expected a name or a mapping with 'name'")
-    name, options = parse_entry("averager", entry, _AVERAGERS)
+    name, options = _AVERAGERS.parse(spec)
     return AveragerPlan(name=name, options=options)
 
 

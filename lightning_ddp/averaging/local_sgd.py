@@ -6,19 +6,20 @@ Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
-from lightning_ddp.comm.checks import require
+from lightning_ddp.comm.catalogue import hook_name
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.chunks import average_
-from lightning_ddp.encoding.mean import PlainWire
-from lightning_ddp.encoding.side_stream import Channel, part_group
-
-__all__ = ["HierarchicalSGD", "HierarchicalSGDOptions", "PostLocalSGD", "PostLocalSGDOptions"]
+from lightning_ddp.comm.subgroups import part_group
+from lightning_ddp.encoding.mean import PlainWire, average_
+from lightning_ddp.encoding.side_stream import Channel
+from lightning_ddp.errors import ConfigurationError, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,49 @@ class PostLocalSGD(Averager):
         tensors = [self.parameters[name] for name in track.names]
         self.run(lambda: average_(self.wire, tensors))
         self.settle(track)
+
+
+class NodeGradients:
+    """A communication hook that passes on to another one until local training begins.
+
+    All ranks construct it; communicates.
+
+    Args:
+        hook: reduces over all ranks; None for the plain mean.
+        group: all ranks; those of a node are neighbours.
+        node_size: ranks of a node.
+        device: of the gradients.
+        is_global: tells whether gradients are to be averaged over all ranks.
+
+    Raises:
+        ConfigurationError: the ranks do not divide into nodes of that size.
+    """
+
+    def __init__(
+        self,
+        hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]] | None,
+        group: Group,
+        node_size: int,
+        device: torch.device,
+        is_global: Callable[[], bool],
+    ) -> None:
+        if group.size % node_size:
+            raise ConfigurationError(
+                f"gradients='node': {group.size} ranks do not divide into nodes of {node_size}"
+            )
+        self._hook = hook
+        self.name = f"{hook_name(hook)} in nodes" if hook is not None else "allreduce in nodes"
+        """Of the hook, for errors."""
+        self._is_global = is_global
+        self._world = Channel(group, device) if hook is None else None
+        self._node = Channel(part_group(group, node_size, device), device)
+
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if self._is_global() and self._hook is not None:
+            return self._hook(state, bucket)
+        channel = self._world if self._world is not None and self._is_global() else self._node
+        buffer: torch.Tensor = bucket.buffer()
+        return channel.submit(lambda: PlainWire(channel).mean(buffer))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +148,10 @@ class HierarchicalSGD(Averager):
         )
 
     def rejoin(self, group: Group) -> None:
-        """Goes on with other ranks, and with other neighbours from the next round of all on."""
         self._waits_for_all = True
         super().rejoin(group)
 
     def halt(self) -> None:
-        """Of all levels."""
         for channel in dict.fromkeys(self._levels.values()):
             channel.halt()
 
@@ -130,7 +172,6 @@ class HierarchicalSGD(Averager):
 
     @property
     def num_bytes_sent(self) -> int:
-        """Bytes that this rank has sent for averaging, on all levels."""
         inner = [channel for channel in self._levels.values() if channel is not self.channel]
         return self.channel.num_bytes_sent + sum(channel.num_bytes_sent for channel in inner)
 

@@ -13,12 +13,16 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
-from lightning_ddp.comm.checks import require
-from lightning_ddp.encoding.chunks import Segment, exchange, memory_view
-from lightning_ddp.encoding.codecs import CastCodec, Int8Codec
-from lightning_ddp.encoding.mean import EncodedWire, Wire
-
-__all__ = ["DiLoCo", "DiLoCoOptions", "OuterAverager", "SlowMo", "SlowMoOptions"]
+from lightning_ddp.encoding.mean import (
+    CastCodec,
+    EncodedWire,
+    Int8Codec,
+    Segment,
+    Wire,
+    exchange,
+    memory_view,
+)
+from lightning_ddp.errors import require
 
 _INT8_BLOCK = 256
 
@@ -29,14 +33,14 @@ class OuterAverager(Averager):
     Subclasses say in `update` what becomes of a stretch of one parameter.
     """
 
+    def prepare(self) -> None:
+        """Outer gradients are sent as they are. Does not communicate."""
+        self.transport: Wire = self.wire
+
     def begin_local_phase(self) -> None:
         """Copies the parameters, which all ranks share at this moment. Does not communicate."""
         self._anchors = {name: memory_view(p).clone().float() for name, p in self.parameters.items()}
         self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()}
-
-    def transport(self) -> Wire:
-        """How outer gradients are sent."""
-        return self.wire
 
     def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
         """Moves `anchor` (1-D, in place) by the mean `delta` of what the ranks moved away from it.
@@ -59,18 +63,16 @@ class OuterAverager(Averager):
         rates = self.learning_rates(track)
 
         def pack(segment: Segment, out: torch.Tensor) -> None:
-            where = slice(segment.start, segment.stop)
-            anchor = self._anchors[track.names[segment.index]][where]
-            out.copy_(anchor).sub_(views[segment.index][where])
+            anchor = self._anchors[track.names[segment.number]][segment.where]
+            out.copy_(anchor).sub_(views[segment.number][segment.where])
 
         def unpack(segment: Segment, delta: torch.Tensor) -> None:
-            where = slice(segment.start, segment.stop)
-            name = track.names[segment.index]
+            name, where = track.names[segment.number], segment.where
             anchor = self._anchors[name][where]
             self.update(anchor, self._momenta[name][where], delta, rates[name])
-            views[segment.index][where].copy_(anchor)
+            views[segment.number][where].copy_(anchor)
 
-        exchange(self.transport(), views, pack, unpack)
+        exchange(self.transport, views, pack, unpack)
 
     def learning_rates(self, track: Track) -> dict[str, float]:
         """The present learning rate of each parameter of an optimizer."""
@@ -83,7 +85,6 @@ class OuterAverager(Averager):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, outer parameters and outer momentum by parameter name."""
         state = super().state_dict()
         if not self.averages_gradients:
             state["outer"] = {
@@ -104,7 +105,6 @@ class OuterAverager(Averager):
         return notes
 
     def take_outer(self, outer: dict[str, Any]) -> list[str]:
-        """Outer parameters and momentum, once local training has begun."""
         missing = []
         for name, anchor in self._anchors.items() if self._is_local else ():
             saved = outer.get(name)
@@ -116,14 +116,12 @@ class OuterAverager(Averager):
         return missing
 
     def met(self) -> dict[str, torch.Tensor]:
-        """The outer parameters, as soon as there are any."""
         return self._anchors if self._is_local else {}
 
     def _keep_met(self) -> None:
         """Nothing more."""
 
     def changed_by_round(self, track: Track) -> list[torch.Tensor]:
-        """The outer state, besides."""
         outer = [state[name] for state in (self._anchors, self._momenta) for name in track.names]
         return [*super().changed_by_round(track), *outer]
 
@@ -159,7 +157,6 @@ class SlowMo(OuterAverager):
     options: SlowMoOptions
 
     def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
-        """The formula above for a stretch of one parameter."""
         if lr == 0:
             anchor.sub_(delta)
             return
@@ -208,18 +205,13 @@ class DiLoCo(OuterAverager):
 
     def prepare(self) -> None:
         """Chooses how outer gradients are sent. Does not communicate."""
-        self._transport: Wire = self.wire
+        super().prepare()
         encoding = self.options.encoding
         if encoding != "fp32":
             codec = CastCodec(torch.bfloat16) if encoding == "bf16" else Int8Codec(_INT8_BLOCK)
-            self._transport = EncodedWire(self.channel, codec)
-
-    def transport(self) -> Wire:
-        """How outer gradients are sent: by the option `encoding`."""
-        return self._transport
+            self.transport = EncodedWire(self.channel, codec)
 
     def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
-        """One step of SGD with the gradient `delta`."""
         factor = self.options.outer_momentum
         momentum.mul_(factor).add_(delta)
         step = delta.add_(momentum, alpha=factor) if self.options.nesterov else momentum

@@ -6,18 +6,16 @@ algorithm 2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_ddp.averaging.base import Track, put_back
 from lightning_ddp.averaging.outer import DiLoCo, DiLoCoOptions
-from lightning_ddp.comm.checks import require
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.chunks import CHUNK_NUMEL, memory_view
-
-__all__ = ["StreamingDiLoCo", "StreamingDiLoCoOptions"]
+from lightning_ddp.encoding.mean import CHUNK_NUMEL, memory_view
+from lightning_ddp.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +70,10 @@ class StreamingDiLoCo(DiLoCo):
     options: StreamingDiLoCoOptions
 
     def prepare(self) -> None:
-        """Nothing is under way yet. Does not communicate."""
         super().prepare()
         self._under_way: dict[int, _Exchange] = {}
 
     def after_local_step(self, track: Track) -> None:
-        """Applies what is due, starts what is due."""
         self._send_again()
         index = self.tracks.index(track)
         self._apply_if_due(index, track)
@@ -104,40 +100,34 @@ class StreamingDiLoCo(DiLoCo):
 
         def job() -> torch.Tensor:
             for piece in flat.split(CHUNK_NUMEL):
-                piece.copy_(self.transport().mean(piece))
+                piece.copy_(self.transport.mean(piece))
             return flat
 
         return self.channel.submit(job)
 
     def _apply_if_due(self, index: int, track: Track) -> None:
         exchange = self._under_way.get(index)
-        if exchange is None or track.num_local_steps < exchange.due:
-            return
-        part = Track(optimizer=track.optimizer, names=exchange.names)
-        self.unfinished, self._before = track, self.copies(self.changed_by_round(part))
-        self.complete()
+        if exchange is not None and track.num_local_steps >= exchange.due:
+            self.begin_round(track)
 
-    def complete(self) -> None:
-        """Applies the exchange that is due. Communicates."""
-        assert self.unfinished is not None
-        put_back(self._before)
+    def changed_by_round(self, track: Track) -> list[torch.Tensor]:
+        exchange = self._under_way[self.tracks.index(track)]
+        return super().changed_by_round(replace(track, names=exchange.names))
+
+    def round(self, track: Track) -> None:
+        """Ends the outer step of the fragment that is under way, and mixes it in. Communicates."""
         self._send_again()
-        index = self.tracks.index(self.unfinished)
-        self._apply(self._under_way[index], self.unfinished)
-        del self._under_way[index]
-        self.unfinished, self.has_met, self._before = None, True, []
-
-    def _apply(self, exchange: _Exchange, track: Track) -> None:
+        index = self.tracks.index(track)
+        exchange = self._under_way[index]
         assert exchange.future is not None
-        flat = self.channel.wait(exchange.future)
+        deltas = self.channel.wait(exchange.future).split([self._anchors[n].numel() for n in exchange.names])
         rates = self.learning_rates(track)
         with torch.no_grad():
-            for name, delta in zip(
-                exchange.names, flat.split([self._anchors[n].numel() for n in exchange.names]), strict=True
-            ):
+            for name, delta in zip(exchange.names, deltas, strict=True):
                 self.update(self._anchors[name], self._momenta[name], delta, rates[name])
         self._mix(exchange.names)
-        self.settle(Track(optimizer=track.optimizer, names=exchange.names, num_steps=track.num_steps))
+        self.settle(replace(track, names=exchange.names))
+        del self._under_way[index]
 
     @torch.no_grad()
     def _mix(self, names: list[str]) -> None:
@@ -185,7 +175,7 @@ class StreamingDiLoCo(DiLoCo):
         for exchange in self._under_way.values():
             self._mix(exchange.names)
         self._under_way = {}
-        self.unfinished, self.has_met, self._before = None, True, []
+        self._end_round()
 
     # ------------------------------------------------------------------ checkpoint
 
@@ -205,7 +195,6 @@ class StreamingDiLoCo(DiLoCo):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Takes over a state with its exchanges."""
         notes = super().load_state_dict(state)
         self._under_way = {}
         if state["name"] != self.name:

@@ -3,6 +3,7 @@
 They take a `Group`, which is made of any torch process group: `Group(torch.distributed.group.WORLD)`.
 """
 
+from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.all_reduce import (
     all_reduce,
     all_reduce_coalesced,
@@ -10,13 +11,17 @@ from lightning_ddp.comm.all_reduce import (
     reduce_op,
     reduce_scatter,
 )
-from lightning_ddp.comm.all_to_all import all_to_all
 from lightning_ddp.comm.barrier import barrier, monitored_barrier
-from lightning_ddp.comm.broadcast_gather import all_gather, all_gather_uneven, broadcast
-from lightning_ddp.comm.gather_scatter import gather, scatter
+from lightning_ddp.comm.gather_scatter import (
+    all_gather,
+    all_gather_uneven,
+    all_to_all,
+    broadcast,
+    gather,
+    scatter,
+)
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.handle import Handle
-from lightning_ddp.comm.interrupt import Interrupt
 from lightning_ddp.comm.objects import all_gather_objects, broadcast_nested, broadcast_object
 from lightning_ddp.comm.point_to_point import recv, recv_object, send, send_object
 from lightning_ddp.comm.subgroups import node_group, part_group, sibling_group, sub_group

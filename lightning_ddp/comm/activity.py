@@ -1,7 +1,8 @@
-"""Record of this rank's collectives: which its threads have started, and which they wait for.
+"""Record of this rank's collectives, and the failure that ends its waits for them.
 
-Written by the threads that communicate, at about a microsecond a collective; read by the control channel's
-thread when somebody asks where this rank is.
+`Activity`, which collectives the threads have started and wait for, is written by the threads that
+communicate, at about a microsecond a collective, and read by the control channel's thread when somebody asks
+where this rank is. `Interrupt` holds it, and the failure of which that thread has learned.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +20,12 @@ import torch.distributed as dist
 
 from lightning_ddp._torch import known_groups, name_of_group
 
-__all__ = ["Activity", "Entry", "Lane", "Waiting"]
-
 _NUM_RECENT = 4
 _MOST_PENDING = 64
 _MOST_TENSORS = 8
 _MOST_DIMENSIONS = 8
+_LOOK_AFTER_S = 5.0
+"""How old a collective is when somebody looks whether the ranks wait for different ones."""
 
 
 class Entry(NamedTuple):
@@ -36,7 +38,7 @@ class Entry(NamedTuple):
     kind: str
     """'all_reduce', 'broadcast from 0' ..."""
     label: str | None
-    """What it is for, such as 'reduce of bucket 4'."""
+    """Such as 'reduce of bucket 4'."""
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
     """Shapes and dtypes of the first few tensors."""
     num_tensors: int
@@ -49,18 +51,12 @@ class Entry(NamedTuple):
 
     def text(self) -> str:
         """All that has to be the same on all ranks; at most some hundred characters."""
-        shapes = ", ".join(
-            f"{_shape(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors
-        )
+        shapes = ", ".join(f"{_shape(shape)} {str(d).removeprefix('torch.')}" for shape, d in self.tensors)
         more = f" and {self.num_tensors - len(self.tensors)} more" * (self.num_tensors > len(self.tensors))
-        return f"{self._purpose()}{self.kind} of {shapes}{more}"
-
-    def _purpose(self) -> str:
-        """The label where it says more than the kind: not where it is the name of the function."""
-        if self.label is None or self.kind.startswith(self.label):
-            return ""
-        is_function = self.label.isidentifier() and self.label.startswith(self.kind.split()[0])
-        return "" if is_function else f"{self.label}: "
+        label, kind = self.label or "", self.kind
+        is_function = label.isidentifier() and label.startswith(kind.split()[0])  # its name says no more
+        purpose = "" if is_function or kind.startswith(label) else f"{label}: "
+        return f"{purpose}{kind} of {shapes}{more}"
 
 
 def _shape(shape: torch.Size) -> str:
@@ -80,9 +76,7 @@ class Lane:
         self.name = name
         self.ranks = tuple(ranks)
         self.number = 0
-        """Of the last one that was started."""
         self.recent: deque[Entry] = deque(maxlen=_NUM_RECENT)
-        """The last ones."""
         self._pending: dict[int, Entry] = {}
 
     def next(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None) -> Entry:
@@ -112,11 +106,11 @@ class Waiting(NamedTuple):
     """When it began, of `time.monotonic`."""
     entry: Entry | None
     """The collective that is waited for, where that is known."""
-    is_start: bool
+    is_start: bool = False
     """Whether it waits for the others before it starts that."""
-    is_side: bool
+    is_side: bool = False
     """Whether the thread is one beside the main one."""
-    is_for_job: bool
+    is_for_job: bool = False
     """Whether it waits for such a thread."""
 
     @property
@@ -181,14 +175,19 @@ class Activity:
         """What the calling thread waits for."""
         return self._waits.get(threading.get_ident())
 
-    def begin(
+    @contextmanager
+    def waiting(
         self, label: str, entry: Entry | None = None, *, is_start: bool = False, is_for_job: bool = False
-    ) -> None:
-        """The calling thread begins to wait."""
+    ) -> Generator[None, None, None]:
+        """The calling thread waits in here."""
         thread = threading.get_ident()
         self._waits[thread] = Waiting(
             label, time.monotonic(), entry, is_start, thread in self.busy, is_for_job
         )
+        try:
+            yield
+        finally:
+            self.advance()
 
     def advance(self) -> None:
         """The calling thread's wait has ended, or a step has begun."""
@@ -203,10 +202,12 @@ class Activity:
             lane = self.add(process_group, *_describe(process_group, len(self.lanes)))
         return lane
 
-    def forget_groups(self) -> None:
-        """The process groups are about to be destroyed, and others made in their place."""
+    def forget_groups(self) -> list[Any]:
+        """The process groups, which are about to be destroyed, and others made in their place."""
+        groups = list(self._known)
         self.lanes, self._known = [], weakref.WeakKeyDictionary()
         self._waits.clear()
+        return groups
 
     def add(self, process_group: Any, name: str, ranks: Sequence[int]) -> Lane:
         """Makes the lane of a process group, with a name of the caller's."""
@@ -223,3 +224,66 @@ def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
             return "world", ranks
         return f"group {name_of_group(process_group)}", ranks
     return f"group {number}" if number else "world", range(process_group.size())
+
+
+class Interrupt:
+    """A failure that some other thread has learned of, for the thread that waits.
+
+    `set` may be called from any thread; the first call wins. `check` raises in the thread that calls it.
+    """
+
+    def __init__(self) -> None:
+        self.activity = Activity()
+        self.deadline_s = float("inf")
+        """A collective that is older while somebody waits for it has failed."""
+        self.explain: Callable[[Waiting], BaseException] | None = None
+        """Makes the error for a wait whose deadline has passed. May take a second."""
+        self.look: Callable[[Entry], BaseException | None] | None = None
+        """Makes the error of a collective where other ranks wait for another one. May take a second."""
+        self.compare: Callable[[Entry], None] | None = None
+        """Called before each collective; returns once all ranks are about to start the same one."""
+        self.expect: Callable[..., None] | None = None
+        """Has what a device has still to run looked after, as no thread waits for it: `DeviceWatch`."""
+        self._looked_at: Entry | None = None
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+        """The failure, if there is one."""
+
+    def set(self, error: BaseException) -> bool:
+        """Keeps `error` for the waiting threads. Returns whether it was the first."""
+        with self._lock:
+            if self.error is not None:
+                return False
+            self.error = error
+            return True
+
+    def clear(self) -> None:
+        """Forgets the failure: the ranks that are left go on."""
+        self.error = None
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def check_deadline(self, *, is_over: bool = False) -> None:
+        """Raises if the calling thread has waited too long, and the control channel can tell for whom.
+
+        Args:
+            is_over: whether the backend has given up, so that it was too long in any case.
+        """
+        if self.explain is None:
+            return
+        waiting = self.activity.of_this_thread()
+        if waiting is None:
+            return
+        waited_s = time.monotonic() - waiting.begun_at
+        if is_over or waited_s >= self.deadline_s:
+            raise self.explain(waiting)
+        entry = waiting.entry
+        if waited_s < _LOOK_AFTER_S or entry is None or entry is self._looked_at or self.look is None:
+            return
+        self._looked_at = entry
+        error = self.look(entry)
+        if error is not None:
+            raise error

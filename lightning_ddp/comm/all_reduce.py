@@ -1,6 +1,7 @@
 """Collectives that add up, or take the least or the largest: all_reduce, reduce, reduce_scatter.
 
-Every function here is called by all ranks of the group, in one order, and communicates. bool takes part as
+Every function here is called by all ranks of the group, in one order, and communicates; what all collectives
+have in common is said of `all_reduce`. bool takes part as
 logical or (sum, max) and logical and (product, min), 8- and 16-bit integers that a backend does not know are
 added as 32-bit ones, complex numbers can only be added and averaged. The mean of integers is computed in
 floating point and written back as integers, as Lightning does.
@@ -8,6 +9,7 @@ floating point and written back as integers, as Lightning does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,11 +19,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import REDUCE_SCATTER_FLAT, reduce_scatter_flat
+from lightning_ddp.comm.gather_scatter import chunks, filled, unpack
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.handle import Call, Collective, Handle, check_rank
 from lightning_ddp.errors import ConfigurationError
-
-__all__ = ["all_reduce", "all_reduce_coalesced", "reduce", "reduce_op", "reduce_scatter"]
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -102,10 +103,7 @@ class _Reduction:
     def write_back(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
         """Puts the result into `tensor` and returns that."""
         result = self.finish(size)
-        with torch.no_grad():
-            if result.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(result)
-        return tensor
+        return tensor if result.data_ptr() == tensor.data_ptr() else filled(tensor, result)
 
 
 @Collective
@@ -134,7 +132,7 @@ def all_reduce(
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     reduction = _Reduction.of(tensor, op)
     work = call.start(lambda: group.all_reduce(reduction.sent, reduction.op, **call.limit))
-    return call.handle(call.wait_for(work), lambda: reduction.write_back(tensor, group.size))
+    return call.handle(work, lambda: reduction.write_back(tensor, group.size))
 
 
 def all_reduce_coalesced(
@@ -148,29 +146,17 @@ def all_reduce_coalesced(
     """Reduces each of `tensors` in place, with one collective for all of one dtype and device.
 
     Args:
-        group: the ranks.
         tensors: of the same shapes and dtypes on all ranks, in one order.
         op: as in `all_reduce`.
-        timeout: deadline of each collective.
-        label: as in `all_reduce`.
 
     Raises:
         ConfigurationError: as `all_reduce`.
-        CollectiveTimeoutError: a deadline has passed.
-        CollectiveError: the backend failed.
     """
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same in by_kind.values():
-        if len(same) == 1:
-            all_reduce(group, same[0], op, timeout=timeout, label=label)
-            continue
-        flat = torch.cat([t.detach().reshape(-1) for t in same])
+    for same in chunks(tensors, math.inf):
+        flat = same[0] if len(same) == 1 else torch.cat([t.detach().reshape(-1) for t in same])
         all_reduce(group, flat, op, timeout=timeout, label=label)
-        with torch.no_grad():
-            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
+        if len(same) > 1:
+            unpack(flat, same)
 
 
 @Collective
@@ -188,17 +174,12 @@ def reduce(
     On a backend without a reduce it is an all-reduce of a copy.
 
     Args:
-        group: the ranks.
         tensor: any shape; the same shape and dtype on all ranks.
         dst: the rank that gets the result.
         op: as in `all_reduce`.
-        timeout: deadline of this call; None for the group's own limit.
-        label: as in `all_reduce`.
 
     Raises:
         ConfigurationError: `dst` is no rank of the group, or the operation cannot be used.
-        CollectiveTimeoutError: the deadline has passed.
-        CollectiveError: the backend failed.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     check_rank(group, dst, "reduce to")
@@ -214,9 +195,7 @@ def reduce(
     )
     if work is None:
         work = call.start(lambda: group.all_reduce(reduction.sent, reduction.op, **call.limit))
-    return call.handle(
-        call.wait_for(work), lambda: reduction.write_back(tensor, group.size) if is_root else tensor
-    )
+    return call.handle(work, lambda: reduction.write_back(tensor, group.size) if is_root else tensor)
 
 
 @Collective
@@ -233,12 +212,9 @@ def reduce_scatter(
     On a backend without a reduce-scatter it is an all-reduce of which each rank keeps its part.
 
     Args:
-        group: the ranks.
         tensor: of shape (size * k, ...), whose k rows r * k and following are part r; or a list of `size`
             tensors of one shape, part r at index r. The same shapes and dtype on all ranks.
         op: as in `all_reduce`.
-        timeout: deadline of this call; None for the group's own limit.
-        label: as in `all_reduce`.
 
     Returns:
         This rank's part: new memory of shape (k, ...), or of the shape of one tensor of the list.
@@ -246,8 +222,6 @@ def reduce_scatter(
     Raises:
         ConfigurationError: the first dimension or the length of the list does not fit the number of ranks,
             or the operation cannot be used.
-        CollectiveTimeoutError: the deadline has passed.
-        CollectiveError: the backend failed.
     """
     first = tensor if isinstance(tensor, torch.Tensor) else (tensor[0] if tensor else torch.empty(0))
     call = Call(group=group, device=first.device, label=label, timeout=timeout)
@@ -269,7 +243,7 @@ def reduce_scatter(
     mine = torch.view_as_complex(part) if sent.is_complex() else part
     result = _Reduction(sent=mine, op=reduction.op, is_mean=reduction.is_mean)
     return call.handle(
-        call.wait_for(work),
+        work,
         lambda: result.finish(group.size).view(stacked.shape[1:]).to(stacked.dtype),
     )
 

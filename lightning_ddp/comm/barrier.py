@@ -1,22 +1,29 @@
-"""Barriers: one that is a collective, and one that knows who is missing."""
+"""Barriers: one that is a collective, one that knows who is missing, and the first one of a torchrun attempt.
+
+torchrun starts all processes again when one fails, and the new ones get the store of the old ones, with what
+those have written. The number of restarts that it tells them differs between nodes. So rank 0 names each
+attempt, and the others believe the name once rank 0 has answered them.
+"""
 
 from __future__ import annotations
 
+import secrets
+import time
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, Collective, Handle, OnSlice, check_timeout
-from lightning_ddp.comm.waits import InThread
-from lightning_ddp.errors import CollectiveTimeoutError, ConfigurationError
-
-__all__ = ["barrier", "monitored_barrier"]
+from lightning_ddp.comm.group import Group, InThread, OnSlice
+from lightning_ddp.comm.handle import Call, Collective, Handle, check_timeout
+from lightning_ddp.errors import CollectiveTimeoutError, ConfigurationError, RendezvousError
 
 _POLL_S = 0.005
 _ALL_CAME = "all came"
+_ATTEMPT = "lightning_ddp/attempt"
+_ASK_AGAIN_S = 0.05
 
 
 @Collective
@@ -31,20 +38,13 @@ def barrier(
     """Returns once all ranks have called it. All ranks call it; it communicates.
 
     Args:
-        group: the ranks.
         device: one that the group's backend serves.
         name: part of the label, if that is not given.
-        timeout: deadline of this call; None for the group's own limit.
-        label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
-
-    Raises:
-        CollectiveTimeoutError: the deadline has passed.
-        CollectiveError: the backend failed.
     """
     call = Call(group=group, device=device, label=label or _label("barrier", name), timeout=timeout)
     token = torch.zeros(1, dtype=torch.int32, device=device)
     work = call.start(lambda: group.all_reduce(token, **call.limit))
-    return call.handle(call.wait_for(work), lambda: group.wait_device(device))
+    return call.handle(work, lambda: group.wait_device(device))
 
 
 def _label(what: str, name: str | None) -> str:
@@ -68,10 +68,8 @@ def monitored_barrier(
     Costs a few round trips to the store, so it is for set-up and tests, not for every step.
 
     Args:
-        group: the ranks.
         name: part of the label, if that is not given.
         timeout: deadline of this call.
-        label: as in `barrier`.
 
     Raises:
         CollectiveTimeoutError: the deadline of a rank has passed; `missing` holds the ranks, on all ranks.
@@ -86,67 +84,106 @@ def monitored_barrier(
             f"{given}: torch knows no store for this group. Make it with init_process_group or sub_group, or"
             " pass its store: Group(process_group, store=store)"
         )
-    roll = _RollCall(call, group.store, timeout.total_seconds())
-    return call.handle(roll.wait, lambda: None)
+    store, rank, size = group.store, group.rank, group.size
+    number, limit_s = group.next_number("monitored_barrier"), timeout.total_seconds()
 
+    def key(what: str | int) -> str:
+        return f"lightning_ddp/monitored_barrier/{number}/{what}"
 
-class _RollCall:
-    """One monitored barrier: each rank's entry in the store, and the verdict that all ranks share."""
+    def decide(verdict: str) -> None:
+        store.compare_set(key("verdict"), "", verdict)
 
-    def __init__(self, call: Call, store: Any, limit_s: float) -> None:
-        self._call = call
-        self._store = store
-        self._limit_s = limit_s
-        self._number = call.group.next_number("monitored_barrier")
-        thread = InThread(self._come, limit_s)
-        self._wait = call.wait_for_thread(lambda: thread)
-
-    def _key(self, what: str | int) -> str:
-        return f"lightning_ddp/monitored_barrier/{self._number}/{what}"
-
-    def _come(self, thread: InThread[str]) -> str:
+    def come(thread: InThread[str]) -> str:
         """The verdict, the first that a rank has given."""
-        call, store, size = self._call, self._store, self._call.group.size
-        store.set(self._key(call.group.rank), "came")
-        if store.add(self._key("count"), 1) == size:
-            self._decide(_ALL_CAME)
-        is_over = partial(store.check, [self._key("verdict")])
-        thread.until(lambda: call.waited_s >= self._limit_s or is_over(), _POLL_S, "nobody says why")
+        store.set(key(rank), "came")
+        if store.add(key("count"), 1) == size:
+            decide(_ALL_CAME)
+        is_over = partial(store.check, [key("verdict")])
+        thread.until(lambda: call.waited_s >= limit_s or is_over(), _POLL_S, "nobody says why")
         if not is_over():
-            missing = [rank for rank in range(size) if not store.check([self._key(rank)])]
-            numbers = " ".join(map(str, missing))
-            self._decide(f"{call.group.rank} {self._limit_s:g} {numbers}" if missing else _ALL_CAME)
-        verdict: str = store.get(self._key("verdict")).decode()
-        if verdict == _ALL_CAME and store.add(self._key("left"), 1) == size:
+            missing = [other for other in range(size) if not store.check([key(other)])]
+            decide(f"{rank} {limit_s:g} {' '.join(map(str, missing))}" if missing else _ALL_CAME)
+        verdict: str = store.get(key("verdict")).decode()
+        if verdict == _ALL_CAME and store.add(key("left"), 1) == size:
             for what in ("verdict", "count", "left", *range(size)):
-                store.delete_key(self._key(what))
+                store.delete_key(key(what))
         return verdict
 
-    def _decide(self, verdict: str) -> None:
-        self._store.compare_set(self._key("verdict"), "", verdict)
+    thread = InThread(come, limit_s)
+    verdict_of_all = call.wait_for_thread(lambda: thread)
 
-    def wait(self, on_slice: OnSlice) -> None:
-        """Waits for the verdict; raises CollectiveTimeoutError where it is that somebody is missing."""
-        verdict = self._wait(on_slice)
+    def wait(on_slice: OnSlice) -> None:
+        verdict = verdict_of_all(on_slice)
         if verdict != _ALL_CAME:
-            raise self._error(verdict)
+            raise _missing(call, verdict)
 
-    def _error(self, verdict: str) -> CollectiveTimeoutError:
-        call = self._call
-        by, limit_s, *missing = verdict.split(" ")
-        ranks = [int(rank) for rank in missing]
-        late = call.group.rank in ranks
-        return CollectiveTimeoutError(
-            f"rank {call.group.rank} of {call.group.size}: {call.label}: rank {by} has waited {limit_s} s,"
-            f" its deadline, and {_names(ranks)} did not come"
-            + ("; this rank came when it was over" if late else "")
-            + f". Look at what {_names(ranks)} did meanwhile, or give it more time.",
-            label=call.label,
-            rank=call.group.rank,
-            waited_s=call.waited_s,
-            missing=ranks,
-        )
+    return Handle(call, wait, lambda: None)
 
 
-def _names(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _missing(call: Call, verdict: str) -> CollectiveTimeoutError:
+    by, limit_s, *missing = verdict.split(" ")
+    ranks = [int(rank) for rank in missing]
+    late = call.group.rank in ranks
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(missing)}"
+    return CollectiveTimeoutError(
+        f"rank {call.group.rank} of {call.group.size}: {call.label}: rank {by} has waited {limit_s} s,"
+        f" its deadline, and {names} did not come"
+        + ("; this rank came when it was over" if late else "")
+        + f". Look at what {names} did meanwhile, or give it more time.",
+        label=call.label,
+        rank=call.group.rank,
+        waited_s=call.waited_s,
+        missing=ranks,
+    )
+
+
+# ---------------------------------------------------------------------- attempts of torchrun
+
+
+def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
+    """The part of the store of torchrun's agent that is new in this attempt. All ranks call it.
+
+    It returns once rank 0 knows all.
+
+    Raises:
+        RendezvousError: not all ranks have come within the store's timeout.
+    """
+    timeout = store.timeout
+    try:
+        name = _welcome(store, world_size) if rank == 0 else _ask(store, rank, timeout)
+    except dist.DistStoreError as error:
+        raise RendezvousError(
+            f"rank {rank}: not all {world_size} ranks that torchrun has started have come within"
+            f" {timeout.total_seconds():g} s: {error}. Check that all of them train with the same devices"
+            " and num_nodes as torchrun's --nproc-per-node and --nnodes."
+        ) from error
+    return dist.PrefixStore(f"{_ATTEMPT}/{name}", store)
+
+
+@cache
+def _token(rank: int) -> str:
+    """Of this process alone: asked and answered once, it has its answer at once when it asks again."""
+    return secrets.token_hex(8)
+
+
+def _welcome(store: Any, world_size: int) -> str:
+    name = _token(0)
+    store.set(_ATTEMPT, name)
+    for rank in range(1, world_size):
+        token = store.get(f"{_ATTEMPT}/{name}/hello/{rank}").decode()
+        store.set(f"{_ATTEMPT}/{name}/welcome/{token}", "")
+    return name
+
+
+def _ask(store: Any, rank: int, timeout: timedelta) -> str:
+    token, name = _token(rank), ""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        latest = store.get(_ATTEMPT).decode()  # of the attempt before, perhaps
+        if latest != name:
+            name = latest
+            store.set(f"{_ATTEMPT}/{name}/hello/{rank}", token)
+        if store.check([f"{_ATTEMPT}/{name}/welcome/{token}"]):
+            return str(name)
+        time.sleep(_ASK_AGAIN_S)
+    raise dist.DistStoreError("no answer of rank 0")

@@ -18,11 +18,8 @@ from typing import Any
 import torch
 
 from lightning_ddp._torch import error_of
-from lightning_ddp.comm.activity import Entry, Waiting
-from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.activity import Entry, Interrupt, Waiting
 from lightning_ddp.errors import CollectiveError
-
-__all__ = ["DeviceWatch"]
 
 _LOOK_S = 0.2
 """Time in seconds between two looks at the device."""
@@ -45,7 +42,7 @@ class _Queued:
 
     def waiting(self) -> Waiting:
         """The device's wait for it."""
-        return Waiting(self.label, self.since, self.entry, is_start=False, is_side=True, is_for_job=False)
+        return Waiting(self.label, self.since, self.entry, is_side=True)
 
 
 def _record(event: Any | None, device: torch.device) -> Any:
@@ -108,8 +105,7 @@ class DeviceWatch:
         """
         if self._is_closed.is_set():
             return
-        if self._is_hurried.is_set():
-            self._is_hurried.clear()
+        self._is_hurried.clear()
         with self._lock:
             spare = self._spare.pop() if self._spare else None
         queued = _Queued(
@@ -172,7 +168,7 @@ class DeviceWatch:
                 else:
                     self._interrupt.activity.on_device = queued.waiting()
             except Exception as error:  # noqa: BLE001 (whatever it is, the main thread gets it)
-                if self._interrupt.error is None and self._is_watched(queued):
+                if self._interrupt.error is None and self._watched is queued:
                     self._on_failure(error)
                 self.forget()
 
@@ -181,10 +177,6 @@ class DeviceWatch:
             if self._watched is None:
                 self._watched, self._latest = self._latest, None
             return self._watched
-
-    def _is_watched(self, queued: _Queued) -> bool:
-        with self._lock:
-            return self._watched is queued
 
     def _release(self, queued: _Queued) -> None:
         with self._lock:

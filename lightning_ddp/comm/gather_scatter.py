@@ -1,22 +1,231 @@
-"""Collectives with one rank at one end: gather and scatter.
+"""Collectives that move tensors as they are: broadcast, all_gather, gather, scatter, all_to_all.
 
-Called by all ranks of the group, in one order; they communicate. Any dtype travels, as in `exchanges`.
+Every function here is called by all ranks of the group, in one order, and communicates. Tensors of any dtype
+travel: complex numbers as pairs, and what a backend does not know (bool, int16 ...) as bytes. For `timeout`,
+`label` and the errors of the backend see `all_reduce`; a `src` or `dst` that the group does not have is a
+ConfigurationError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.broadcast_gather import numbers, start_gather
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, Collective, Handle, check_rank
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.comm.handle import Call, Collective, Handle, check_rank, no_wait
+from lightning_ddp.errors import ConfigurationError, RankMismatchError
 
-__all__ = ["gather", "scatter"]
+_TRAVEL_AS_THEY_ARE = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+}
+_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+_MOST_DIMS = 16
+CHUNK_BYTES = 25 * 2**20
+"""Most bytes of small tensors that are copied together, so that they travel in one collective."""
+_IN_PLACE_BYTES = 2**20
+Splits = Sequence[int]
+S = TypeVar("S", bound=torch.Tensor)
+
+
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor: a 1-D view of a type that every backend sends."""
+    flat = tensor.detach().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    return flat if flat.dtype in _TRAVEL_AS_THEY_ARE else flat.view(torch.uint8)
+
+
+def filled(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The tensor, once it has these values."""
+    tensor.detach().copy_(values)
+    return tensor
+
+
+@Collective
+def broadcast(
+    group: Group,
+    tensor: torch.Tensor,
+    src: int = 0,
+    *,
+    timeout: timedelta | None = None,
+    label: str = "broadcast",
+) -> Handle[torch.Tensor]:
+    """Overwrites `tensor` with that of group rank `src` and returns it.
+
+    Args:
+        tensor: any shape and strides; the same shape and dtype on all ranks.
+    """
+    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    check_rank(group, src, "broadcast from")
+    contiguous = tensor.detach().contiguous()
+    work = call.start(lambda: group.broadcast(numbers(contiguous), src, **call.limit))
+
+    is_in_place = contiguous.data_ptr() == tensor.data_ptr() or group.rank == src
+    return call.handle(work, lambda: tensor if is_in_place else filled(tensor, contiguous))
+
+
+def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
+    """The tensors that have elements, those of one dtype and device together, up to so many bytes."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[S]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
+        chunk: list[S] = []
+        num_bytes = 0
+        for tensor in same:
+            if chunk and num_bytes + tensor.nbytes > most_bytes:
+                yield chunk
+                chunk, num_bytes = [], 0
+            chunk.append(tensor)
+            num_bytes += tensor.nbytes
+        yield chunk
+
+
+def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Gives tensors the values that stand one after the other in a flat one."""
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        filled(tensor, part.view(tensor.shape))
+
+
+def broadcast_coalesced(
+    group: Group, tensors: Sequence[torch.Tensor], src: int = 0, chunk_bytes: int = CHUNK_BYTES
+) -> None:
+    """Overwrites `tensors` with those of group rank `src`. All ranks call it; it communicates.
+
+    They have the same shapes and dtypes on all ranks. Small tensors of one dtype and device travel together
+    in chunks of at most `chunk_bytes`; a contiguous one of 1 MiB or more travels in place, without a copy.
+    """
+    with torch.no_grad():
+        large = [t for t in tensors if t.is_contiguous() and t.nbytes >= _IN_PLACE_BYTES]
+        alone = {id(t) for t in large}
+        works = [(group.broadcast(t.detach(), src), t.device) for t in large]
+        for chunk in chunks([t for t in tensors if id(t) not in alone], chunk_bytes):
+            flat = torch.cat([t.detach().reshape(-1) for t in chunk])
+            group.wait(group.broadcast(flat, src), flat.device)
+            if group.rank != src:
+                unpack(flat, chunk)
+        for work, device in works:
+            group.wait(work, device)
+
+
+class _AllGather(torch.autograd.Function):
+    """All-gather whose backward sums the gradients that all ranks have for this rank's input."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, call: Call) -> torch.Tensor:
+        ctx.call = call
+        return start_gather(call, tensor).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        group, label = ctx.call.group, f"backward of {ctx.call.label}"
+        total = grads[0].contiguous().clone()
+        call = Call(group=group, device=total.device, label=label, timeout=ctx.call.timeout)
+        work = call.start(lambda: group.all_reduce(total, **call.limit))
+        return call.handle(work, lambda: total).wait()[group.rank], None
+
+
+def start_gather(call: Call, tensor: torch.Tensor) -> Handle[torch.Tensor]:
+    """Starts an all-gather of the tensors of all ranks, stacked."""
+    group = call.group
+    stacked = tensor.new_empty((group.size, *tensor.shape))
+    outputs = [numbers(row) for row in stacked.unbind(0)]
+    mine = numbers(tensor.detach().contiguous())
+    work = call.start(lambda: group.all_gather(outputs, mine, **call.limit))
+    return call.handle(work, lambda: stacked)
+
+
+def _numbers_of_all(call: Call, mine: list[int]) -> list[list[int]]:
+    """As many numbers of each rank, in rank order."""
+    gathered = start_gather(call, torch.tensor(mine, device=call.device)).wait()
+    call.group.wait_device(call.device)
+    rows: list[list[int]] = gathered.tolist()
+    return rows
+
+
+@Collective
+def all_gather(
+    group: Group,
+    tensor: torch.Tensor,
+    *,
+    sync_grads: bool = False,
+    timeout: timedelta | None = None,
+    label: str = "all_gather",
+) -> Handle[torch.Tensor]:
+    """The tensors of all ranks, stacked: shape (size, *tensor.shape), in rank order.
+
+    Args:
+        tensor: the same shape and dtype on all ranks; see `all_gather_uneven`.
+        sync_grads: whether gradients flow back to the rank that contributed (its backward communicates);
+            then `start` waits as well.
+        timeout: deadline of this call, and of its backward; None for the group's own limit.
+    """
+    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    if sync_grads and torch.is_grad_enabled() and tensor.requires_grad:
+        gathered: torch.Tensor = _AllGather.apply(tensor, call)  # type: ignore[no-untyped-call]
+        return Handle(call, no_wait, lambda: gathered)
+    return start_gather(call, tensor)
+
+
+@Collective
+def all_gather_uneven(
+    group: Group,
+    tensor: torch.Tensor,
+    *,
+    timeout: timedelta | None = None,
+    label: str = "all_gather_uneven",
+) -> Handle[list[torch.Tensor]]:
+    """The tensors of all ranks, in rank order, which may differ in every dimension and in how many they have.
+
+    Two collectives: the shapes first, for which it waits in `start` as well, then the tensors, padded to
+    the longest.
+
+    Args:
+        tensor: of one dtype on all ranks; up to 16 dimensions.
+        timeout: deadline of both together; None for the group's own limit.
+
+    Raises:
+        ConfigurationError: more than 16 dimensions.
+        RankMismatchError: the ranks have different dtypes; on all of them.
+    """
+    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    shapes = _all_shapes(call, tensor)
+    padded = tensor.new_empty(max(math.prod(shape) for shape in shapes))
+    padded[: tensor.numel()] = tensor.detach().reshape(-1)
+    return start_gather(call, padded).then(
+        lambda rows: [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
+    )
+
+
+def _all_shapes(call: Call, tensor: torch.Tensor) -> list[tuple[int, ...]]:
+    if tensor.dim() > _MOST_DIMS:
+        raise ConfigurationError(f"{call.label}: {tensor.dim()} dimensions; at most {_MOST_DIMS} can be sent")
+    described = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    described += [0] * (2 + _MOST_DIMS - len(described))
+    rows = _numbers_of_all(call, described)
+    dtypes = [_DTYPES[row[0]] for row in rows]
+    if len(set(dtypes)) > 1:
+        raise RankMismatchError(
+            f"rank {call.group.rank}: {call.label}: the ranks have different dtypes:"
+            f" {', '.join(f'rank {rank} {dtype}' for rank, dtype in enumerate(dtypes))}. Convert them to one."
+        )
+    return [tuple(row[2 : 2 + row[1]]) for row in rows]
+
+
+# ---------------------------------------------------------------------- one rank at one end
 
 
 @Collective
@@ -33,16 +242,8 @@ def gather(
     On a backend without a gather it is an all-gather.
 
     Args:
-        group: the ranks.
         tensor: the same shape and dtype on all ranks.
         dst: the rank that gets them, of shape (size, *tensor.shape).
-        timeout: deadline of this call; None for the group's own limit.
-        label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
-
-    Raises:
-        ConfigurationError: `dst` is no rank of the group.
-        CollectiveTimeoutError: the deadline has passed.
-        CollectiveError: the backend failed.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     check_rank(group, dst, "gather to")
@@ -57,10 +258,9 @@ def gather(
         kind=f"gather to {dst}",
         sent=[mine],
     )
-    if work is not None:
-        return call.handle(call.wait_for(work), lambda: stacked)
-    wait, everything = start_gather(call, tensor)
-    return call.handle(wait, lambda: everything() if is_root else None)
+    if work is None:
+        return start_gather(call, tensor).then(lambda everything: everything if is_root else None)
+    return call.handle(work, lambda: stacked)
 
 
 @Collective
@@ -78,17 +278,11 @@ def scatter(
     On a backend without a scatter it is a broadcast of all parts.
 
     Args:
-        group: the ranks.
         tensor: any shape and strides; the same shape and dtype on all ranks.
         parts: on `src` one tensor a rank, of the shape and dtype of `tensor`; ignored on the others.
-        src: the rank whose parts are sent.
-        timeout: deadline of this call; None for the group's own limit.
-        label: as in `gather`.
 
     Raises:
         ConfigurationError: `src` is no rank of the group, or its parts do not fit.
-        CollectiveTimeoutError: the deadline has passed.
-        CollectiveError: the backend failed.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     check_rank(group, src, "scatter from")
@@ -111,13 +305,7 @@ def scatter(
             torch.stack([part.detach() for part in parts or ()], out=everything)
         received = everything[group.rank]
         work = call.start(lambda: group.broadcast(numbers(everything), src, **call.limit))
-
-    def finish() -> torch.Tensor:
-        with torch.no_grad():
-            tensor.detach().copy_(received)
-        return tensor
-
-    return call.handle(call.wait_for(work), finish)
+    return call.handle(work, lambda: filled(tensor, received))
 
 
 def _check_parts(call: Call, tensor: torch.Tensor, parts: Sequence[torch.Tensor] | None) -> None:
@@ -134,3 +322,102 @@ def _check_parts(call: Call, tensor: torch.Tensor, parts: Sequence[torch.Tensor]
                 f" {part.dtype} on {part.device}; expected that of the tensor to fill: {list(tensor.shape)},"
                 f" {tensor.dtype} on {tensor.device}"
             )
+
+
+# ---------------------------------------------------------------------- all to all
+
+
+@Collective
+def all_to_all(
+    group: Group,
+    tensor: torch.Tensor,
+    input_splits: Splits | None = None,
+    output_splits: Splits | None = None,
+    *,
+    timeout: timedelta | None = None,
+    label: str = "all_to_all",
+) -> Handle[torch.Tensor]:
+    """Sends each rank its rows of `tensor`; returns the rows that all ranks had for this one, in rank order.
+
+    Uneven splits cost an all-gather of the splits first, for which it waits in `start` as well, unless
+    `output_splits` are given too. On a backend without an all-to-all it is an all-gather of everything,
+    padded to the longest, of which each rank keeps its rows.
+
+    Args:
+        tensor: of shape (rows, ...); dtype and the other dimensions are the same on all ranks.
+        input_splits: rows for rank 0, 1 ... Given on all ranks or on none; None for the same number for all.
+        output_splits: rows that come from rank 0, 1 ..., if they are known. Given on all ranks or on none.
+
+    Returns:
+        New memory of shape (sum of output_splits, ...).
+
+    Raises:
+        ConfigurationError: the splits do not fit the number of ranks or the rows.
+    """
+    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    sends = _check_splits(call, tensor, input_splits, output_splits)
+    sent = tensor.detach().contiguous()
+    table: list[list[int]] | None = None
+    if output_splits is not None:
+        receives = list(output_splits)
+    elif input_splits is None:
+        receives = sends
+    else:
+        table = _numbers_of_all(call, sends)
+        receives = [row[group.rank] for row in table]
+    received = sent.new_empty((sum(receives), *sent.shape[1:]))
+    if not math.prod(sent.shape[1:]):
+        return Handle(call, no_wait, lambda: received)
+    options = call.options(dist.AllToAllOptions)
+    work = call.start_if_known(
+        "alltoall_base",
+        lambda: group.process_group.alltoall_base(_rows(received), _rows(sent), receives, sends, options),
+        kind="all_to_all",  # rows may differ between ranks
+    )
+    if work is None:
+        return _from_everything(call, sent, table or _numbers_of_all(call, sends))
+    return call.handle(work, lambda: received)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """As many rows, of a type that every backend sends."""
+    if tensor.numel():
+        return numbers(tensor).view(tensor.shape[0], -1)
+    return numbers(tensor.new_empty((1, *tensor.shape[1:]))).view(1, -1)[:0]
+
+
+def _check_splits(
+    call: Call, tensor: torch.Tensor, input_splits: Splits | None, output_splits: Splits | None
+) -> list[int]:
+    size = call.group.size
+    where = f"rank {call.group.rank}: {call.label}"
+    if tensor.dim() == 0:
+        raise ConfigurationError(f"{where}: a tensor without dimensions has no rows to send")
+    rows = tensor.shape[0]
+    for name, splits in (("input_splits", input_splits), ("output_splits", output_splits)):
+        if splits is not None and (len(splits) != size or min(splits) < 0):
+            raise ConfigurationError(
+                f"{where}: {name}={list(splits)}; expected {size} numbers of rows, one a rank"
+            )
+    if input_splits is None:
+        if rows % size:
+            raise ConfigurationError(
+                f"{where}: {rows} rows cannot be split evenly among {size} ranks; say how with input_splits"
+            )
+        return [rows // size] * size
+    if sum(input_splits) != rows:
+        raise ConfigurationError(
+            f"{where}: input_splits={list(input_splits)} are {sum(input_splits)} rows; the tensor has {rows}"
+        )
+    return list(input_splits)
+
+
+def _from_everything(call: Call, sent: torch.Tensor, table: list[list[int]]) -> Handle[torch.Tensor]:
+    """What row r of the table says that rank r sends to rank 0, 1 ..., out of all that all ranks have."""
+    padded = sent.new_empty((max(map(sum, table)), *sent.shape[1:]))
+    padded[: sent.shape[0]] = sent
+    rank = call.group.rank
+    mine = [slice(sum(splits[:rank]), sum(splits[: rank + 1])) for splits in table]
+    return start_gather(call, padded).then(
+        lambda rows: torch.cat([row[where] for row, where in zip(rows, mine, strict=True)])
+    )

@@ -1,22 +1,143 @@
-"""Process group wrapper: starts collectives that return works, and waits for them with deadlines."""
+"""Process group wrapper: starts collectives that return works, and waits for them with deadlines.
+
+Blocking in C++ until a peer answers hides signals and the failure of other ranks. Everything in this
+package therefore waits in slices: between two slices Python runs signal handlers, and the group's
+`Interrupt` is looked at. What cannot be cut into slices blocks a thread of its own, and that is waited for.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._torch import known_groups, without_engine_context
-from lightning_ddp.comm.interpreter_exit import note_sent
-from lightning_ddp.comm.interrupt import Interrupt
-from lightning_ddp.comm.waits import Waits
+from lightning_ddp._torch import (
+    backend_of,
+    error_of,
+    is_profiling,
+    known_groups,
+    timeout_of,
+    without_engine_context,
+)
+from lightning_ddp.comm.activity import Entry, Interrupt, Lane
+from lightning_ddp.comm.teardown import note_sent
+from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError
 
-__all__ = ["Group"]
+T = TypeVar("T")
+OnSlice = Callable[[float], None] | None
+"""Called after each expired slice of a wait with the seconds waited so far; may raise."""
+
+SLICE_S = 0.05
+"""Longest time in seconds between two looks at signals and at the interrupt."""
+JOB_MARK = "is_lightning_ddp_job"
+"""Attribute of the futures that a thread of this package makes."""
+
+_SLICE = timedelta(seconds=SLICE_S)
+_POLL_S = 0.0005
+_NO_TIMEOUT = timedelta(0)
+_ANSWER_WAIT_S = 1.0
+"""How long after its time limit the thread of a call may take to say so."""
+
+
+def span(label: str) -> AbstractContextManager[Any]:
+    """A span of torch.profiler, while it records this thread."""
+    return torch.profiler.record_function(f"lightning_ddp::{label}") if is_profiling() else nullcontext()
+
+
+def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on `device`, at its turn in the current stream; the host does not wait.
+
+    From pageable memory CUDA copies only when the stream has run so far, and the host waits for it. Pinned
+    memory it reads later; torch keeps that until then.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class InThread(Generic[T]):
+    """A call that may block in C++ until another process answers, made in a thread of its own.
+
+    A store answers nobody while its process is stopped (SIGSTOP), and no time limit of torch ends that.
+
+    Args:
+        call: what to call; gets this object, for `until`.
+        limit_s: how many seconds there are for it.
+    """
+
+    def __init__(self, call: Callable[[InThread[T]], T], limit_s: float = float("inf")) -> None:
+        self.is_over = threading.Event()
+        """Set once it has returned or raised."""
+        self.error: Exception | None = None
+        """What it raised, or a TimeoutError where there was no answer in time."""
+        self._call = call
+        self._limit_s = limit_s
+        self._ends_at = time.monotonic() + limit_s
+        self._is_wanted = True
+        self._result: T
+        threading.Thread(target=self._run, daemon=True, name="lightning_ddp call").start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call(self)
+        except Exception as error:  # noqa: BLE001 (whatever it is, who waits gets it)
+            self.error = self.error or error
+        finally:
+            self.is_over.set()
+
+    @property
+    def result(self) -> T:
+        """What it returned; raises the error where there is one. To be asked for after a wait."""
+        if self.error is not None:
+            raise self.error
+        return self._result
+
+    def until(self, done: Callable[[], bool], every_s: float, otherwise: str) -> None:
+        """For the call: polls, often at first and then every `every_s` seconds, until `done` says so.
+
+        Raises:
+            TimeoutError: the time is over, or nobody waits any more. Its text ends with `otherwise`.
+        """
+        pause_s = _POLL_S
+        while not done():
+            if not self._is_wanted or time.monotonic() > self._ends_at:
+                raise self._timeout(otherwise)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, every_s)
+
+    def _timeout(self, why: str) -> TimeoutError:
+        return TimeoutError(f"Timed out after {self._limit_s:g} s: {why}")
+
+    def wait(self, on_slice: Callable[[float], None]) -> None:
+        """Returns once it is over, or its time is.
+
+        Args:
+            on_slice: called after each slice with the seconds waited so far; may raise. Unless that is a
+                `CollectiveTimeoutError`, after which a handle may be waited for again, it ends `until`.
+        """
+        start = time.monotonic()
+        try:
+            while not self.is_over.wait(SLICE_S):
+                on_slice(time.monotonic() - start)
+                if time.monotonic() > self._ends_at + _ANSWER_WAIT_S:
+                    self.error = self._timeout(
+                        "the group's store does not answer; the process that has it, as a rule that of rank"
+                        " 0, is stopped or cannot be reached"
+                    )
+                    return
+        except CollectiveTimeoutError:
+            raise
+        except BaseException:
+            self._is_wanted = False
+            raise
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,25 +145,29 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def options_of(kind: Any, timeout: timedelta | None) -> Any:
-    """Options of a collective, such as `dist.ReduceOptions`, that the backend gives up after `timeout`."""
+def options_of(kind: Any, timeout: timedelta | None, **fields: Any) -> Any:
+    """Options of a collective that the backend gives up after `timeout`, such as `dist.ReduceOptions`."""
     options = kind()
     if timeout is not None:
-        options.timeout = timeout
+        fields["timeout"] = timeout
+    for name, value in fields.items():
+        setattr(options, name, value)
     return options
 
 
-class Group(Waits):
+class Group:
     """What the engine needs of a process group: rank, size, store, collectives that return works, waits.
 
     Never uses the default group by itself, so ranks may be threads of one process. Methods that start a
-    collective must be called by all ranks of the group in one order.
+    collective must be called by all ranks of the group in one order. Each wait raises what the interrupt
+    holds, what a signal handler raises, and CollectiveTimeoutError once the deadline of the interrupt has
+    passed.
 
     Args:
         process_group: a `torch.distributed.ProcessGroup`, or a single backend such as `ProcessGroupGloo`.
         interrupt: looked at in every slice of a wait; None for none.
         store: a key-value store that these ranks alone use; None for the one that torch knows of.
-        transport: how CPU ranks of one host send gradients and parameters; see `comm.hosts`.
+        transport: how CPU ranks of one host send gradients and parameters; see `shm.hosts`.
     """
 
     _counts: ClassVar[weakref.WeakKeyDictionary[Any, Counter[Hashable]]] = weakref.WeakKeyDictionary()
@@ -56,17 +181,17 @@ class Group(Waits):
         *,
         transport: str = "auto",
     ) -> None:
-        super().__init__(process_group, interrupt)
+        self.process_group: Any = process_group
+        self.interrupt = interrupt
+        self.lane: Lane | None = interrupt.activity.lane(process_group) if interrupt is not None else None
+        """What is noted of this group's collectives; None without an interrupt."""
         self.transport = transport
         self._store = store
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.lacking: set[tuple[str, str]] = set()
         """Methods of the process group, with the type of device, that it turned out not to have."""
-        self._sum = dist.AllreduceOptions()
-        self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        self._gather = options_of(dist.distributed_c10d.AllgatherOptions, None)
-        self._broadcasts: dict[int, Any] = {}
+        self._names: dict[str, str] = {}
 
     @property
     def store(self) -> Any | None:
@@ -85,6 +210,26 @@ class Group(Waits):
         counts[of] += 1
         return counts[of] - 1
 
+    def backend(self, device: torch.device) -> str:
+        """Name of the backend that serves `device`: 'gloo', 'nccl' ...; 'python' for one in Python."""
+        name = self._names.get(device.type)
+        if name is None:
+            pg = self.process_group
+            if type(pg) is dist.ProcessGroup:
+                name = str(backend_of(pg, device).name()).lower()
+            else:
+                name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
+            self._names[device.type] = name
+        return name
+
+    def timeout_s(self, device: torch.device) -> float:
+        """After how many seconds the backend that serves `device` gives a collective up."""
+        backend = self.process_group
+        if type(backend) is dist.ProcessGroup:
+            backend = backend_of(backend, device)
+        timeout = timeout_of(backend)
+        return timeout.total_seconds() if isinstance(timeout, timedelta) else float("inf")
+
     # ------------------------------------------------------------------ collectives, not waited for
 
     def announce(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None = None) -> None:
@@ -100,17 +245,12 @@ class Group(Waits):
         Raises:
             CollectiveMismatchError: the ranks are about to start different ones.
         """
-        lane, interrupt = self._lane, self.interrupt
+        lane, interrupt = self.lane, self.interrupt
         if lane is None or interrupt is None:
             return
         entry = lane.next(kind, tensors, label)
         if interrupt.compare is not None and self.size > 1:
             interrupt.compare(entry)
-
-    def _started(self, work: Any) -> Any:
-        if self._lane is not None:
-            self._lane.started(work)
-        return work
 
     def all_reduce(
         self,
@@ -125,15 +265,10 @@ class Group(Waits):
         The tensor is contiguous, or sparse where the backend knows that. Complex numbers travel as pairs.
         The backend gives it up after `timeout`; None for the group's own.
         """
-        if self._lane is not None:
-            self.announce("all_reduce" if op is None else f"all_reduce {_name_of(op)}", (tensor,), label)
-        options = self._sum
-        if op is not None or timeout is not None:
-            options = options_of(dist.AllreduceOptions, timeout)
-            options.reduceOp = dist.ReduceOp.SUM if op is None else op
-        note_sent((tensor,))
-        with without_engine_context():
-            return self._started(self.process_group.allreduce([_as_real(tensor)], options))
+        kind = "all_reduce" if op is None else f"all_reduce {getattr(getattr(op, 'op', op), 'name', op)}"
+        options = options_of(dist.AllreduceOptions, timeout, reduceOp=dist.ReduceOp.SUM if op is None else op)
+        start = self.process_group.allreduce
+        return self.start(kind, (tensor,), lambda: start([_as_real(tensor)], options), label=label)
 
     def broadcast(
         self,
@@ -144,17 +279,9 @@ class Group(Waits):
         label: str | None = None,
     ) -> Any:
         """Starts an in-place broadcast from group rank `src`."""
-        if self._lane is not None:
-            self.announce(f"broadcast from {src}", (tensor,), label)
-        options = self._broadcasts.get(src) if timeout is None else None
-        if options is None:
-            options = options_of(dist.BroadcastOptions, timeout)
-            options.rootRank = src
-            if timeout is None:
-                self._broadcasts[src] = options
-        note_sent((tensor,))
-        with without_engine_context():
-            return self._started(self.process_group.broadcast([_as_real(tensor)], options))
+        options = options_of(dist.BroadcastOptions, timeout, rootRank=src)
+        start, kind = self.process_group.broadcast, f"broadcast from {src}"
+        return self.start(kind, (tensor,), lambda: start([_as_real(tensor)], options), label=label)
 
     def all_gather(
         self,
@@ -165,17 +292,12 @@ class Group(Waits):
         label: str | None = None,
     ) -> Any:
         """Starts an all-gather into `outputs`, one tensor of the input's shape a rank."""
-        if self._lane is not None:
-            self.announce("all_gather", (tensor,), label)
-        options = self._gather
-        if timeout is not None:
-            options = options_of(dist.distributed_c10d.AllgatherOptions, timeout)
-        note_sent((tensor, *outputs))
-        with without_engine_context():
-            work = self.process_group.allgather(
-                [[_as_real(output) for output in outputs]], [_as_real(tensor)], options
-            )
-        return self._started(work)
+        options = options_of(dist.distributed_c10d.AllgatherOptions, timeout)
+        note_sent(outputs)
+        start, filled = self.process_group.allgather, [[_as_real(output) for output in outputs]]
+        return self.start(
+            "all_gather", (tensor,), lambda: start(filled, [_as_real(tensor)], options), label=label
+        )
 
     def start(
         self,
@@ -185,11 +307,178 @@ class Group(Waits):
         *,
         label: str | None = None,
     ) -> Any:
-        """Starts another collective of the process group, which sends `tensors`; returns its work."""
+        """Starts a collective of the process group, which sends `tensors`; returns its work."""
         self.announce(kind, tensors, label)
         note_sent(tensors)
-        return self._started(begin())
+        with without_engine_context():
+            work = begin()
+        if self.lane is not None:
+            self.lane.started(work)
+        return work
 
+    # ------------------------------------------------------------------ waits
 
-def _name_of(op: Any) -> str:
-    return str(getattr(getattr(op, "op", op), "name", op))
+    def wait(
+        self,
+        work: Any,
+        device: torch.device,
+        on_slice: OnSlice = None,
+        label: str | None = None,
+        *,
+        on_host: bool = False,
+    ) -> None:
+        """Waits for a work: on the CPU until done, with NCCL until it is queued on the current stream.
+
+        Args:
+            work: what a collective of this group returned.
+            device: device of its tensors.
+            on_slice: called after each expired slice with the seconds waited so far; may raise.
+            label: what is waited for; None for what it was called when it was started.
+            on_host: with NCCL too, wait here until it has run; else `on_slice` is not called.
+
+        Raises:
+            RuntimeError: the collective failed, for example as a peer closed its connection.
+        """
+        entry = self.lane.entry_of(work) if self.lane is not None else None
+        with self._waiting(label or (entry.name() if entry is not None else "collective"), entry):
+            backend = self.backend(device)
+            if backend == "gloo":
+                self._in_slices(lambda: self._ends_in_slice(work), on_slice)
+            elif backend == "python":
+                self._wait_done(work.get_future(), on_slice)
+                work.wait(_NO_TIMEOUT)  # as torch's C++ code calls it; some works take it without a default
+            elif device.type == "cpu" or on_host:
+                self._poll(work.is_completed, on_slice)
+                work.wait()
+            else:
+                self.check()
+                work.wait()  # queues a stream wait; passing NCCL a time limit would block and then abort it
+
+    def _ends_in_slice(self, work: Any) -> bool:
+        self.check()
+        try:
+            work.wait(_SLICE)
+        except RuntimeError:
+            # gloo raises both for the end of the slice and for a failure; only a failure completes it
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if "timed out" in str(error).lower() and self.interrupt is not None:
+                    self.interrupt.check_deadline(is_over=True)  # the backend's own was sooner
+                raise
+        return True
+
+    def wait_future(self, future: Any, on_slice: OnSlice = None) -> Any:
+        """Waits for a `torch.futures.Future` and returns its value."""
+        self.wait_done(future, on_slice)
+        return future.wait()
+
+    def wait_done(self, future: Any, on_slice: OnSlice = None, label: str = "communication hook") -> None:
+        """Waits until a future has a value or an error, which it does not raise."""
+        if not future.done():
+            with self._waiting(label, is_for_job=getattr(future, JOB_MARK, False)):
+                self._wait_done(future, on_slice)
+
+    def _wait_done(self, future: Any, on_slice: OnSlice) -> None:
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        self._in_slices(lambda: done.wait(SLICE_S), on_slice)
+
+    def wait_call(self, call: InThread[Any], label: str, on_slice: OnSlice = None) -> None:
+        """Waits for a call in a thread as `wait` does for a work; raises nothing that the call does."""
+        with self._waiting(label):
+            call.wait(lambda waited_s: self._look(waited_s, on_slice))
+
+    # ------------------------------------------------------------------ devices
+
+    def wait_device(self, device: torch.device) -> None:
+        """Waits until what is queued on the current stream has run, as a whole; at once on the CPU.
+
+        Raises:
+            CollectiveError: NCCL has found an error, so that it may have ended half-way.
+        """
+        if device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        last = self.lane.recent[-1] if self.lane is not None and self.lane.recent else None
+        with self._waiting("the device" if last is None else last.name(), last):
+            start = time.monotonic()
+            self._poll(event.query, None)
+            self.check()
+            found = error_of(self.process_group, device)
+            if found is not None:
+                label = "what was queued on the device"
+                raise CollectiveError(
+                    f"{label} ended without its results: NCCL's watchdog reports {found}",
+                    label=label,
+                    rank=self.process_group.rank(),
+                    waited_s=time.monotonic() - start,
+                )
+
+    def watch_device(self, device: torch.device, label: str, since: float, on_slice: OnSlice = None) -> None:
+        """Has somebody look after what waits have only queued on the current stream. Returns at once.
+
+        Where waits of this group wait here, or nobody would hear of what is found, it does nothing.
+
+        Args:
+            device: of the stream.
+            label: what is queued there.
+            since: before the first of its collectives was started, of `time.monotonic`.
+            on_slice: as for `wait`, but called in another thread.
+        """
+        interrupt = self.interrupt
+        if interrupt is None or interrupt.expect is None or device.type != "cuda":
+            return
+        if self.backend(device) in ("gloo", "python") or torch.cuda.is_current_stream_capturing():
+            return
+        interrupt.expect(
+            label,
+            process_group=self.process_group,
+            device=device,
+            since=since,
+            entry=interrupt.activity.last_started(),
+            on_slice=on_slice,
+        )
+
+    # ------------------------------------------------------------------ slices
+
+    def check(self) -> None:
+        """Raises the failure that the interrupt holds, if any."""
+        if self.interrupt is not None:
+            self.interrupt.check()
+
+    @contextmanager
+    def _waiting(
+        self, label: str, entry: Entry | None = None, *, is_for_job: bool = False
+    ) -> Generator[None, None, None]:
+        noted: AbstractContextManager[None] = nullcontext()
+        if self.interrupt is not None:
+            noted = self.interrupt.activity.waiting(label, entry, is_for_job=is_for_job)
+        with noted, span(f"wait {label}"):
+            yield
+
+    def _in_slices(self, ends_in_slice: Callable[[], bool], on_slice: OnSlice) -> None:
+        start = time.monotonic()
+        while not ends_in_slice():
+            self._look(time.monotonic() - start, on_slice)
+
+    def _look(self, waited_s: float, on_slice: OnSlice) -> None:
+        if self.interrupt is not None:
+            self.interrupt.check()
+            self.interrupt.check_deadline()
+        if on_slice is not None:
+            on_slice(waited_s)
+
+    def _poll(self, done: Callable[[], bool], on_slice: OnSlice) -> None:
+        def ends_in_slice() -> bool:
+            ends_at = time.monotonic() + SLICE_S
+            while not done():
+                if time.monotonic() >= ends_at:
+                    return False
+                time.sleep(_POLL_S)
+            return True
+
+        self._in_slices(ends_in_slice, on_slice)

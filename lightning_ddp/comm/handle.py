@@ -20,9 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from lightning_ddp._torch import without_engine_context
-from lightning_ddp.comm.group import Group, options_of
-from lightning_ddp.comm.spans import span
-from lightning_ddp.comm.waits import InThread
+from lightning_ddp.comm.group import Group, InThread, OnSlice, options_of, span
 from lightning_ddp.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -30,11 +28,10 @@ from lightning_ddp.errors import (
     LightningDDPError,
 )
 
-__all__ = ["Call", "Collective", "Handle", "OnSlice", "Wait", "check_member", "check_rank", "check_timeout"]
-
+E = TypeVar("E", bound=CollectiveError)
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
-OnSlice = Callable[[float], None] | None
 Wait = Callable[[OnSlice], None]
 """Waits until something has ended; calls its argument, which may raise, now and then."""
 
@@ -43,36 +40,18 @@ _LACKING = ("not support", "not implemented", "unsupported")
 _WORDS_OF_A_TIMEOUT = ("timed out", "timeout")
 
 
-def check_member(group: Group | None) -> Group:
-    """The group.
-
-    Raises:
-        ConfigurationError: it is None, as for a rank that a sub-group does not have.
-    """
-    if not isinstance(group, Group):
-        raise ConfigurationError(
-            f"this rank is not in the group ({group!r}): sub_group returns None to the ranks that are not in"
-            " its list, and those must not take part in the collectives of the others"
-        )
-    return group
+def no_wait(on_slice: OnSlice) -> None:
+    """The wait for what has ended, or never began."""
 
 
 def check_rank(group: Group, rank: int, what: str) -> None:
-    """Refuses a rank that the group does not have; `what` is such as 'broadcast from'.
-
-    Raises:
-        ConfigurationError: it is no rank of the group.
-    """
+    """Refuses a rank that the group does not have; `what` is such as 'broadcast from'."""
     if not 0 <= rank < group.size:
         raise ConfigurationError(f"{what} rank {rank}, but the group has ranks 0 to {group.size - 1}")
 
 
 def check_timeout(timeout: timedelta | None, what: str) -> None:
-    """Refuses what is no deadline.
-
-    Raises:
-        ConfigurationError: `timeout` is neither None nor a `timedelta` above 0.
-    """
+    """Refuses what is neither None nor a `timedelta` above 0."""
     if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
         raise ConfigurationError(f"{what}: timeout={timeout!r}; expected a timedelta above 0, or None")
 
@@ -97,17 +76,17 @@ class Call:
     """Of `time.monotonic`."""
 
     def __post_init__(self) -> None:
-        check_member(self.group)
+        if not isinstance(self.group, Group):
+            raise ConfigurationError(
+                f"this rank is not in the group ({self.group!r}): sub_group returns None to the ranks that"
+                " are not in its list, and those must not take part in the collectives of the others"
+            )
         check_timeout(self.timeout, self.label)
 
     @property
     def waited_s(self) -> float:
         """Seconds since the call."""
         return time.monotonic() - self.started_at
-
-    @property
-    def _where(self) -> str:
-        return f"rank {self.group.rank} of {self.group.size}"
 
     @property
     def backend_timeout(self) -> timedelta | None:
@@ -121,19 +100,12 @@ class Call:
 
     def options(self, kind: Any, **fields: Any) -> Any:
         """Options of the backend's collective, such as `dist.ReduceOptions`."""
-        options = options_of(kind, self.backend_timeout)
-        for name, value in fields.items():
-            setattr(options, name, value)
-        return options
+        return options_of(kind, self.backend_timeout, **fields)
 
     # ------------------------------------------------------------------ start
 
     def start(self, begin: Callable[[], Any]) -> Any:
-        """Starts what `begin` starts, in a span; returns what it returns.
-
-        Raises:
-            CollectiveError: the backend refuses.
-        """
+        """Starts what `begin` starts, in a span; returns what it returns."""
         try:
             with span(self.label), without_engine_context():
                 return begin()
@@ -155,8 +127,8 @@ class Call:
         Backends refuse what they do not have before they communicate.
 
         Args:
-            method: name of the method of the process group.
-            begin: calls it.
+            method: name of the method of the process group, which `begin` calls.
+            begin: starts it.
             kind: what all ranks of the group have to call alike, source included; None for a message.
             sent: tensors whose shapes and dtypes have to be the same on all ranks.
         """
@@ -171,15 +143,14 @@ class Call:
             group.lacking.add(key)
             return None
         try:
-            with span(self.label), without_engine_context():
-                return begin() if kind is None else group.start(kind, sent, begin, label=self.label)
-        except LightningDDPError:
-            raise
-        except RuntimeError as error:
-            if any(words in str(error).lower() for words in _LACKING):
-                group.lacking.add(key)
-                return None
-            raise self.explain(error) from error
+            if kind is None:
+                return self.start(begin)
+            return self.start(lambda: group.start(kind, sent, begin, label=self.label))
+        except CollectiveError as error:
+            if not any(words in str(error.__cause__).lower() for words in _LACKING):
+                raise
+            group.lacking.add(key)
+            return None
 
     # ------------------------------------------------------------------ wait
 
@@ -199,11 +170,7 @@ class Call:
         return wait
 
     def wait_for_thread(self, start: Callable[[], InThread[T]]) -> Callable[[OnSlice], T]:
-        """The wait for what a thread does.
-
-        Args:
-            start: called when somebody waits; returns the same every time.
-        """
+        """The wait for what a thread does; `start` is called by who waits, and returns it."""
 
         def wait(on_slice: OnSlice) -> T:
             thread = start()
@@ -215,71 +182,56 @@ class Call:
         return wait
 
     def await_(self, wait: Wait, timeout: timedelta | None = None) -> None:
-        """Waits within the deadline of the call, and within `timeout` from now on.
-
-        Raises:
-            CollectiveTimeoutError: one of them has passed.
-            BaseException: what `wait` raises, such as what the group's interrupt holds.
-        """
+        """Waits within the deadline of the call, and within `timeout` from now on."""
         start = time.monotonic()
 
         def look_at_deadlines(_: float) -> None:
             if self.timeout is not None and self.waited_s >= self.timeout.total_seconds():
-                self._give_up()
-                raise self._timeout_error()
+                if self.device.type != "cpu":  # what the device still does would never end by itself
+                    threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
+                raise self._timeout_error(
+                    f"its deadline of {self.timeout.total_seconds():g} s",
+                    "The group cannot be used any further. Look at what the other ranks do, or allow more"
+                    " time.",
+                )
             if timeout is not None and time.monotonic() - start >= timeout.total_seconds():
-                raise self._timeout_error(may_go_on=True)
+                raise self._timeout_error(
+                    "the time of this wait", "It is still under way and may be waited for again."
+                )
 
         wait(None if self.timeout is None and timeout is None else look_at_deadlines)
-
-    def _give_up(self) -> None:
-        """Ends what the device still does for the group, which would never end by itself."""
-        if self.device.type != "cpu":
-            threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
 
     def _abort(self) -> None:
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend without abort
             self.group.process_group.abort()
 
-    def _timeout_error(self, *, may_go_on: bool = False) -> CollectiveTimeoutError:
-        limit = "the time of this wait" if may_go_on else f"its deadline of {_seconds(self.timeout)} s"
-        then = (
-            "It is still under way and may be waited for again."
-            if may_go_on
-            else "The group cannot be used any further. Look at what the other ranks do, or allow more time."
-        )
+    def _timeout_error(self, limit: str, then: str) -> CollectiveTimeoutError:
         waited_s = self.waited_s
-        return CollectiveTimeoutError(
-            f"{self._where}: {self.label} has not ended after {waited_s:.1f} s, past {limit}: not all"
-            f" ranks have called it, or one is slow or gone. {then}",
-            label=self.label,
-            rank=self.group.rank,
-            waited_s=waited_s,
+        return self._error(
+            CollectiveTimeoutError,
+            f"has not ended after {waited_s:.1f} s, past {limit}: not all ranks have called it, or one is"
+            f" slow or gone. {then}",
+            waited_s,
         )
 
     def explain(self, error: Exception) -> CollectiveError:
         """The same error of the backend with the name of the collective."""
         waited_s = self.waited_s
-        text = str(error)
-        kind = CollectiveError
-        if any(words in text.lower() for words in _WORDS_OF_A_TIMEOUT):
-            kind = CollectiveTimeoutError
+        is_timeout = any(words in str(error).lower() for words in _WORDS_OF_A_TIMEOUT)
+        kind = CollectiveTimeoutError if is_timeout else CollectiveError
+        return self._error(kind, f"failed after {waited_s:.1f} s: {error}", waited_s)
+
+    def _error(self, kind: type[E], what: str, waited_s: float) -> E:
         return kind(
-            f"{self._where}: {self.label} failed after {waited_s:.1f} s: {text}",
+            f"rank {self.group.rank} of {self.group.size}: {self.label} {what}",
             label=self.label,
             rank=self.group.rank,
             waited_s=waited_s,
         )
 
-    # ------------------------------------------------------------------ result
-
-    def handle(self, wait: Wait, finish: Callable[[], T]) -> Handle[T]:
-        """The handle of what has been started; `finish` makes its result once `wait` has returned."""
-        return Handle(self, wait, finish)
-
-
-def _seconds(timeout: timedelta | None) -> str:
-    return "?" if timeout is None else f"{timeout.total_seconds():g}"
+    def handle(self, work: Any, finish: Callable[[], T]) -> Handle[T]:
+        """The handle of a work of the backend; `finish` makes the result once it has ended."""
+        return Handle(self, self.wait_for(work), finish)
 
 
 class Handle(Generic[T]):
@@ -290,10 +242,7 @@ class Handle(Generic[T]):
     """
 
     def __init__(self, call: Call, wait: Wait, finish: Callable[[], T]) -> None:
-        self._call = call
-        self._wait: Wait | None = wait
-        self._finish: Callable[[], T] | None = finish
-        self._result: T
+        self._call, self._wait, self._finish = call, wait, finish
 
     @property
     def label(self) -> str:
@@ -316,11 +265,15 @@ class Handle(Generic[T]):
             BaseException: what the group's interrupt holds, such as `PeerFailure`.
         """
         check_timeout(timeout, self.label)
-        if self._wait is not None and self._finish is not None:
-            self._call.await_(self._wait, timeout)
-            self._result = self._finish()
-            self._wait = self._finish = None
-        return self._result
+        self._call.await_(self._wait, timeout)
+        result = self._finish()
+        self._wait, self._finish = no_wait, lambda: result
+        return result
+
+    def then(self, change: Callable[[T], S]) -> Handle[S]:
+        """A handle of the same collective with another result, made of this one's."""
+        finish = self._finish
+        return Handle(self._call, self._wait, lambda: change(finish()))
 
 
 class Collective(Generic[P, T]):

@@ -1,26 +1,24 @@
 """Collectives on Python objects, and on containers of tensors whose tensors travel as tensors.
 
-Every function here is called by all ranks of the group, in one order, and communicates. Objects are pickled,
-so that the ranks have to trust each other.
+Every function here is called by all ranks of the group, in one order, and communicates. Objects are anything
+that pickles, and are unpickled, so that the ranks have to trust each other. `device` is where the tensors of
+the exchange live, as the backend needs it; for the rest see `all_reduce`.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from lightning_ddp.comm.broadcast_gather import numbers, start_gather
+from lightning_ddp.comm.gather_scatter import CHUNK_BYTES, chunks, numbers, start_gather, unpack
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.handle import Call, Handle, check_rank
 
-__all__ = ["all_gather_objects", "broadcast_nested", "broadcast_object"]
-
-CHUNK_BYTES = 25 * 2**20
 _PACKET_BYTES = 4096
 _GATHERED_PACKET_BYTES = 1024
 """Of each rank, so that all have the packets of all."""
@@ -40,19 +38,6 @@ def broadcast_object(
     """The object that group rank `src` passed, on all ranks.
 
     Pickled; up to 4 KiB it costs one collective, above that two. What the others pass is ignored.
-
-    Args:
-        group: the ranks.
-        obj: anything that pickles.
-        src: the rank whose object is sent.
-        device: where the tensors of the exchange live, as the backend needs it.
-        timeout: deadline of this call; None for the group's own limit.
-        label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
-
-    Raises:
-        ConfigurationError: `src` is no rank of the group.
-        CollectiveTimeoutError: the deadline has passed.
-        CollectiveError: the backend failed.
     """
     call = Call(group=group, device=device, label=label, timeout=timeout)
     check_rank(group, src, "broadcast from")
@@ -87,8 +72,7 @@ def _broadcast_bytes(call: Call, data: bytes, src: int) -> bytes:
 
 
 def _broadcast(call: Call, tensor: torch.Tensor, src: int) -> Handle[None]:
-    work = call.start(lambda: call.group.broadcast(tensor, src, **call.limit))
-    return call.handle(call.wait_for(work), lambda: None)
+    return call.handle(call.start(lambda: call.group.broadcast(tensor, src, **call.limit)), lambda: None)
 
 
 def to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
@@ -114,17 +98,6 @@ def all_gather_objects(
     """The objects of all ranks, in rank order.
 
     Pickled; up to 1 KiB on all ranks it costs one collective, above that two.
-
-    Args:
-        group: the ranks.
-        obj: anything that pickles.
-        device: where the tensors of the exchange live, as the backend needs it.
-        timeout: deadline of this call; None for the group's own limit.
-        label: as in `broadcast_object`.
-
-    Raises:
-        CollectiveTimeoutError: the deadline has passed.
-        CollectiveError: the backend failed.
     """
     call = Call(group=group, device=device, label=label, timeout=timeout)
     payload = pickle.dumps(obj)
@@ -143,7 +116,7 @@ def all_gather_objects(
 
 def _gather_bytes(call: Call, data: bytes) -> list[bytes]:
     """As many bytes of each rank, in rank order."""
-    gathered = call.handle(*start_gather(call, to_tensor(data, call.device))).wait()
+    gathered = start_gather(call, to_tensor(data, call.device)).wait()
     return [to_bytes(call.group, row) for row in gathered.unbind(0)]
 
 
@@ -171,87 +144,45 @@ def broadcast_nested(
     One or two collectives for the structure, then one for each chunk of tensors of one dtype.
 
     Args:
-        group: the ranks.
         value: anything that pickles; ignored on other ranks than `src`.
-        src: the rank whose object is sent.
-        device: where the tensors of the exchange live, as the backend needs it.
         chunk_bytes: most bytes that are copied together; a larger tensor is a chunk of its own.
-        timeout: deadline of this call; None for the group's own limit.
-        label: as in `broadcast_object`.
 
     Returns:
         On `src` the object itself.
-
-    Raises:
-        ConfigurationError: `src` is no rank of the group.
-        CollectiveTimeoutError: the deadline has passed.
-        CollectiveError: the backend failed.
     """
     call = Call(group=group, device=device, label=label, timeout=timeout)
     check_rank(group, src, "broadcast from")
     if group.rank == src:
-        skeleton, tensors = _take_apart(value)
+        skeleton = io.BytesIO()
+        pickler = _TakingApart(skeleton)
+        pickler.dump(value)
+        tensors = pickler.tensors
         kinds = [(t.dtype, tuple(t.shape), t.device.type == "cpu", t.requires_grad) for t in tensors]
-        _broadcast_payload(call, pickle.dumps((skeleton, kinds)), src)
+        _broadcast_payload(call, pickle.dumps((skeleton.getvalue(), kinds)), src)
         contents = [t.detach().to(device).contiguous() for t in tensors]
         _broadcast_tensors(call, contents, src, chunk_bytes)
         return value
-    skeleton, kinds = pickle.loads(_broadcast_payload(call, b"", src))
+    pickled, kinds = pickle.loads(_broadcast_payload(call, b"", src))
     contents = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape, _, _ in kinds]
     _broadcast_tensors(call, contents, src, chunk_bytes)
     received = [
         (tensor.cpu() if is_cpu else tensor).requires_grad_(requires_grad)
         for tensor, (_, _, is_cpu, requires_grad) in zip(contents, kinds, strict=True)
     ]
-    result: Any = _Assembler(io.BytesIO(skeleton), received).load()
+    result: Any = _Assembler(io.BytesIO(pickled), received).load()
     return result
 
 
 def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, chunk_bytes: int) -> None:
     """Fills contiguous tensors on the call's device; all chunks are under way before it waits."""
-    unpack: list[Callable[[], None]] = []
-    for chunk in _chunks([numbers(t) for t in tensors], chunk_bytes):
+    under_way = []
+    for chunk in chunks([numbers(t) for t in tensors], chunk_bytes):
         flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
-        handle = _broadcast(call, flat, src)
-
-        def finish(
-            handle: Handle[None] = handle,
-            flat: torch.Tensor = flat,
-            chunk: Sequence[torch.Tensor] = tuple(chunk),
-        ) -> None:
-            handle.wait()
-            if len(chunk) > 1 and call.group.rank != src:
-                for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
-                    tensor.copy_(part)
-
-        unpack.append(finish)
-    for end in unpack:
-        end()
-
-
-def _chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[torch.Tensor]]:
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
-        chunk: list[torch.Tensor] = []
-        num_bytes = 0
-        for tensor in same:
-            if chunk and num_bytes + tensor.nbytes > chunk_bytes:
-                yield chunk
-                chunk, num_bytes = [], 0
-            chunk.append(tensor)
-            num_bytes += tensor.nbytes
-        yield chunk
-
-
-def _take_apart(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """The pickle of a value with numbers in the place of its tensors, and those."""
-    buffer = io.BytesIO()
-    pickler = _TakingApart(buffer)
-    pickler.dump(value)
-    return buffer.getvalue(), pickler.tensors
+        under_way.append((_broadcast(call, flat, src), flat, chunk))
+    for handle, flat, chunk in under_way:
+        handle.wait()
+        if len(chunk) > 1 and call.group.rank != src:
+            unpack(flat, chunk)
 
 
 class _TakingApart(pickle.Pickler):
@@ -266,9 +197,7 @@ class _TakingApart(pickle.Pickler):
         """The tensor's number, or None for what is pickled."""
         if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.is_quantized:
             return None
-        if obj.device.type == "cpu" and obj.nbytes < _INLINE_BYTES:
-            return None
-        if obj.device.type == "meta":
+        if obj.is_meta or (obj.is_cpu and obj.nbytes < _INLINE_BYTES):
             return None
         if id(obj) not in self._numbers:
             self._numbers[id(obj)] = len(self.tensors)

@@ -1,7 +1,9 @@
 """send and recv: one rank to another. Only those two call them; both communicate.
 
-Between two ranks, messages of one tag arrive in the order in which they were sent. With NCCL the first
-message between two ranks sets up a connection of their own, and tags are ignored.
+`tag` tells messages between the same ranks apart; `timeout`, of each message, `label` and errors of the
+backend are those of `all_reduce`, `device` is that of `objects`. Between two ranks, messages of one tag
+arrive in the order in which they were sent. With NCCL the first message between two ranks sets up a
+connection of their own, and tags are ignored.
 """
 
 from __future__ import annotations
@@ -13,14 +15,11 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.broadcast_gather import numbers
-from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, Collective, Handle, OnSlice, Wait, check_rank
+from lightning_ddp.comm.gather_scatter import filled, numbers
+from lightning_ddp.comm.group import Group, InThread, OnSlice
+from lightning_ddp.comm.handle import Call, Collective, Handle, Wait, check_rank
 from lightning_ddp.comm.objects import to_bytes, to_tensor
-from lightning_ddp.comm.waits import InThread
 from lightning_ddp.errors import ConfigurationError
-
-__all__ = ["recv", "recv_object", "send", "send_object"]
 
 _POLL_S = 0.005
 
@@ -40,28 +39,21 @@ def send(
     On a backend without messages they go through the group's key-value store.
 
     Args:
-        group: the ranks.
         tensor: any shape, strides and dtype.
-        dst: the rank that receives it.
-        tag: tells messages between the same ranks apart.
-        timeout: deadline of this call; None for the group's own limit.
-        label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
 
     Raises:
         ConfigurationError: `dst` is this rank or no rank of the group, or there is neither way to send.
-        CollectiveTimeoutError: the deadline has passed.
-        CollectiveError: the backend failed.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     _check_peer(call, dst, "send to")
     flat = numbers(tensor.detach().contiguous())
     work = call.start_if_known("send", lambda: group.process_group.send([flat], dst, tag))
     if work is not None:
-        return call.handle(_wait_for(call, work), lambda: None)
+        return Handle(call, _wait_for(call, work), lambda: None)
     data = to_bytes(group, flat.view(torch.uint8))
     post = partial(_store(call).set, _next_key(call, group.rank, dst, tag), data)
     thread = InThread(lambda _: post(), _limit_s(call))
-    return call.handle(call.wait_for_thread(lambda: thread), lambda: None)
+    return Handle(call, call.wait_for_thread(lambda: thread), lambda: None)
 
 
 @Collective
@@ -77,12 +69,7 @@ def recv(
     """Overwrites `tensor` with what group rank `src` sends to this rank, and returns it.
 
     Args:
-        group: the ranks.
         tensor: of the shape and dtype that are sent; any strides.
-        src: the rank that sends.
-        tag: that of the message.
-        timeout: deadline of this call; None for the group's own limit.
-        label: as in `send`.
 
     Raises:
         ConfigurationError: `src` is this rank or no rank of the group, or there is no way to receive.
@@ -95,13 +82,7 @@ def recv(
     flat = numbers(received)
     work = call.start_if_known("recv", lambda: group.process_group.recv([flat], src, tag))
     wait = _wait_for(call, work) if work is not None else _wait_for_key(call, flat, src, tag)
-
-    def finish() -> torch.Tensor:
-        with torch.no_grad():
-            tensor.detach().copy_(received)
-        return tensor
-
-    return call.handle(wait, finish)
+    return Handle(call, wait, lambda: filled(tensor, received))
 
 
 def _check_peer(call: Call, rank: int, what: str) -> None:
@@ -123,22 +104,7 @@ def send_object(
     timeout: timedelta | None = None,
     label: str = "send_object",
 ) -> None:
-    """Sends an object, pickled, to group rank `dst`, which calls `recv_object`. Two messages.
-
-    Args:
-        group: the ranks.
-        obj: anything that pickles.
-        dst: the rank that receives it.
-        device: where the tensors of the exchange live, as the backend needs it.
-        tag: tells messages between the same ranks apart.
-        timeout: deadline of each message; None for the group's own limit.
-        label: as in `send`.
-
-    Raises:
-        ConfigurationError: as `send`.
-        CollectiveTimeoutError: a deadline has passed.
-        CollectiveError: the backend failed.
-    """
+    """Sends an object, pickled, to group rank `dst`, which calls `recv_object`. Two messages."""
     payload = to_tensor(pickle.dumps(obj), device)
     size = torch.tensor([payload.numel()], device=device)
     send(group, size, dst, tag, timeout=timeout, label=label)
@@ -154,21 +120,7 @@ def recv_object(
     timeout: timedelta | None = None,
     label: str = "recv_object",
 ) -> Any:
-    """The object that group rank `src` sends to this rank.
-
-    Args:
-        group: the ranks.
-        src: the rank that sends.
-        device: where the tensors of the exchange live, as the backend needs it.
-        tag: that of the message.
-        timeout: deadline of each message; None for the group's own limit.
-        label: as in `send`.
-
-    Raises:
-        ConfigurationError: as `recv`.
-        CollectiveTimeoutError: a deadline has passed.
-        CollectiveError: the backend failed.
-    """
+    """The object that group rank `src` sends to this rank."""
     size = recv(
         group, torch.zeros(1, dtype=torch.int64, device=device), src, tag, timeout=timeout, label=label
     )

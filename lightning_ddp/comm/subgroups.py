@@ -1,4 +1,9 @@
-"""Groups of some of a group's ranks: a second one of all, neighbours, a list, the ranks of a node."""
+"""Groups of some of a group's ranks: a second one of all, neighbours, a list, the ranks of a node.
+
+All ranks of the group call these, in one order among calls on the same group; they communicate. `device` is
+where the tensors of the new group's collectives will be. Where torch offers no way to make it of the group,
+that is a ConfigurationError.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +17,17 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import backend_of, gloo_like, known_groups, set_timeout, timeout_of
-from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.objects import all_gather_objects
+from lightning_ddp.comm.teardown import remember_connections
 from lightning_ddp.errors import ConfigurationError
-
-__all__ = ["node_group", "part_group", "sibling_group", "sub_group"]
 
 
 def sibling_group(group: Group, device: torch.device) -> Group:
     """A second group of the same ranks, whose collectives cannot mix with those of the first.
 
-    All ranks call it, in one order among calls on the same group. Communicates. Where torch offers no way
-    to make one, the group itself is returned, in whose order its collectives then have to be.
-
-    Args:
-        group: the ranks.
-        device: where the tensors of its collectives will be.
+    Where torch offers no way to make one, the group itself is returned, in whose order its collectives then
+    have to be.
     """
     return _make(group, device, [range(group.size)]) or group
 
@@ -38,15 +37,8 @@ def part_group(group: Group, size: int, device: torch.device) -> Group:
 
     The last group is smaller where `size` does not divide the number of ranks.
 
-    All ranks call it, in one order among calls on the same group. Communicates.
-
     Args:
-        group: the ranks.
         size: how many are neighbours.
-        device: where the tensors of its collectives will be.
-
-    Raises:
-        ConfigurationError: torch offers no way to make it of this group.
     """
     parts = [range(start, min(start + size, group.size)) for start in range(0, group.size, size)]
     return _require(_make(group, device, parts), f"groups of {size} ranks")
@@ -55,17 +47,14 @@ def part_group(group: Group, size: int, device: torch.device) -> Group:
 def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group | None:
     """A group of the listed ranks; None on the ranks that are not listed, which cannot use it.
 
-    All ranks of `group` call it with the same list, in one order among calls on the same group.
-    Communicates among the listed ones.
+    All ranks of `group` call it with the same list; it communicates among the listed ones.
 
     Args:
-        group: the ranks to choose from.
         ranks: group ranks, in the order in which they are numbered in the new group.
-        device: where the tensors of its collectives will be.
 
     Raises:
         ConfigurationError: the list is empty, names a rank twice, or one that the group does not have; or
-            torch offers no way to make it of this group, or none to number its ranks so.
+            torch offers no way to number its ranks so.
     """
     chosen = list(ranks)
     wrong = [rank for rank in chosen if not 0 <= rank < group.size]
@@ -80,15 +69,8 @@ def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group
 def node_group(group: Group, device: torch.device, node: str | int | None = None) -> Group:
     """The group of this rank's node: the ranks that say the same of where they are, in their old order.
 
-    All ranks call it, in one order among calls on the same group. Communicates.
-
     Args:
-        group: the ranks.
-        device: where the tensors of its collectives will be.
         node: name or number of this rank's node; None for the host's name.
-
-    Raises:
-        ConfigurationError: torch offers no way to make it of this group.
     """
     mine = socket.gethostname() if node is None else node
     nodes = all_gather_objects(group, mine, device, label="node_group")

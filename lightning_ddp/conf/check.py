@@ -17,15 +17,11 @@ from omegaconf.errors import (
 )
 
 from lightning_ddp.averaging import parse_averager
-from lightning_ddp.comm.checks import name_hint
-from lightning_ddp.conf.options import Option
-from lightning_ddp.conf.schema import STRATEGY, Schema, all_schemas, known_keys
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.conf.schema import STRATEGY, Option, Schema, all_schemas
+from lightning_ddp.errors import ConfigurationError, closest
 from lightning_ddp.hooks import parse_hook
-from lightning_ddp.hydra_jobs.nodes import ancestors, nodes_of
+from lightning_ddp.hydra_jobs.handover import ancestors, nodes_of
 from lightning_ddp.supervise.settings import parse_on_failure, parse_on_preemption
-
-__all__ = ["check_composed", "explain"]
 
 _SUBGROUPS = ("strategy/ddp_comm_hook", "strategy/model_averaging", "strategy/on_failure")
 _CONSTANTS = ("name", "_target_", "_convert_", "_recursive_", "_partial_")
@@ -38,10 +34,9 @@ _CHECKED = {
 
 
 def check_composed(config: Any) -> None:
-    """Checks every node that has one of our schemas, and hooks and averagers wherever they are specified.
+    """Checks every node with one of our schemas, and hooks and averagers wherever they are specified.
 
-    Raises:
-        ConfigCompositionException: something cannot be used; says where and what was probably meant.
+    Raises ConfigCompositionException, which says where something is wrong and what was probably meant.
     """
     problems = [
         problem for path, node, schema in _our_nodes(config) for problem in _problems(path, node, schema)
@@ -51,17 +46,12 @@ def check_composed(config: Any) -> None:
 
 
 def explain(error: HydraException, groups: Set[str]) -> str | None:
-    """What to say instead of Hydra's own message, where the error is about one of our options or groups.
-
-    Args:
-        error: of a composition.
-        groups: of ours that take part in it.
-    """
+    """What to say instead of Hydra's own message, where that is about our options, or `groups` of ours."""
     if isinstance(error, MissingConfigException):
         return _explain_missing_choice(error, groups)
     group = re.match(r"Could not override '((\w+)/[\w/]+)'", str(error))
     if group and group[2] in groups and group[1] not in _SUBGROUPS:
-        return f"{group[1]}: there is no such group{name_hint(group[1], _SUBGROUPS)}"
+        return f"{group[1]}: there is no such group{closest(group[1], _SUBGROUPS, lists_all=True)}"
     cause = error.__cause__ or error.__context__  # the second for what a file holds
     if not isinstance(cause, OmegaConfBaseException):
         return None
@@ -124,7 +114,7 @@ def _problems(path: str, node: DictConfig, schema: Schema) -> Iterator[str]:
         if option.choices and option.name in {*node} and not OmegaConf.is_interpolation(node, option.name):
             value = node.get(option.name)
             if type(value) in option.choice_types and value not in option.choices:
-                hint = name_hint(str(value), [str(choice) for choice in option.choices])
+                hint = closest(str(value), [str(choice) for choice in option.choices], lists_all=True)
                 yield f"{path}.{option.name}: {value!r} is no choice{hint}"
     if schema is STRATEGY:
         for name, parse in _CHECKED.items():
@@ -134,7 +124,7 @@ def _problems(path: str, node: DictConfig, schema: Schema) -> Iterator[str]:
 
 
 def _unknown_keys(node: DictConfig, schema: Schema) -> list[str]:
-    return [str(key) for key in node if key not in {*known_keys(schema), *_CONSTANTS}]
+    return [str(key) for key in node if key not in {*(option.name for option in schema.options), *_CONSTANTS}]
 
 
 def _parse_problem(node: DictConfig, name: str, parse: Any) -> str | None:
@@ -160,8 +150,8 @@ def _parse_problem(node: DictConfig, name: str, parse: Any) -> str | None:
 
 
 def _unknown(full_key: str, key: str, schema: Schema) -> str:
-    known = known_keys(schema)
-    return f"{full_key}: {schema.name.replace('/', ' ')} has no option {key!r}{name_hint(key, list(known))}"
+    hint = closest(key, [option.name for option in schema.options], lists_all=True)
+    return f"{full_key}: {schema.name.replace('/', ' ')} has no option {key!r}{hint}"
 
 
 def _explain_missing_choice(error: MissingConfigException, groups: Set[str]) -> str | None:
@@ -170,4 +160,4 @@ def _explain_missing_choice(error: MissingConfigException, groups: Set[str]) -> 
         return f"{error}\nThe launcher of SLURM is a package of its own: pip install hydra-submitit-launcher"
     if group.partition("/")[0] not in groups or not error.options:
         return None
-    return f"{group}: there is no {choice!r}{name_hint(str(choice), list(error.options))}"
+    return f"{group}: there is no {choice!r}{closest(str(choice), list(error.options), lists_all=True)}"

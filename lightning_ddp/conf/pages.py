@@ -11,11 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp.conf.options import REQUIRED, Option
-from lightning_ddp.conf.schema import AVERAGERS, HOOKS, ON_FAILURE, STRATEGY, Schema
+from lightning_ddp.conf.schema import AVERAGERS, HOOKS, ON_FAILURE, REQUIRED, STRATEGY, Option, Schema
 from lightning_ddp.variants import BUILTIN
-
-__all__ = ["FOLDER", "strategy_pages"]
 
 FOLDER = Path(__file__).parent
 _WIDTH = 108

@@ -1,26 +1,176 @@
-"""Typed classes for OmegaConf, made of the options: for the strategy, the Trainer, each hook and averager.
+"""Typed classes for OmegaConf: for the strategy, the Trainer, each hook and averager.
 
-They are attributes of this module, so that a composed configuration pickles.
+They are made of options: names, types, defaults and descriptions, read from the code that owns them. They are
+attributes of this module, so that a composed configuration pickles.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
-from collections.abc import Iterable
-from dataclasses import dataclass, field, make_dataclass
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, make_dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, Union
 
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.averaging import available_averagers, averager_options
-from lightning_ddp.conf.options import Option, options_of_dataclass, options_of_signature
 from lightning_ddp.hooks import available_hooks, hook_options
 from lightning_ddp.strategy import CustomDDPStrategy
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 from lightning_ddp.trainer import Trainer
 
-__all__ = ["AVERAGERS", "HOOKS", "ON_FAILURE", "STRATEGY", "TRAINER", "Schema", "all_schemas"]
+_PRIMITIVES = (bool, int, float, str)
+
+REQUIRED = "???"
+"""Default of an option that has none, in OmegaConf's spelling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One thing to configure."""
+
+    name: str
+    type: Any
+    """As OmegaConf understands it; `Any` where it has no type for the annotation; `timedelta` is kept."""
+    default: Any
+    """`REQUIRED` if there is none."""
+    description: str
+    """One paragraph, without line ends."""
+    choices: tuple[Any, ...] = ()
+    """The only values (of the types in `choice_types`), where they are known."""
+    choice_types: tuple[type, ...] = ()
+
+    @property
+    def is_duration(self) -> bool:
+        """Whether it is a `timedelta`, or None."""
+        return timedelta in (self.type, *typing.get_args(self.type))
+
+
+def _type_of(annotation: Any) -> tuple[Any, tuple[Any, ...], tuple[type, ...]]:
+    """The type for OmegaConf, the choices among its values, and the types to which the choices apply.
+
+    >>> _type_of(Literal["a", "b"] | None)
+    (str | None, ('a', 'b'), (<class 'str'>,))
+    >>> _type_of(float | timedelta)[0]
+    typing.Any
+    """
+    members = _members(annotation)
+    choices = tuple(value for m in members if typing.get_origin(m) is Literal for value in typing.get_args(m))
+    choice_types = tuple(dict.fromkeys(type(value) for value in choices))
+    plain = [m for m in members if typing.get_origin(m) is not Literal and m is not types.NoneType]
+    kinds = list(dict.fromkeys([*plain, *choice_types]))
+    is_optional = types.NoneType in members
+    kind = _as_config_type(kinds[0]) if len(kinds) == 1 else None
+    if kind is None:
+        if not kinds or not all(kind in _PRIMITIVES for kind in kinds):
+            return Any, (), ()
+        if float in kinds and int not in kinds:  # in a union OmegaConf takes no int for a float
+            kinds.append(int)
+        kind = Union[tuple(kinds)]  # noqa: UP007 (a tuple of types that is not known here)
+    choice_types = tuple(t for t in choice_types if t not in plain)
+    return (kind | None if is_optional else kind), (choices if choice_types else ()), choice_types
+
+
+def _members(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return [member for part in typing.get_args(annotation) for member in _members(part)]
+    return [annotation]
+
+
+def _as_config_type(kind: Any) -> Any:
+    """What OmegaConf has for one type; None for nothing."""
+    if kind in _PRIMITIVES or kind is timedelta:
+        return kind
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(origin, type) and all(argument in _PRIMITIVES for argument in arguments):
+        if issubclass(origin, Sequence):
+            return list[arguments]  # type: ignore[valid-type]  # a type that is not known here
+        if issubclass(origin, Mapping):  # a key is text on the command line, and may be a number in YAML
+            return dict[Any, arguments[1]]  # type: ignore[valid-type]  # the same
+    return None
+
+
+# ---------------------------------------------------------------------- where options come from
+
+
+def options_of_signature(owner: type, *, without: Sequence[str] = ()) -> list[Option]:
+    """The arguments of a class, `without` some; their descriptions are those of `Args:` in its docstring."""
+    hints = typing.get_type_hints(owner.__init__)  # type: ignore[misc]  # of this very class
+    described = _described_arguments(inspect.getdoc(owner) or "")
+    return [
+        _option(name, hints.get(name, Any), parameter.default, described.get(name, ""))
+        for name, parameter in inspect.signature(owner).parameters.items()
+        if name not in without and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+
+
+def options_of_dataclass(owner: type) -> list[Option]:
+    """The fields of a dataclass; their descriptions are the strings below them."""
+    hints = typing.get_type_hints(owner)
+    described: dict[str, str] = {}
+    for kind in reversed(owner.__mro__):
+        if dataclasses.is_dataclass(kind):
+            described |= _described_fields(kind)
+    return [
+        _option(field.name, hints[field.name], field.default, described.get(field.name, ""))
+        for field in dataclasses.fields(owner)
+        if field.init
+    ]
+
+
+def _option(name: str, annotation: Any, default: Any, description: str) -> Option:
+    kind, choices, choice_types = _type_of(annotation)
+    is_required = default in (MISSING, inspect.Parameter.empty)
+    return Option(
+        name=name,
+        type=kind,
+        default=REQUIRED if is_required else default,
+        description=description,
+        choices=choices,
+        choice_types=choice_types,
+    )
+
+
+def _described_arguments(docstring: str) -> dict[str, str]:
+    """Argument -> description, from the `Args:` of a Google docstring.
+
+    >>> _described_arguments('''Does.
+    ...
+    ... Args:
+    ...     first: of two
+    ...         lines.
+    ...     second: one.
+    ...
+    ... Raises:
+    ...     ValueError: never.
+    ... ''')
+    {'first': 'of two lines.', 'second': 'one.'}
+    """
+    section = re.search(r"^Args:\n((?:[ ]{4}.*\n?|\n(?=[ ]{4}))+)", docstring, re.MULTILINE)
+    text = textwrap.dedent(section[1]) if section else ""
+    entries = re.findall(r"^\*{0,2}(\w+): (.*(?:\n[ ]+.*)*)", text, re.MULTILINE)
+    return {name: " ".join(description.split()) for name, description in entries}
+
+
+def _described_fields(owner: type) -> dict[str, str]:
+    """Field -> the string that stands below it, of this class alone."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(tree, ast.ClassDef)
+    described = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if is_field and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            described[statement.target.id] = " ".join(str(following.value.value).split())  # type: ignore[attr-defined]
+    return described
+
+
+# ---------------------------------------------------------------------- classes made of them
 
 SET_BY_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin")
 """Arguments of the strategy that are none of the user's."""
@@ -35,11 +185,6 @@ class Duration:
     hours: float | None = None
     minutes: float | None = None
     seconds: float | None = None
-
-    @classmethod
-    def of(cls, value: timedelta | None) -> Duration:
-        """In minutes."""
-        return cls(minutes=None if value is None else value.total_seconds() / 60)
 
 
 def duration(**parts: float | None) -> timedelta | None:
@@ -62,96 +207,78 @@ class Schema:
     """Where it lies in the ConfigStore, below `lightning_ddp/schema`."""
     cls: type
     options: tuple[Option, ...]
+    """What a user may set."""
     description: str
 
 
 def _config_field(option: Option) -> tuple[str, Any, Any]:
     kind, default = option.type, option.default
     if option.is_duration:
-        return option.name, Duration | None, field(default_factory=lambda: Duration.of(default))
+        minutes = None if default is None else default.total_seconds() / 60
+        return option.name, Duration | None, field(default_factory=lambda: Duration(minutes=minutes))
     if isinstance(default, (list, dict)):
         return option.name, kind, field(default_factory=lambda: type(default)(default))
     return option.name, kind, default
 
 
 def _make(
-    name: str, options: Iterable[Option], description: str, *, class_name: str, constants: dict[str, str]
+    name: str, options: Sequence[Option], description: str, *, class_name: str, constants: dict[str, str]
 ) -> Schema:
     """Makes a class that a pickle finds here."""
-    kept = tuple(options)
     fields: list[Any] = [(key, str, value) for key, value in constants.items()]
-    fields += [_config_field(option) for option in kept]
+    fields += [_config_field(option) for option in options]
     cls = make_dataclass(class_name, fields, namespace={"__doc__": description, "__module__": __name__})
     globals()[class_name] = cls
-    return Schema(name=name, cls=cls, options=kept, description=description)
+    return Schema(name=name, cls=cls, options=tuple(options), description=description)
 
 
-def _target(owner: type) -> dict[str, str]:
-    return {"_target_": f"lightning_ddp.{owner.__name__}", "_convert_": "all"}
-
-
-def _class_name(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
-
-
-def _trainer_options() -> list[Option]:
-    """Those of Lightning's Trainer of this installation, and the two that are added to it."""
-    added = [o for o in options_of_signature(Trainer) if o.name != "self"]
-    return [*options_of_signature(lightnings("Trainer")), *added]
-
-
-STRATEGY = _make(
-    "strategy",
-    options_of_signature(CustomDDPStrategy, without=SET_BY_THE_TRAINER),
-    (inspect.getdoc(CustomDDPStrategy) or "").partition("\n")[0],
-    class_name="CustomDDPStrategyConfig",
-    constants=_target(CustomDDPStrategy),
-)
-TRAINER = _make(
-    "trainer",
-    _trainer_options(),
-    (inspect.getdoc(Trainer) or "").partition("\n")[0],
-    class_name="TrainerConfig",
-    constants=_target(Trainer),
-)
-HOOKS = {
-    name: _make(
-        f"ddp_comm_hook/{name}",
-        options_of_dataclass(options),
-        available_hooks()[name],
-        class_name=f"{_class_name(name)}HookConfig",
-        constants={"name": name},
-    )
-    for name, options in hook_options().items()
-}
-AVERAGERS = {
-    name: _make(
-        f"model_averaging/{name}",
-        options_of_dataclass(options),
-        available_averagers()[name],
-        class_name=f"{_class_name(name)}AveragerConfig",
-        constants={"name": name},
-    )
-    for name, options in averager_options().items()
-}
-
-
-ON_FAILURE = {
-    name: _make(
-        f"on_failure/{name}",
+def _make_for(owner: type, name: str, options: Sequence[Option]) -> Schema:
+    """For an object that Hydra makes."""
+    return _make(
+        name,
         options,
-        description,
-        class_name=f"{_class_name(name)}OnFailureConfig",
-        constants={"name": name},
+        (inspect.getdoc(owner) or "").partition("\n")[0],
+        class_name=f"{owner.__name__}Config",
+        constants={"_target_": f"lightning_ddp.{owner.__name__}", "_convert_": "all"},
     )
-    for name, options, description in (
-        ("stop", [], "The run ends on all ranks."),
-        ("shrink", options_of_dataclass(RecoverySettings), "Goes on with the ranks that are left."),
-        ("replace", options_of_dataclass(ReplaceSettings), "The same, with a new process in each place."),
-    )
-}
 
 
+def _make_group(
+    group: str, kind: str, options: Mapping[str, type | None], descriptions: Mapping[str, str]
+) -> dict[str, Schema]:
+    """For the names that an argument of the strategy takes."""
+    return {
+        name: _make(
+            f"{group}/{name}",
+            [] if owner is None else options_of_dataclass(owner),
+            descriptions[name],
+            class_name="".join(part.capitalize() for part in name.split("_")) + f"{kind}Config",
+            constants={"name": name},
+        )
+        for name, owner in options.items()
+    }
+
+
+STRATEGY = _make_for(
+    CustomDDPStrategy, "strategy", options_of_signature(CustomDDPStrategy, without=SET_BY_THE_TRAINER)
+)
+TRAINER = _make_for(
+    Trainer,
+    "trainer",  # that of Lightning in this installation, and what is added to it
+    options_of_signature(lightnings("Trainer")) + options_of_signature(Trainer, without=("self",)),
+)
+HOOKS = _make_group("ddp_comm_hook", "Hook", hook_options(), available_hooks())
+AVERAGERS = _make_group("model_averaging", "Averager", averager_options(), available_averagers())
+ON_FAILURE = _make_group(
+    "on_failure",
+    "OnFailure",
+    {"stop": None, "shrink": RecoverySettings, "replace": ReplaceSettings},
+    {
+        "stop": "The run ends on all ranks.",
+        "shrink": "Goes on with the ranks that are left.",
+        "replace": "The same, with a new process in each place.",
+    },
+)
 DURATION = Schema(
     name="duration",
     cls=Duration,
@@ -164,9 +291,3 @@ def all_schemas() -> dict[type, Schema]:
     """Every schema, by its class."""
     schemas = (STRATEGY, TRAINER, DURATION, *HOOKS.values(), *AVERAGERS.values(), *ON_FAILURE.values())
     return {schema.cls: schema for schema in schemas}
-
-
-def known_keys(schema: Schema) -> list[str]:
-    """The keys of a schema that a user may set, constants aside."""
-    constants = {"_target_", "_convert_", "name"}
-    return [f.name for f in dataclasses.fields(schema.cls) if f.name not in constants]

@@ -1,21 +1,82 @@
-"""The flat buffer of a bucket, its views, and how gradients get in and out of it."""
+"""The flat buffer of a bucket, its views, and how gradients get in and out of it, also sparse ones.
+
+On CUDA, where gradients come on the streams of their forwards, what is done with all of a bucket is ordered
+after each.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from lightning_ddp._torch import foreach_copy_, foreach_mul_
-from lightning_ddp.ddp.gradient_streams import GradientStreams
-from lightning_ddp.ddp.plan import BucketSpec
-
-__all__ = ["Bucket"]
+from lightning_ddp.errors import BackwardOrderError
 
 _MOST_BYTES_IN_PLACE = 256 * 1024
 """From this size on a copy costs less than zeros and an addition; below, the number of operations counts."""
+_SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+_current_stream = torch.accelerator.current_stream  # asked once a gradient; does less than that of torch.cuda
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSpec:
+    """One bucket of a plan."""
+
+    indices: tuple[int, ...]
+    """Positions of its parameters in the list that was planned, in the order of the flat buffer."""
+    numel: int
+    """Elements of the flat buffer."""
+    dtype: torch.dtype
+    """Type of all its parameters."""
+    device: torch.device
+    """Device of all its parameters."""
+    is_sparse: bool = False
+    """Whether it holds one parameter, whose gradients are sparse tensors."""
+
+
+class GradientStreams:
+    """The CUDA streams on which one backward writes gradients of one device into one flat buffer.
+
+    Autograd runs the hook of a gradient on the stream of the forward that used the parameter. After a forward
+    on several streams whoever reads all gradients of a buffer has to wait for each; with one stream there is
+    nothing to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self._noted: dict[int, Any] = {}
+
+    def clear(self) -> None:
+        """A backward is to come."""
+        self._noted.clear()
+
+    def note(self) -> None:
+        """The current stream has written, or holds a gradient that is still to be copied."""
+        stream = _current_stream(self._index)
+        self._noted[stream.stream_id] = stream
+
+    def join(self) -> None:
+        """Lets the current stream go on after all that has been noted. Does not wait on the host."""
+        current = _current_stream(self._index)
+        for number, stream in self._noted.items():
+            if number != current.stream_id:
+                current.wait_stream(stream)
+        self._noted[current.stream_id] = current
+
+    def keep(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Keeps the memory of gradients, however soon they are dropped, until the current stream has used it.
+
+        Without that what was made on another stream could be used again there at once.
+        """
+        current = _current_stream(self._index)
+        if any(number != current.stream_id for number in self._noted):
+            for gradient in gradients:
+                gradient.record_stream(current)
 
 
 class Bucket:
@@ -54,7 +115,7 @@ class Bucket:
         self.names = tuple(names)
         self.size = len(self.params)
         self.flat = flat
-        self.views = self._make_views()
+        self.views = [flat] if spec.is_sparse else _views(flat, self.params)
         self.early = frozenset(
             i
             for i, p in enumerate(self.params)
@@ -72,24 +133,17 @@ class Bucket:
             and not late_only
             and all(v.nbytes < _MOST_BYTES_IN_PLACE for v in self._late_views)
         )
-        self._is_open = False
         self.streams = GradientStreams(spec.device) if spec.device.type == "cuda" else None
         """On which streams gradients have come in this backward; None for a device without streams."""
-        self.armed = False
-        self.ready: list[int] = []
-        """Indices of the parameters whose gradients have come in this backward, of all buckets."""
-        self.num_pending = 0
-        self.all_but_one = -1
-        self.is_full = False
-        self.is_skipped = False
-        self.absent: set[int] = set()
-        self._saved: dict[int, torch.Tensor] = {}
-        self.work: Any = None
         self._index = index
         self._is_last = is_last
-        self._buffer = self.flat
         self.contributes = True
         """Whether there is anything in it; else it stands for a bucket of a rank that has no input."""
+        self.absent: set[int] = set()
+        """Positions of the parameters that get no gradient in this backward."""
+        self._saved: dict[int, torch.Tensor] = {}
+        self.arm(0, [])
+        self.armed = False
 
     # ------------------------------------------------------------------ for communication hooks
 
@@ -117,9 +171,6 @@ class Bucket:
         """Replaces what `buffer()` returns, for hooks that work on another tensor of the same size."""
         self._buffer = buffer
 
-    def _make_views(self) -> list[torch.Tensor]:
-        return _views(self.flat, self.params)
-
     def take(self, value: torch.Tensor) -> None:
         """Makes `value`, of the flat buffer's size, the reduced gradient."""
         if value.data_ptr() != self.flat.data_ptr():
@@ -127,23 +178,17 @@ class Bucket:
 
     def zeros(self) -> Bucket:
         """A bucket of the same form in memory of its own, for a rank that contributes nothing."""
-        bucket = type(self)(
-            self._index,
-            self.spec,
-            torch.zeros_like(self.flat),
-            self.params,
-            self.names,
-            is_last=self._is_last,
-        )
+        flat = torch.zeros_like(self.flat)
+        bucket = type(self)(self._index, self.spec, flat, self.params, self.names, is_last=self._is_last)
         bucket.contributes = False
         return bucket
 
     # ------------------------------------------------------------------ one backward
 
-    def arm(self, num_expected: int, ready: list[int] | None = None) -> None:
+    def arm(self, num_expected: int, ready: list[int]) -> None:
         """Forgets the last reduction and expects `num_expected` gradients; their indices go to `ready`."""
         self.armed = True
-        self.ready = [] if ready is None else ready
+        self.ready = ready
         self.num_pending = num_expected
         self.all_but_one = num_expected - 1
         self.is_full = False
@@ -153,7 +198,7 @@ class Bucket:
         self._saved.clear()
         if self.streams is not None:
             self.streams.clear()
-        self.work = None
+        self.work: Any = None
         self._buffer = self.flat
 
     def open(self) -> None:
@@ -174,31 +219,18 @@ class Bucket:
         self._is_open = True
 
     def withdraw(self, ready: Collection[int]) -> None:
-        """After a backward that has failed: parameters without a gradient are without one again.
-
-        Args:
-            ready: indices of those that got one.
-        """
-        if not self._is_open:
-            return
+        """After a backward that has failed: parameters not in `ready` are without a gradient again."""
         for position in self._late:
             if self.spec.indices[position] not in ready and self._is_untouched(position):
                 self.params[position].grad = None
 
     def _is_untouched(self, position: int) -> bool:
         """Whether `.grad` is what `open` has made it, if no gradient has come."""
-        return (
-            self._is_open
-            and position not in self.early
-            and self.params[position].grad is self.views[position]
-        )
+        is_view = self.params[position].grad is self.views[position]
+        return self._is_open and position not in self.early and is_view
 
     def copy_early(self, position: int, scale: float | None) -> None:
-        """Puts one large gradient in, scaled on the way unless `scale` is None, and frees its own memory.
-
-        Raises:
-            TypeError: there is no gradient.
-        """
+        """Puts one large gradient in, scaled unless `scale` is None; raises TypeError if there is none."""
         param, view = self.params[position], self.views[position]
         grad = cast(torch.Tensor, param.grad)
         if grad is view:
@@ -215,11 +247,7 @@ class Bucket:
             param.grad = view
 
     def copy_late(self, scale: float | None) -> None:
-        """Puts small gradients in that are not there yet, with one multi-tensor copy; scales them all.
-
-        Raises:
-            TypeError: one of them is not there.
-        """
+        """Puts in, by one copy, and scales the small gradients; raises TypeError if one is missing."""
         params, views = self._late_params, self._late_views
         if self.absent:
             present = [i for i in self._late if i not in self.absent]
@@ -261,12 +289,11 @@ class Bucket:
 
     def take_absent(self, position: int, is_used: bool) -> None:
         """Gives an absent parameter the mean if some rank used it, else leaves its `.grad` as it was."""
-        view = self.views[position]
         saved = self._saved.pop(position, None)
         if is_used:
             self._give(position)
         elif saved is not None:
-            view.copy_(saved)
+            self.views[position].copy_(saved)
 
     def _give(self, position: int) -> None:
         param, view = self.params[position], self.views[position]
@@ -278,11 +305,7 @@ class Bucket:
             param.grad.copy_(view)
 
     def copy_out(self) -> None:
-        """Where gradients are no views, writes the means into them.
-
-        Raises:
-            TypeError: one of them is not there.
-        """
+        """Where gradients are no views, writes the means into them."""
         if self._is_view:
             return
         present = [i for i in range(self.size) if i not in self.absent]
@@ -295,6 +318,83 @@ class Bucket:
             foreach_copy_(grads, [self.views[i] for i in present])
         if self.streams is not None:
             self.streams.keep(grads)
+
+
+def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """The `id`s of parameters that get sparse gradients: weights of embeddings made with `sparse=True`."""
+    return {id(m.weight) for m in modules if isinstance(m, _SPARSE_MODULES) and m.sparse}
+
+
+class SparseBucket(Bucket):
+    """A bucket for one parameter with sparse gradients, for backends that know these, as gloo does.
+
+    `buffer()` is the sparse gradient itself, of the parameter's shape: each step brings a tensor of its own.
+    What is sent grows with the rows that were used, on all ranks together.
+    """
+
+    def __init__(self, *arguments: Any, is_last: bool) -> None:
+        super().__init__(*arguments, is_last=is_last)
+        self.early = frozenset()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The sparse gradient."""
+        return [self._buffer]
+
+    def take(self, value: torch.Tensor) -> None:
+        """Makes `value` the reduced gradient."""
+        self.flat = value.detach()
+
+    def zeros(self) -> Bucket:
+        """A bucket of the same form without any row."""
+        bucket = super().zeros()
+        bucket.set_buffer(_empty_like(self.params[0]))
+        bucket.flat = bucket.buffer()
+        return bucket
+
+    def copy_late(self, scale: float | None) -> None:
+        """Takes the gradient, scaled unless `scale` is None."""
+        if not self.absent:
+            self._fill(self.params[0].grad, scale)
+
+    def fill_absent(self, position: int, scale: float | None) -> None:
+        """Puts in its accumulated gradient, or no row."""
+        self.absent.add(position)
+        param = self.params[position]
+        self._fill(_empty_like(param) if param.grad is None else param.grad, scale)
+
+    def take_absent(self, position: int, is_used: bool) -> None:
+        """Gives the absent parameter the mean if some rank used it."""
+        if is_used:
+            self.params[position].grad = self.flat
+
+    def copy_out(self) -> None:
+        """Makes the mean the gradient."""
+        if not self.absent:
+            self.params[0].grad = self.flat
+
+    def _fill(self, grad: torch.Tensor | None, scale: float | None) -> None:
+        if grad is None:
+            raise TypeError("no gradient")
+        if not grad.is_sparse:
+            raise BackwardOrderError(
+                f"{self.names[0]!r} has a dense gradient, but its embedding was made with sparse=True. Use"
+                " the parameter in that embedding only, or make it with sparse=False."
+            )
+        self.flat = grad.clone() if scale is None else grad * scale
+        if self.streams is not None:
+            self.streams.keep([grad])
+        self.set_buffer(self.flat)
+
+
+def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient of an embedding's weight in which no row was used."""
+    shape = parameter.shape
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
+        torch.empty((0, *shape[1:]), dtype=parameter.dtype, device=parameter.device),
+        shape,
+        check_invariants=False,  # there is nothing to check, and torch warns unless one says so
+    )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

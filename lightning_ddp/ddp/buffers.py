@@ -1,28 +1,54 @@
-"""Buffers: copied from one rank to all, when somebody is going to read them."""
+"""Buffers of a module: copied from one rank to all when somebody will read them; kept and put back.
+
+With them the states of metrics are put back: all that a forward changes besides its outputs.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, Literal
 
 import torch
 
-from lightning_ddp._torch import buffers_of, foreach_copy_
+from lightning_ddp._torch import (
+    COMPUTED,
+    UPDATE_COUNT,
+    buffers_of,
+    foreach_copy_,
+    preserve_version_counters,
+)
+from lightning_ddp.comm.gather_scatter import broadcast_coalesced
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.module_sync import broadcast_coalesced
-from lightning_ddp.ddp.reducer_options import check_broadcast_buffers
-from lightning_ddp.ddp.snapshot import unseen_by_autograd
+from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["BufferHook", "BufferReaders", "BufferSettings", "BufferSync", "Buffers"]
+Moment = Literal["before_forward", "after_forward"]
 
+_SMALL_BYTES = 2**16
 _BATCH_NORMS = (
     torch.nn.BatchNorm1d,
     torch.nn.BatchNorm2d,
     torch.nn.BatchNorm3d,
     torch.nn.SyncBatchNorm,
 )
+
+
+@contextmanager
+def unseen_by_autograd(tensors: Sequence[torch.Tensor]) -> Generator[None, None, None]:
+    """What is written to `tensors` in here does not count as a change: a backward may still follow."""
+    with torch.no_grad(), preserve_version_counters(tuple(tensors)):
+        yield
+
+
+def check_broadcast_buffers(value: object) -> None:
+    """Raises `ConfigurationError` for what torch's argument `broadcast_buffers` cannot be."""
+    if value not in (None, "auto", True, False):
+        raise ConfigurationError(f"broadcast_buffers={value!r}: one of 'auto', True, False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +64,7 @@ class BufferSettings:
 
     @classmethod
     def of(cls, broadcast_buffers: Any, forward_sync_buffers: bool | None) -> BufferSettings:
-        """The settings for torch's two arguments.
-
-        Raises:
-            ConfigurationError: an argument is something else than torch knows, or 'auto'.
-        """
+        """The settings for torch's two arguments."""
         check_broadcast_buffers(broadcast_buffers)
         if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
             warnings.warn(
@@ -66,138 +88,8 @@ class BufferHook:
     """`hook(state, buffers by qualified name)`; returns None, or futures that the end of backward awaits."""
     state: Any
     """First argument of the hook."""
-    location: Literal["before_forward", "after_forward"]
+    location: Moment
     """When it runs, in each forward that follows a synchronised one."""
-
-
-class BufferReaders:
-    """Tells whether the coming forward reads a buffer that may differ between ranks.
-
-    A BatchNorm layer in training mode normalises with its batch alone; it updates its running statistics
-    but does not read them, and rank 0's depend on rank 0's own history only. So while all buffers of a
-    module are such statistics and all their layers train, a copy from rank 0 before each forward changes
-    nothing that anybody computes. It is due before a forward in which a layer evaluates, if that follows a
-    synchronised forward, as in torch, or if the layer has trained since the last copy. A module with any
-    other buffer, or with a subclass of BatchNorm, which may read what it likes, takes a copy before every
-    forward that follows a synchronised one.
-
-    Args:
-        module: the wrapped module.
-        ignored: qualified names of buffers that are left alone.
-    """
-
-    def __init__(self, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        layers: list[torch.nn.Module] = []
-        self.are_known = True
-        """Whether all buffers are BatchNorm statistics, so that it is known when they are read."""
-        for prefix, layer in module.named_modules():
-            names = [
-                f"{prefix}.{key}" if prefix else key for key, b in buffers_of(layer).items() if b is not None
-            ]
-            if not [n for n in names if n not in ignored]:
-                continue
-            if type(layer) in _BATCH_NORMS:
-                layers.append(layer)
-            else:
-                self.are_known = False
-        self._trained = {id(layer): True for layer in layers}  # since the last copy
-        self._layers = layers
-
-    def are_due(self, follows_sync: bool) -> bool:
-        """Whether the coming forward has to see rank 0's statistics. The same on all ranks."""
-        reading = [layer for layer in self._layers if not layer.training]
-        return any(follows_sync or self._trained[id(layer)] for layer in reading)
-
-    def copied(self) -> None:
-        """All ranks have rank 0's buffers."""
-        self._trained = dict.fromkeys(self._trained, False)
-
-    def note_forward(self) -> None:
-        """A forward has run: layers in training mode have changed their statistics."""
-        for layer in self._layers:
-            if layer.training:
-                self._trained[id(layer)] = True
-
-
-class BufferSync:
-    """Copies the buffers of a module from one rank to all, as bytes of all dtypes in one broadcast.
-
-    The list of buffers is kept between calls and made anew when a module holds another tensor under one of
-    the names.
-
-    Args:
-        group: the ranks that agree.
-        module: the wrapped module.
-        ignored: qualified names of buffers that are left alone.
-    """
-
-    def __init__(self, group: Group, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        self._group = group
-        self._module = module
-        self._ignored = ignored
-        self._places: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
-        self._names: list[str] = []
-        self._packs: list[_BytePack] = []
-        self._others: list[torch.Tensor] = []
-        self._find()
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to copy."""
-        return bool(self._places)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The buffers that are copied."""
-        return [tensor for _, _, tensor, _ in self._places]
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """The buffers that are copied, by qualified name."""
-        if not self._is_current():
-            self._find()
-        return dict(zip(self._names, self.tensors, strict=True))
-
-    def _find(self) -> None:
-        self._places = []
-        self._names = []
-        seen: set[int] = set()
-        for prefix, module in self._module.named_modules():
-            owner = buffers_of(module)
-            for key, tensor in owner.items():
-                name = f"{prefix}.{key}" if prefix else key
-                if tensor is None or name in self._ignored or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                self._names.append(name)
-                self._places.append((owner, key, tensor, tensor.data_ptr()))
-        dense: dict[torch.device, list[torch.Tensor]] = {}
-        self._others = []
-        for tensor in self.tensors:
-            if tensor.is_contiguous() and tensor.numel():
-                dense.setdefault(tensor.device, []).append(tensor)
-            else:
-                self._others.append(tensor)
-        self._packs = [_BytePack(tensors) for tensors in dense.values()]
-
-    def _is_current(self) -> bool:
-        return all(
-            owner.get(key) is tensor and tensor.data_ptr() == pointer
-            for owner, key, tensor, pointer in self._places
-        )
-
-    def __call__(self, src: int = 0) -> None:
-        """Overwrites the buffers with those of group rank `src`. All ranks call it; it communicates.
-
-        Does not count as an in-place change for autograd, as torch's DDP does not either: two forward
-        passes before one backward stay possible.
-        """
-        if not self._is_current():
-            self._find()
-        if not self._places:
-            return
-        with unseen_by_autograd(self.tensors):
-            for pack in self._packs:
-                pack.broadcast(self._group, src)
-            broadcast_coalesced(self._group, self._others, src)
 
 
 class _BytePack:
@@ -221,6 +113,14 @@ class _BytePack:
 class Buffers:
     """The buffers of a wrapped module, and when its forwards bring them together.
 
+    A BatchNorm layer in training mode normalises with its batch alone; it updates its running statistics
+    but does not read them, and rank 0's depend on rank 0's own history only. So while all buffers of a
+    module are such statistics and all their layers train, a copy from rank 0 before each forward changes
+    nothing that anybody computes. It is due before a forward in which a layer evaluates, if that follows a
+    synchronised forward, as in torch, or if the layer has trained since the last copy. A module with any
+    other buffer, or with a subclass of BatchNorm, which may read what it likes, takes a copy before every
+    forward that follows a synchronised one.
+
     Args:
         group: the ranks.
         module: the wrapped module.
@@ -231,27 +131,64 @@ class Buffers:
     def __init__(
         self, group: Group, module: torch.nn.Module, ignored: frozenset[str], settings: BufferSettings
     ) -> None:
-        self.copy = BufferSync(group, module, ignored)
+        self._group = group
+        self._module = module
+        self._ignored = ignored
         self.hook: BufferHook | None = None
         self._settings = settings
-        self._readers = BufferReaders(module, ignored) if settings.when_read else None
+        layers = _batch_norms(module, ignored) if settings.when_read else None
+        self._have_trained = None if layers is None else dict.fromkeys(layers, True)  # since the last copy
+        self._find()
 
-    def are_due(
-        self, where: Literal["before_forward", "after_forward"], *, follows_sync: bool, is_joining: bool
-    ) -> bool:
-        """Whether they have to be brought together now. The same on all ranks.
+    def _find(self) -> None:
+        self._places: dict[str, tuple[dict[str, Any], str, torch.Tensor, int]] = {}
+        self._others: list[torch.Tensor] = []
+        dense: dict[torch.device, list[torch.Tensor]] = {}
+        for name, tensor in self._module.named_buffers():  # each tensor once
+            if name in self._ignored:
+                continue
+            path, _, key = name.rpartition(".")
+            owner = buffers_of(self._module.get_submodule(path))
+            self._places[name] = (owner, key, tensor, tensor.data_ptr())
+            is_dense = tensor.is_contiguous() and tensor.numel()
+            (dense.setdefault(tensor.device, []) if is_dense else self._others).append(tensor)
+        self._packs = [_BytePack(tensors) for tensors in dense.values()]
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The buffers by qualified name; listed anew where the module holds another tensor by such a name."""
+        for owner, key, tensor, pointer in self._places.values():
+            if owner.get(key) is not tensor or tensor.data_ptr() != pointer:
+                self._find()
+                break
+        return {name: tensor for name, (_, _, tensor, _) in self._places.items()}
+
+    def copy(self, src: int = 0) -> None:
+        """Overwrites them with those of rank `src`, as bytes in one broadcast. All ranks call it.
+
+        Does not count as an in-place change for autograd, as torch's DDP does not either: two forward
+        passes before one backward stay possible.
+        """
+        tensors = list(self.named().values())
+        if tensors:
+            with unseen_by_autograd(tensors):
+                for pack in self._packs:
+                    pack.broadcast(self._group, src)
+                broadcast_coalesced(self._group, self._others, src)
+
+    def are_due(self, where: Moment, *, follows_sync: bool, is_joining: bool) -> bool:
+        """Whether they have to be brought together at this moment of a forward. The same on all ranks.
 
         Args:
-            where: the moment in forward.
+            where: the moment.
             follows_sync: whether the last forward was a synchronised one.
             is_joining: whether ranks may be out of input, so that each step has to look alike.
         """
         location = "before_forward" if self.hook is None else self.hook.location
-        if not (self._settings.in_forward and self.copy) or where != location:
+        if not (self._settings.in_forward and self._places) or where != location:
             return False
-        readers = self._readers
-        if self.hook is None and not is_joining and readers is not None and readers.are_known:
-            return readers.are_due(follows_sync)
+        if self.hook is None and not is_joining and self._have_trained is not None:
+            reading = [has for layer, has in self._have_trained.items() if not layer.training]
+            return any(follows_sync or has_trained for has_trained in reading)
         return follows_sync
 
     def sync(self, src: int = 0) -> list[Any]:
@@ -260,17 +197,137 @@ class Buffers:
         Returns:
             Futures that the end of backward is to wait for.
         """
-        if not (self._settings.in_forward and self.copy):
+        if not (self._settings.in_forward and self._places):
             return []
-        if self._readers is not None:
-            self._readers.copied()
+        if self._have_trained is not None:
+            self._have_trained = dict.fromkeys(self._have_trained, False)
         if self.hook is None:
             self.copy(src)
             return []
         with torch.no_grad():
-            return list(self.hook.hook(self.hook.state, self.copy.named()) or [])
+            return list(self.hook.hook(self.hook.state, self.named()) or [])
 
     def note_forward(self) -> None:
-        """A forward has run."""
-        if self._readers is not None:
-            self._readers.note_forward()
+        """A forward has run: layers in training mode have changed their statistics."""
+        have_trained = self._have_trained or {}
+        for layer in have_trained:
+            if layer.training:
+                have_trained[layer] = True
+
+
+def _batch_norms(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.nn.Module] | None:
+    """The layers that own the buffers, if all of these are BatchNorm statistics; else None."""
+    layers: list[torch.nn.Module] = []
+    for prefix, layer in module.named_modules():
+        names = [
+            f"{prefix}.{key}" if prefix else key for key, b in buffers_of(layer).items() if b is not None
+        ]
+        if ignored.issuperset(names):
+            continue
+        if type(layer) not in _BATCH_NORMS:
+            return None
+        layers.append(layer)
+    return layers
+
+
+# ---------------------------------------------------------------------- what a forward changes
+
+
+class ModuleSnapshot:
+    """The buffers of a module and the states of the torchmetrics in it, at one moment."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        modules = list(module.modules())
+        self._owners = [buffers_of(owner) for owner in modules if buffers_of(owner)]
+        self._found = [
+            metric
+            for metric in modules
+            if hasattr(type(metric), "metric_state") and hasattr(metric, UPDATE_COUNT)
+        ]
+        self._present: list[torch.Tensor | None] = []
+        self._find_buffers([])
+        self.retake()
+
+    def retake(self) -> None:
+        """Copies what the modules that were found hold now.
+
+        Small buffers in the memory of the host are copied together, as bytes: 120 of them in 20 us, where a
+        call of torch for all takes 45 us.
+        """
+        present = list(chain.from_iterable(map(dict.values, self._owners)))
+        is_same = (
+            len(present) == len(self._present)
+            and all(map(is_, present, self._present))
+            and list(map(torch.Tensor.data_ptr, self._small)) == self._places
+            and list(map(torch.Tensor.numel, self._small)) == self._sizes
+        )
+        if is_same and self._large:
+            try:
+                with torch.no_grad():
+                    foreach_copy_(self._values, self._large)
+            except RuntimeError:  # one has another size now
+                is_same = False
+        if not is_same:
+            self._find_buffers(present)
+        self._bytes = b"".join(self._memory)
+        self._metrics = [(m, copy_states(m), getattr(m, UPDATE_COUNT)) for m in self._found]
+
+    def _find_buffers(self, present: list[torch.Tensor | None]) -> None:
+        self._present = present
+        self._buffers = [(owner, key, tensor) for owner in self._owners for key, tensor in owner.items()]
+        tensors = [tensor for tensor in present if tensor is not None]
+        self._small = [tensor for tensor in tensors if _is_small(tensor)]
+        self._places = [tensor.data_ptr() for tensor in self._small]
+        self._sizes = [tensor.numel() for tensor in self._small]
+        self._memory = [
+            (ctypes.c_char * tensor.nbytes).from_address(place)
+            for tensor, place in zip(self._small, self._places, strict=True)
+        ]
+        self._shapes = [tensor.shape for tensor in self._small]
+        self._large = [tensor for tensor in tensors if not _is_small(tensor)]
+        self._values = [tensor.detach().clone() for tensor in self._large]
+
+    def restore(self) -> None:
+        """Puts them back, in place and unseen by autograd."""
+        start = 0
+        with unseen_by_autograd([*self._small, *self._large]):
+            for tensor, memory, shape in zip(self._small, self._memory, self._shapes, strict=True):
+                end = start + len(memory)
+                piece = torch.frombuffer(bytearray(self._bytes[start:end]), dtype=torch.uint8)
+                tensor.detach().copy_(piece.view(tensor.dtype).view(shape))
+                start = end
+            for tensor, value in zip(self._large, self._values, strict=True):
+                tensor.detach().copy_(value)
+        for owner, key, present in self._buffers:
+            owner[key] = present
+        for metric, states, count in self._metrics:
+            put_states(metric, states)
+            setattr(metric, UPDATE_COUNT, count)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are some bytes in the memory of the host, one after the other."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_complex()  # its numbers may be conjugated when they are read
+        and not tensor.is_quantized
+        and 0 < tensor.nbytes <= _SMALL_BYTES
+    )
+
+
+def copy_states(metric: Any) -> dict[str, Any]:
+    """The states of a torchmetrics `Metric`: tensors, or lists of them. Does not communicate."""
+    return {
+        name: state.detach().clone() if isinstance(state, torch.Tensor) else list(state)
+        for name, state in metric.metric_state.items()
+    }
+
+
+def put_states(metric: Any, states: Mapping[str, Any]) -> None:
+    """Gives a torchmetrics `Metric` the states that `copy_states` has copied."""
+    for name, state in states.items():
+        setattr(metric, name, state.clone() if isinstance(state, torch.Tensor) else list(state))
+    setattr(metric, COMPUTED, None)

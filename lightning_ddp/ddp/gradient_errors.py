@@ -1,18 +1,27 @@
-"""Errors of a backward: missing, surplus, freed or twice differentiated gradients, with their names."""
+"""Errors of a backward: missing, surplus, freed or twice differentiated gradients, with their names.
+
+A rank that lacks a gradient cannot take part in the all-reduce of that bucket, and the others would wait
+for it without end. So it says so through the group's store; the others look there while they wait, and all
+of them raise the same error, with the names from every rank. Where no rank has any gradient, as in a step
+whose loss uses no parameter, there is nothing to average and no error.
+
+The store may be in a process that is stopped (SIGSTOP), and then answers nobody. So threads ask it, and the
+deadline of the collective holds.
+
+Where torch's DDP has a message for the same thing, its words are a part of ours: filters of logs know them.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp import torch_messages as torch_words
-from lightning_ddp.ddp.missing_gradients import MissingGradients
+from lightning_ddp.comm.group import Group, InThread
 from lightning_ddp.errors import (
     BackwardOrderError,
     CommHookError,
@@ -20,26 +29,140 @@ from lightning_ddp.errors import (
     MissingGradientWarning,
 )
 
-__all__ = ["BackwardFailures", "refuse_double_backward"]
+_FIRST_LOOK_S = 0.2
+_LONGEST_PAUSE_S = 2.0
+_REPORT_DEADLINE_S = 10.0
+_POLL_S = 0.01
+_POLLS_PER_S_OF_ALL = 10_000
+"""How often all ranks together look whether all have come: one store answers them."""
+_ANSWER_WAIT_S = 0.2
+_UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one."
+
+
+class _Post(TypedDict):
+    names: list[str]
+    num_launched: int
+
+
+class MissingGradients:
+    """The board on which ranks post the parameters that got no gradient.
+
+    The token is the same on all ranks and different for every wrapped module. The time limit of the group's
+    backend for the device holds here too.
+    """
+
+    def __init__(self, group: Group, token: str, device: torch.device) -> None:
+        self.group = group
+        self._device = device
+        self._prefix = f"lightning_ddp/missing/{token}"
+
+    def is_skipped(self, step: int) -> bool:
+        """Whether no gradient has come on any rank. Each rank without one calls it, and waits for the others.
+
+        True on all ranks, or False on all that call it: another rank has gradients, or does not come.
+        """
+        group, store = self.group, self.group.store
+        if store is None:
+            return group.size == 1
+        skipped, busy = [self._key(step, "skipped")], [self._key(step, "busy")]
+        pause_s = max(_POLL_S, group.size / _POLLS_PER_S_OF_ALL)
+
+        def ask(thread: InThread[bool]) -> bool:
+            if store.add(self._key(step, "idle"), 1) == group.size:
+                store.set(skipped[0], "1")
+                return True
+            store.set(self._key(step, "any"), "1")
+            thread.until(lambda: store.check(skipped) or store.check(busy), pause_s, "not all have come")
+            return bool(store.check(skipped))
+
+        thread = InThread(ask, self._longest_wait_s())
+        group.wait_call(thread, "backward without any gradient")
+        return thread.error is None and thread.result  # else the store is gone, or not all have come
+
+    def _longest_wait_s(self) -> float:
+        """A rank may be late, as in a collective. One that compares it before does not look at the board."""
+        interrupt = self.group.interrupt
+        if interrupt is not None and interrupt.compare is not None:
+            return _REPORT_DEADLINE_S
+        return self.group.timeout_s(self._device)
+
+    def report(self, step: int, names: Sequence[str], num_launched: int) -> MissingGradientError:
+        """Posts this rank's names and collects those of the others. Communicates through the store only.
+
+        Args:
+            step: number of the synchronised backward.
+            names: parameters without a gradient here; empty on a rank that waits for the others.
+            num_launched: buckets whose reduction this rank has started in this step.
+
+        Returns:
+            The error to raise, the same on all ranks up to the rank in its first line.
+        """
+        group = self.group
+        own = _Post(names=list(names), num_launched=num_launched)
+        posts = {group.rank: own} if group.store is None else self._exchange(group.store, step, own)
+        launched = {post["num_launched"] for post in posts.values()}
+        return MissingGradientError(
+            {rank: post["names"] for rank, post in posts.items()},
+            rank=group.rank,
+            world_size=group.size,
+            step=step,
+            num_launched=num_launched if len(posts) == group.size and len(launched) == 1 else None,
+        )
+
+    def _exchange(self, store: Any, step: int, own: _Post) -> dict[int, _Post]:
+        """Posts what this rank misses; returns that of all ranks that post theirs in time."""
+        rank = self.group.rank
+        posts = {rank: own}
+
+        def have_all_come() -> bool:
+            for other in [r for r in range(self.group.size) if r not in posts]:
+                if store.check([self._key(step, other)]):
+                    posts[other] = json.loads(store.get(self._key(step, other)))
+            return len(posts) == self.group.size
+
+        def exchange(thread: InThread[None]) -> None:
+            store.set(self._key(step, rank), json.dumps(own))
+            store.set(self._key(step, "busy"), "1")
+            store.set(self._key(step, "any"), "1")
+            thread.until(have_all_come, _POLL_S, "not all have reported")
+
+        InThread(exchange, _REPORT_DEADLINE_S).wait(lambda _: self.group.check())
+        return dict(posts)
+
+    def watch(self, step: int, num_launched: int) -> Callable[[float], None]:
+        """A callback for waits of this step: looks at the board now and then, and raises what is there."""
+        next_look = _FIRST_LOOK_S
+        asked: InThread[bool] | None = None
+
+        def look(waited_s: float) -> None:
+            nonlocal next_look, asked
+            store = self.group.store
+            if waited_s < next_look or store is None:
+                return
+            found = asked = asked or InThread(lambda _: store.check([self._key(step, "any")]))
+            if not found.is_over.wait(_ANSWER_WAIT_S):
+                return  # it is asked for the answer again soon
+            next_look, asked = waited_s + min(waited_s, _LONGEST_PAUSE_S), None
+            if found.error is None and found.result:
+                raise self.report(step, [], num_launched)
+
+        return look
+
+    def _key(self, step: int, who: int | str) -> str:
+        return f"{self._prefix}/{step}/{who}"
 
 
 class BackwardFailures:
     """Makes the errors of one reducer and keeps those after which its ranks cannot go on.
 
-    Args:
-        group: the ranks.
-        board: where they tell each other what they miss.
-        names: qualified names of all parameters.
-        raises_at_once: whether what all ranks miss in the first backward is an error there.
+    Unless it `raises_at_once`, what all ranks miss in the first backward is a warning there.
     """
 
-    def __init__(
-        self, group: Group, board: MissingGradients, names: Sequence[str], *, raises_at_once: bool
-    ) -> None:
+    def __init__(self, board: MissingGradients, names: Sequence[str], *, raises_at_once: bool) -> None:
         self.board = board
         self.last_error: str | None = None
         """Text of the last error."""
-        self._rank = group.rank
+        self._rank = board.group.rank
         self._names = names
         self._raises_at_once = raises_at_once
         self._broken: Exception | None = None
@@ -59,18 +182,11 @@ class BackwardFailures:
             raise self._broken.copy()
         raise BackwardOrderError(str(self._broken))
 
-    @contextmanager
-    def noted(self) -> Generator[None, None, None]:
-        """Keeps what is raised in here, if it concerns later steps too."""
-        try:
-            yield
-        except MissingGradientError as error:
+    def note(self, error: CommHookError | MissingGradientError) -> None:
+        """Keeps an error that is raised, if it concerns later steps too."""
+        self.last_error = str(error)
+        if isinstance(error, MissingGradientError):
             self._broken = error.copy()
-            self.last_error = str(error)
-            raise
-        except CommHookError as error:
-            self.last_error = str(error)
-            raise
 
     # ------------------------------------------------------------------ too few gradients
 
@@ -82,12 +198,6 @@ class BackwardFailures:
         torch's DDP says in the next backward what was missing in this one. Where all ranks miss the same in
         their first backward, the means of all others can still be right, so code that does one backward
         alone goes on with a warning, and the next step raises.
-
-        Args:
-            step: number of the backward.
-            late: positions of the parameters.
-            num_launched: buckets whose reduction this rank has started.
-            is_first: whether a warning may do.
 
         Returns:
             The error to raise, or None if a warning was given.
@@ -111,11 +221,15 @@ class BackwardFailures:
     def _unfinished(self, late: Sequence[int]) -> str:
         """The words by which torch's tests know the error."""
         hint = (
-            f"{torch_words.UNFINISHED} Ways out: {torch_words.FIND_UNUSED}, or making sure that all"
-            f" {torch_words.OUTPUTS_IN_LOSS}. {self._positions(late)}\n"
+            f"{_UNFINISHED} Ways out: passing the keyword argument `find_unused_parameters=True`, or making"
+            " sure that all `forward` function outputs participate in calculating loss."
+            f" {self._positions(late)}\n"
         )
         if dist.get_debug_level() == dist.DebugLevel.OFF:
-            return hint + f"For sizes and times of each rank in the log, {torch_words.SET_DEBUG}."
+            return (
+                f"{hint}For sizes and times of each rank in the log, set the environment variable"
+                " TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+            )
         names = ", ".join(self._names[i] for i in late)
         return hint + f"Parameters which did not receive grad for rank {self._rank}: {names}"
 
@@ -127,59 +241,49 @@ class BackwardFailures:
         )
 
     def _at(self, index: int) -> str:
-        return f"{torch_words.PARAMETER_AT} {index} with name {self._names[index]}"
+        return f"Parameter at index {index} with name {self._names[index]}"
 
     # ------------------------------------------------------------------ too many, or gone
 
     def ready_twice(
         self, step: int, excess: Sequence[int], ready: Sequence[int], *, is_static: bool
     ) -> BackwardOrderError:
-        """Parameters got more gradients in one backward than expected.
-
-        Args:
-            step: number of the backward.
-            excess: positions of the parameters.
-            ready: positions of all that got one, as often as they did.
-            is_static: whether the graph was to be the same in every step.
-        """
+        """Parameters (`excess`) got more gradients in one backward than expected."""
         names = ", ".join(self._names[i] for i in excess)
         if not is_static:
-            return self._note(
-                f"{torch_words.READY_TWICE} {self._at(excess[0])} has been marked as ready twice. On rank"
-                f" {self._rank} in step {step} it was more than one gradient in one backward for {names}."
-                " Re-entrant activation checkpointing does that: use torch.utils.checkpoint(...,"
-                " use_reentrant=False), or static_graph=True. So does a parameter that is used outside of"
-                " forward while find_unused_parameters=True takes it for unused."
+            return self._order_error(
+                f"Expected to mark a variable ready only once. {self._at(excess[0])} has been marked as ready"
+                f" twice. On rank {self._rank} in step {step} it was more than one gradient in one backward"
+                f" for {names}. Re-entrant activation checkpointing does that: use"
+                " torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True. So does a parameter"
+                " that is used outside of forward while find_unused_parameters=True takes it for unused."
             )
-        error = self._note(
-            f"rank {self._rank}, step {step}: {torch_words.CHANGED_GRAPH}: more gradients than in the first"
-            f" one for {names}. static_graph=True needs the same graph in every step."
+        error = self._order_error(
+            f"rank {self._rank}, step {step}: Your training graph has changed in this iteration: more"
+            f" gradients than in the first one for {names}. static_graph=True needs the same graph in every"
+            " step."
         )
         done = set(ready)
         unfinished = [i for i in range(len(self._names)) if i not in done]
         self._broken = BackwardOrderError(
-            f"{torch_words.UNFINISHED_STATIC} rank {self._rank}: {' '.join(map(str, unfinished))}"
+            f"{_UNFINISHED} This error indicates that your training graph has changed in this iteration,"
+            " e.g., one parameter is used in first iteration, but then got unused in the second iteration."
+            " this is not compatible with static_graph set to True.\nParameter indices which did not receive"
+            f" grad for rank {self._rank}: {' '.join(map(str, unfinished))}"
             f" ({', '.join(self._names[i] for i in unfinished)}). It was backward {step}: {error}"
         )
         return error
 
     def freed_gradient(self, step: int, names: Sequence[str]) -> BackwardOrderError:
         """Gradients were gone before they could be averaged."""
-        return self._note(
+        return self._order_error(
             f"rank {self._rank}, step {step}: something set .grad to None before it was averaged, for"
             f" {', '.join(names)}. Free gradients after backward, not in a hook during it."
         )
 
-    def interrupted(self, step: int) -> BackwardOrderError:
-        """A backward ended before all buckets were reduced."""
-        return self._note(f"rank {self._rank}, step {step}: backward ended before all buckets were reduced")
-
-    def _note(self, text: str) -> BackwardOrderError:
+    def _order_error(self, text: str) -> BackwardOrderError:
         self.last_error = text
         return BackwardOrderError(text)
-
-
-# ---------------------------------------------------------------------- backward through an averaged gradient
 
 
 class _Averaged(torch.autograd.Function):

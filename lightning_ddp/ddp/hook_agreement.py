@@ -19,11 +19,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import TorchDispatchMode, name_of_operator, pop_mode, push_mode, tree_leaves
-from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.hook_identity import describe_hook, describe_state
-from lightning_ddp.comm.waits import InThread
-
-__all__ = ["Disagreement", "HookAgreement"]
+from lightning_ddp.comm.catalogue import describe_hook, describe_state
+from lightning_ddp.comm.group import Group, InThread
 
 _NUM_STEPS = 2
 """Backwards in which the ranks meet: buckets are rebuilt after the first."""
@@ -48,13 +45,8 @@ class HookAgreement:
     """The meetings of one hook's ranks. All ranks call `launching` for the same buckets in one order.
 
     Communicates through the group's store only. Where the group has none, or one rank, nothing is compared.
-
-    Args:
-        group: the ranks.
-        prefix: of the keys: the same on all ranks, different for every registered hook.
-        device: one that the group's backend serves; its time limit holds here too.
-        state: of the hook.
-        hook: what was registered.
+    The prefix of the keys is the same on all ranks, different for every registered hook; the time limit of
+    the backend for the device holds here too.
     """
 
     def __init__(self, group: Group, prefix: str, device: torch.device, state: Any, hook: Any) -> None:
@@ -78,10 +70,7 @@ class HookAgreement:
 
     @contextmanager
     def launching(self, on_slice: OnSlice) -> Generator[None, None, None]:
-        """Compares what the hook does in here with the other ranks.
-
-        Args:
-            on_slice: called with the seconds waited in one meeting, now and then; may raise.
+        """Compares what the hook does in here with the other ranks; `on_slice` is called in waits.
 
         Raises:
             Disagreement: the ranks do not do the same, or one of them has raised in here.
@@ -109,11 +98,10 @@ class HookAgreement:
         """
         if self._is_open:
             return
-        rank = self._group.rank
+        rank, key = self._group.rank, self._key()
 
         def come(thread: InThread[Any]) -> Any:
             store: Any = self._store
-            key = self._key()
             mine = json.dumps({"rank": rank, "what": what})
             first = json.loads(store.compare_set(f"{key}/first", "", mine))
             both = (first["what"], what)
@@ -137,7 +125,7 @@ class HookAgreement:
             raise Disagreement(str(thread.error)) from thread.error
         self._is_open = thread.result == _OPEN
         if thread.result not in (_AGREED, _OPEN):
-            raise Disagreement(_explain(thread.result, rank))
+            raise Disagreement(_explain(thread.result))
         self._num_meetings += 1
 
     def _key(self) -> str:
@@ -192,7 +180,7 @@ class _Observer(TorchDispatchMode):
         return False
 
 
-def _explain(verdict: dict[str, Any], rank: int) -> str:
+def _explain(verdict: dict[str, Any]) -> str:
     if "other" not in verdict:
         return f"cannot go on: on rank {verdict['rank']} it {verdict['what']}"
     return (

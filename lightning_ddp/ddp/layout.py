@@ -1,23 +1,196 @@
-"""Bucket layout: the plan put into memory, which bucket holds which parameter, moves to another plan."""
+"""Bucket layout: caps of buckets, the plan of which holds what (pure), the plan in memory, and its moves.
+
+A plan is computed from shapes, dtypes and devices alone, so every rank that is given the same order computes
+the same plan.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.plan import BucketSpec, ParameterSpec, plan_buckets
-from lightning_ddp.ddp.reducer_options import ReducerOptions
-from lightning_ddp.ddp.sparse import SparseBucket
+from lightning_ddp.ddp.bucket import Bucket, BucketSpec, SparseBucket
+from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.shm.shared_memory import SharedMemory
 
-__all__ = ["BucketLayout"]
-
+MIB = 1024 * 1024
+_DEFAULT_CAP_MB = 25
+_NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
+_EARLY_COPY_BYTES = 256 * 1024
+EARLY_COPY_BYTES = {True: 2**63 - 1, False: 0, None: _EARLY_COPY_BYTES}
+"""`ReducerOptions.early_copy_bytes` by torch's argument `batched_grad_copy`."""
 _ALIGNMENT_BYTES = 512
 """Where buckets start. NCCL moves 16 bytes at a time only from a multiple of them, and vector instructions of
 the CPU read whole cache lines; what CUDA's allocator hands out starts at a multiple of 512 bytes."""
 _LARGEST_BYTES = 32 * 1024 * 1024 - 128 * 1024
+
+_Kind = tuple[torch.dtype, torch.device]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerOptions:
+    """How gradients are bucketed and what is expected of a backward."""
+
+    caps_bytes: tuple[int, ...]
+    """Caps of the first bucket of a dtype and device, the second ...; the last holds for all that follow."""
+    are_caps_default: bool = False
+    """Whether nobody asked for these caps."""
+    gradient_as_bucket_view: bool = True
+    """Whether `.grad` becomes a view of the bucket."""
+    find_unused_parameters: bool = False
+    """Whether parameters may be without a gradient, on some ranks or on all; the graph is searched."""
+    static_graph: bool = False
+    """Whether every step has the graph of the first one."""
+    skip_all_reduce_unused_params: bool = False
+    """Whether a bucket of which this rank used nothing is not reduced; so on all ranks alike."""
+    raises_at_once: bool = True
+    """Whether parameters that all ranks miss in the first backward are an error there; else a warning there
+    and an error in the next step, as late as torch's."""
+    early_copy_bytes: int = _EARLY_COPY_BYTES
+    """From this size on a gradient is copied into its bucket at once, while it is in the cache; the smaller
+    ones of a bucket go in one multi-tensor copy when the last has arrived."""
+    dtype: torch.dtype | None = None
+    """Type in which floating-point gradients are reduced; None for that of the parameter."""
+
+    def for_network(self) -> ReducerOptions:
+        """The same where gradients travel between hosts, with smaller first buckets if nobody named sizes.
+
+        A network is slow beside a backward on the CPU, and idle until the first bucket is full: so the first
+        MiB goes in three parts, each twice as large as the one before.
+        """
+        if not self.are_caps_default:
+            return self
+        return replace(self, caps_bytes=(*_NETWORK_CAPS_BYTES, self.caps_bytes[-1]))
+
+
+def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) -> tuple[int, ...]:
+    """The caps for torch's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in bytes.
+
+    The first bucket has at most 1 MiB, so that communication starts early, unless `caps_mb` names its size.
+
+    Raises:
+        ConfigurationError: a size is not above 0, or no number.
+
+    >>> bucket_caps_bytes(None)
+    (1048576, 26214400)
+    >>> bucket_caps_bytes(0.5)
+    (524288, 524288)
+    >>> bucket_caps_bytes(None, [1, 2])
+    (1048576, 2097152)
+    """
+    if isinstance(cap_mb, str):
+        raise ConfigurationError(
+            f"bucket_cap_mb={cap_mb!r}: expected a size in MiB, or None for {_DEFAULT_CAP_MB} MiB"
+        )
+    sizes_mb = list(caps_mb or []) or [_DEFAULT_CAP_MB if cap_mb is None else cap_mb]
+    if min(sizes_mb) <= 0:
+        name = f"bucket_cap_mb_list={caps_mb}" if caps_mb else f"bucket_cap_mb={cap_mb}"
+        raise ConfigurationError(f"{name}: expected sizes in MiB above 0")
+    sizes = tuple(int(size * MIB) for size in sizes_mb)
+    return sizes if caps_mb else (min(MIB, sizes[0]), sizes[0])
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """What the plan and the check across ranks need to know of a parameter."""
+
+    name: str
+    """Qualified name in the wrapped module."""
+    shape: tuple[int, ...]
+    """Sizes by dimension."""
+    stride: tuple[int, ...]
+    """Elements between neighbours by dimension; differs from row-major for `channels_last`."""
+    dtype: torch.dtype
+    """Type of the parameter and of its gradient."""
+    device: torch.device
+    """Where it lives."""
+    is_sparse: bool = False
+    """Whether its gradients are sparse tensors."""
+
+    @classmethod
+    def of(
+        cls, name: str, parameter: torch.Tensor, *, is_sparse: bool = False, dtype: torch.dtype | None = None
+    ) -> ParameterSpec:
+        """Describes `parameter`; a floating-point gradient is reduced in `dtype`, if that is given."""
+        return cls(
+            name=name,
+            shape=tuple(parameter.shape),
+            stride=tuple(parameter.stride()),
+            dtype=dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype,
+            device=parameter.device,
+            is_sparse=is_sparse,
+        )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.numel * self.dtype.itemsize
+
+
+def plan_buckets(
+    specs: Sequence[ParameterSpec], order: Sequence[int], *, caps_bytes: Sequence[int]
+) -> tuple[BucketSpec, ...]:
+    """Assigns every parameter to one bucket; returns the buckets in the order in which they will be full.
+
+    Parameters are taken in `order`, the order in which their gradients are expected. Those of one dtype and
+    device fill a bucket until the next one would exceed its cap; a parameter above the cap is alone, and so
+    is one with sparse gradients.
+
+    Args:
+        specs: all parameters.
+        order: a permutation of `range(len(specs))`.
+        caps_bytes: caps of the first bucket of a dtype and device, the second ..., in bytes; the last one
+            holds for all that follow.
+
+    >>> cpu = torch.device("cpu")
+    >>> def spec(n):
+    ...     return ParameterSpec(name=str(n), shape=(n,), stride=(1,), dtype=torch.float32, device=cpu)
+    >>> specs = [spec(1), spec(2), spec(8), spec(1)]
+    >>> plan = plan_buckets(specs, [3, 2, 1, 0], caps_bytes=[8, 16])
+    >>> [bucket.indices for bucket in plan]
+    [(3,), (2,), (1, 0)]
+    """
+    buckets: list[list[int]] = []
+    last: dict[_Kind, tuple[list[int], int, int]] = {}  # bucket, its bytes, number of those before it
+    for index in order:
+        spec = specs[index]
+        if spec.is_sparse:
+            buckets.append([index])
+            continue
+        kind = (spec.dtype, spec.device)
+        bucket, nbytes, number = last.get(kind, ([], 0, 0))
+        if bucket and nbytes + spec.nbytes > caps_bytes[min(number, len(caps_bytes) - 1)]:
+            bucket, nbytes, number = [], 0, number + 1
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(index)
+        last[kind] = (bucket, nbytes + spec.nbytes, number)
+    position = {index: position for position, index in enumerate(order)}
+    buckets.sort(key=lambda indices: position[indices[-1]])
+    return tuple(
+        BucketSpec(
+            indices=tuple(indices),
+            numel=sum(specs[i].numel for i in indices),
+            dtype=specs[indices[0]].dtype,
+            device=specs[indices[0]].device,
+            is_sparse=specs[indices[0]].is_sparse,
+        )
+        for indices in buckets
+    )
+
+
+# ---------------------------------------------------------------------- in memory
 
 
 class BucketLayout:
@@ -47,7 +220,7 @@ class BucketLayout:
             ParameterSpec.of(n, p, is_sparse=i in sparse, dtype=options.dtype)
             for i, (n, p) in enumerate(zip(names, parameters, strict=True))
         )
-        self._storage: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._storage: dict[_Kind, torch.Tensor] = {}
         self.buckets: tuple[Bucket, ...] = ()
         self.where: dict[int, tuple[Bucket, int]] = {}
         _keep_freed_memory()
@@ -64,16 +237,14 @@ class BucketLayout:
     def apply(self, plan: Sequence[BucketSpec], late_only: frozenset[int] = frozenset()) -> None:
         """Makes the buckets of `plan`, in the memory of the present ones; gradients in there move along.
 
-        Args:
-            plan: holds every parameter once.
-            late_only: parameters that get several gradients in one backward.
+        Parameters in `late_only` get several gradients in one backward.
         """
         self._late_only = late_only
         grads = self._release()
         flats = self._slice_storage(plan)
         self.buckets = tuple(
-            self._make_bucket(index, spec, flats[index], is_last=index == len(plan) - 1, late_only=late_only)
-            for index, spec in enumerate(plan)
+            self._make_bucket(index, spec, flat, is_last=index == len(plan) - 1)
+            for index, (spec, flat) in enumerate(zip(plan, flats, strict=True))
         )
         for bucket in self.buckets:
             for position, index in enumerate(bucket.spec.indices):
@@ -94,9 +265,7 @@ class BucketLayout:
         self._storage.clear()
         self.apply([bucket.spec for bucket in self.buckets], self._late_only)
 
-    def _make_bucket(
-        self, index: int, spec: BucketSpec, flat: torch.Tensor, *, is_last: bool, late_only: frozenset[int]
-    ) -> Bucket:
+    def _make_bucket(self, index: int, spec: BucketSpec, flat: torch.Tensor, *, is_last: bool) -> Bucket:
         params = [self.params[i] for i in spec.indices]
         names = [self.names[i] for i in spec.indices]
         if spec.is_sparse:
@@ -110,7 +279,7 @@ class BucketLayout:
             is_last=is_last,
             is_view=self._options.gradient_as_bucket_view,
             early_copy_bytes=self._options.early_copy_bytes,
-            late_only=frozenset(p for p, i in enumerate(spec.indices) if i in late_only),
+            late_only=frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only),
         )
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
@@ -118,17 +287,16 @@ class BucketLayout:
 
         Between two buckets there may be a gap, which nobody reads. There is room for a bucket a parameter.
         """
-        offsets: dict[tuple[torch.dtype, torch.device], int] = {}
+        offsets: dict[_Kind, int] = {}
         flats = []
         for spec in plan:
+            kind = (spec.dtype, spec.device)
             if spec.is_sparse:
                 flats.append(torch.empty(0, dtype=spec.dtype, device=spec.device))
                 continue
-            kind = (spec.dtype, spec.device)
             if kind not in self._storage:
-                same = [o for o in plan if (o.dtype, o.device) == kind and not o.is_sparse]
-                numels = [self._specs[i].numel for other in same for i in other.indices]
-                self._storage[kind] = self._zeros(sum(_aligned(n, spec.dtype) for n in numels), *kind)
+                same = [s for s in self._specs if (s.dtype, s.device) == kind and not s.is_sparse]
+                self._storage[kind] = self._zeros(sum(_aligned(s.numel, s.dtype) for s in same), *kind)
             start = offsets.get(kind, 0)
             offsets[kind] = start + _aligned(spec.numel, spec.dtype)
             flats.append(self._storage[kind][start : start + spec.numel])
@@ -165,11 +333,9 @@ def _aligned(numel: int, dtype: torch.dtype) -> int:
 def _keep_freed_memory() -> None:
     """Frees one large block that was never written to, so that glibc keeps as much as it ever does.
 
-    When gradients are views of buckets, what autograd allocates for each is freed as soon as it is copied.
-    glibc returns large free memory at the top of its heap to the kernel, so that every gradient would be paid
-    for with new pages, which costs more than the copy. How much it keeps depends on the largest block that
-    the process has freed so far (`M_MMAP_THRESHOLD` in mallopt(3)): up to 32 MiB, for which it keeps 64 MiB.
-
-    Costs no memory. Without effect where MALLOC_TRIM_THRESHOLD_ and the like are set, and elsewhere.
+    What autograd allocates for each gradient is freed once it is copied. glibc returns large free memory at
+    the top of its heap to the kernel, so that every gradient would be paid for with new pages, which costs
+    more than the copy. How much it keeps depends on the largest block that the process has freed so far
+    (`M_MMAP_THRESHOLD` in mallopt(3)): up to 32 MiB, for which it keeps 64 MiB. Costs no memory.
     """
     torch.empty(_LARGEST_BYTES, dtype=torch.uint8)

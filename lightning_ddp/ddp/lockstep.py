@@ -20,12 +20,9 @@ import torch.distributed as dist
 
 from lightning_ddp._torch import tree_map
 from lightning_ddp.comm import all_gather, all_reduce, all_reduce_coalesced, reduce_op
-from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.uploads import uploaded
-from lightning_ddp.ddp.snapshot import ModuleSnapshot
+from lightning_ddp.comm.group import Group, uploaded
+from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.errors import ConfigurationError, UnevenInputsError
-
-__all__ = ["Lockstep", "LockstepLoader", "Turn"]
 
 _NOTHING, _OLD, _FRESH = 0, 1, 2
 _UNSIZED = -1
@@ -140,7 +137,11 @@ class Lockstep:
             self._last_batch = tree_map(lambda leaf: leaf, fresh)
         elif self._last_batch is None and self._spare is not None:
             self._last_batch = (self._spare(),)
-        stands = self._all_stands(_FRESH if fresh else _OLD if self._last_batch else _NOTHING)
+        told = torch.zeros(self._group.size, dtype=torch.int32)
+        told[self._group.rank] = _FRESH if fresh else _OLD if self._last_batch else _NOTHING
+        told = uploaded(told, self._device)
+        self._group.wait(self._group.all_reduce(told), self._device)
+        stands = told.tolist()
         num_active = stands.count(_FRESH)
         self._is_due = True
         if not num_active:
@@ -148,13 +149,6 @@ class Lockstep:
         self._check(stands, num_fetched)
         self._turns.append(Turn(is_replay=fresh is None, num_active=num_active))
         return fresh or tree_map(lambda leaf: leaf, self._last_batch)
-
-    def _all_stands(self, mine: int) -> list[int]:
-        told = torch.zeros(self._group.size, dtype=torch.int32)
-        told[self._group.rank] = mine
-        stands = uploaded(told, self._device)
-        self._group.wait(self._group.all_reduce(stands), self._device)
-        return [int(stand) for stand in stands.tolist()]
 
     def _check(self, stands: Sequence[int], num_fetched: int) -> None:
         empty = [rank for rank, stand in enumerate(stands) if stand == _NOTHING]

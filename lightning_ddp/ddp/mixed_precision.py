@@ -7,7 +7,6 @@ in full precision. The configuration is that of torch's DDP (`_MixedPrecision`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +14,6 @@ import torch
 from lightning_ddp._torch import queue_callback, tree_map
 from lightning_ddp.ddp.gradients import find_tensors
 from lightning_ddp.errors import ConfigurationError
-
-__all__ = ["MixedPrecision", "MixedPrecisionConfig"]
 
 
 class MixedPrecisionConfig(Protocol):
@@ -30,11 +27,6 @@ class MixedPrecisionConfig(Protocol):
 class MixedPrecision:
     """Swaps parameters for low-precision copies and back. Casts buffers once, here.
 
-    Args:
-        config: the dtypes.
-        module: the wrapped module.
-        ignored: qualified names of parameters and buffers that are left alone.
-
     Raises:
         ConfigurationError: a dtype is not a floating-point one.
     """
@@ -47,12 +39,10 @@ class MixedPrecision:
             if dtype is not None and not dtype.is_floating_point:
                 raise ConfigurationError(f"mixed_precision.{name}={dtype}: expected a floating-point dtype")
         self.config = config
-        self.is_cast = False
-        """Whether the parameters are low-precision copies at the moment."""
         self._params = [
             p for name, p in module.named_parameters() if name not in ignored and p.is_floating_point()
         ]
-        self._full: list[torch.Tensor] = []
+        self._full: list[torch.Tensor] = []  # while they are low-precision copies
         if config.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
@@ -66,21 +56,18 @@ class MixedPrecision:
     def cast_parameters(self) -> None:
         """Before forward: low-precision copies take the place of the parameters, and of their gradients."""
         dtype = self.config.param_dtype
-        if dtype is None or self.is_cast:
+        if dtype is None or self._full:
             return
         self._full = [p.data for p in self._params]
         for p in self._params:
             self._swap(p, p.data.to(dtype))
-        self.is_cast = True
 
     def restore_parameters(self) -> None:
         """After backward: parameters and gradients are in full precision again."""
-        if not self.is_cast:
-            return
-        for p, data in zip(self._params, self._full, strict=True):
-            self._swap(p, data)
-        self._full = []
-        self.is_cast = False
+        if self._full:
+            for p, data in zip(self._params, self._full, strict=True):
+                self._swap(p, data)
+            self._full = []
 
     @staticmethod
     def _swap(parameter: Any, data: torch.Tensor) -> None:
@@ -93,19 +80,16 @@ class MixedPrecision:
                 grad.record_stream(torch.cuda.current_stream(grad.device))
 
     def restore_after_backward(self, outputs: Any) -> None:
-        """Restores the parameters at the end of a backward from `outputs`, synchronised or not; or at once,
-        if there will be none."""
+        """Restores the parameters after a backward from `outputs`, or at once if there will be none."""
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
         if not tensors:
             self.restore_parameters()
-        for tensor in tensors:
-            tensor.register_hook(self._queue_restore())
 
-    def _queue_restore(self) -> Callable[[torch.Tensor], None]:
         def start(_grad: torch.Tensor) -> None:
             queue_callback(self.restore_parameters)
 
-        return start
+        for tensor in tensors:
+            tensor.register_hook(start)
 
     def cast_inputs(self, inputs: Any) -> Any:
         """Floating-point tensors in nested containers, in the parameters' low precision."""

@@ -1,58 +1,67 @@
-"""`BucketedDDP`: data parallelism over processes, with the reducer in Python."""
+"""`BucketedDDP`: data parallelism over processes, with the reducer in Python.
+
+More than 500 lines, as it is all that users call of the engine, and a third of it is what it tells them.
+"""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from lightning_ddp._torch import IGNORED_NAMES, inside_forward, run_eagerly, tell_dynamo, to_kwargs
-from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.interrupt import Interrupt
-from lightning_ddp.ddp import torch_messages as torch_words
-from lightning_ddp.ddp.buffers import BufferHook, Buffers, BufferSettings
-from lightning_ddp.ddp.delayed import DelayedAllReduce
-from lightning_ddp.ddp.in_backward import OptimizersInBackward
-from lightning_ddp.ddp.join import UnevenInputs
-from lightning_ddp.ddp.logging_data import LoggingData
+from lightning_ddp._torch import (
+    IGNORED_NAMES,
+    IS_IGNORED,
+    OPTIMIZERS_IN_BACKWARD,
+    inside_forward,
+    is_joining,
+    run_eagerly,
+    tell_dynamo,
+    to_kwargs,
+)
+from lightning_ddp.comm.activity import Interrupt
+from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+from lightning_ddp.comm.group import Group, uploaded
+from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
+from lightning_ddp.ddp.buffers import BufferHook, Buffers, BufferSettings, Moment
+from lightning_ddp.ddp.layout import EARLY_COPY_BYTES, ParameterSpec, ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.mixed_precision import MixedPrecision, MixedPrecisionConfig
 from lightning_ddp.ddp.module_checks import (
+    ParameterPlaces,
     check_backend,
     check_device_ids,
     check_hook,
     check_process_group,
     trainable_parameters,
+    verify_across_ranks,
 )
-from lightning_ddp.ddp.module_sync import broadcast_coalesced, verify_across_ranks
-from lightning_ddp.ddp.parameter_slots import ParameterPlaces
-from lightning_ddp.ddp.plan import ParameterSpec
 from lightning_ddp.ddp.reducer import Reducer
-from lightning_ddp.ddp.reducer_options import ReducerOptions, bucket_caps_bytes
-from lightning_ddp.ddp.reduction import CommHook
-from lightning_ddp.ddp.sparse import sparse_parameters
-from lightning_ddp.ddp.torch_names import TorchNames
-from lightning_ddp.errors import CommHookError, ConfigurationError
+from lightning_ddp.ddp.reduction import CommHook, DelayedAllReduce
+from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
 
-__all__ = ["BucketedDDP"]
-
+_logger = logging.getLogger("lightning_ddp")
+_NS_PER_S = 1e9
 _OF_THIS_PROCESS = (
     "_group",
     "_module_buffers",
     "_places",
-    "_signals",
+    "_forward_notice",
     "_active_ranks",
     "_delayed",
-    "_log",
     "reducer",
     "device_mesh",
 )
 
 
-class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
+class BucketedDDP(Joinable, torch.nn.Module):
     """Averages a module's gradients over the ranks of a process group during backward.
 
     Usable wherever `torch.nn.parallel.DistributedDataParallel` is, with its names. Wrap the module after it
@@ -203,9 +212,8 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
                 "transport": transport,
                 "reduce_dtype": str(getattr(mixed_precision, "reduce_dtype", None)),
             }
-            token = verify_across_ranks(
-                self._group, [ParameterSpec.of(n, p) for n, p in named], self.device, settings
-            )
+            specs = [ParameterSpec.of(n, p) for n, p in named]
+            token = verify_across_ranks(self._group, specs, self.device, settings)
         self._mixed = None
         if mixed_precision is not None:
             self._mixed = MixedPrecision(mixed_precision, module, frozenset(self.parameters_to_ignore))
@@ -219,21 +227,19 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             static_graph=static_graph,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             raises_at_once=raises_at_once,
-            early_copy_bytes=ReducerOptions.early_copy_for(batched_grad_copy),
+            early_copy_bytes=EARLY_COPY_BYTES[batched_grad_copy],
             dtype=self._mixed.reduce_dtype if self._mixed is not None else None,
         )
         self._connect(token, find_hosts(self._group, self.device))
         self._delayed = None
         if param_to_hook_all_reduce is not None:
-            params = list(delayed.values())
-            self._delayed = DelayedAllReduce(
-                self._group, params, param_to_hook_all_reduce, lambda: self.require_backward_grad_sync
-            )
+            params, is_on = list(delayed.values()), lambda: self.require_backward_grad_sync
+            self._delayed = DelayedAllReduce(self._group, params, param_to_hook_all_reduce, is_on)
         if init_sync:
             broadcast_coalesced(self._group, self.states())
             if self._buffer_settings.at_construction:
                 self._module_buffers.copy()
-        self._log = LoggingData(self)
+        self._log_construction()
 
     def _connect(self, token: str, hosts: Hosts | None) -> None:
         """Makes what belongs to this process and its group. Communicates where ranks share hosts."""
@@ -243,10 +249,14 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         self._module_buffers = Buffers(self._group, self.module, ignored, self._buffer_settings)
         self._places = ParameterPlaces(self.module, named)
         self._has_prepared = False
-        self._connect_join()
+        self.authoritative_rank: int | None = None
+        """The rank whose model all took at the end of the last `join()`."""
+        self._forward_notice: tuple[Any, torch.Tensor] | None = None
+        self._active_ranks: Any | None = None
+        self._divides_by_active = False
         self.reducer = Reducer(
-            [p for _, p in named],
-            [n for n, _ in named],
+            self._places.parameters,
+            self._places.names,
             self._group,
             device=self.device,
             token=token,
@@ -274,14 +284,14 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         self._group = Group(check_process_group(None, None), transport=self.transport)
         self._delayed = None
         self._connect("restored", None)
-        self._log = LoggingData(self)
+        self._log_construction()
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         """Refuses synchronised batch normalisation on the CPU, at once; torch's name of that check."""
         layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
         if layers and self.device.type == "cpu":
             raise ConfigurationError(
-                f"{torch_words.SYNC_BATCHNORM}, and this one is on the CPU:"
+                "SyncBatchNorm layers only work with GPU modules, and this one is on the CPU:"
                 f" {', '.join(map(repr, layers))}. Leave out sync_batchnorm, or use BatchNorm."
             )
 
@@ -295,20 +305,17 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
 
         The buckets are planned anew; gradients stay. The ranks must hold the same parameters. Communicates
         only to share memory. A communication hook has to be told by its owner.
-
-        Args:
-            process_group: the new ranks.
         """
         group = Group(process_group, self._group.interrupt, transport=self.transport)
         check_backend(group, self.module, list(zip(self._places.names, self._places.parameters, strict=True)))
-        state, hook = self.reducer.state_and_hook
+        before = self.reducer.reduction
         recorder = self.reducer.recorder
         self.reducer.close()
         self._group = group
         self._connect(f"updated/{group.next_number('updated')}", find_hosts(self._group, self.device))
         self.reducer.recorder = recorder
-        if hook is not None:
-            self.reducer.set_hook(state, hook)
+        if before.hook is not None:
+            self.reducer.set_hook(before.state, before.hook)
         if self._delayed is not None:
             self._delayed.group = self._group
 
@@ -334,10 +341,8 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         is_training = torch.is_grad_enabled()
         if is_training and self.require_backward_grad_sync:
             self.reducer.failures.check_usable()
-            if self.reducer.recorder is not None:
-                self.reducer.recorder.start_forward()
-            if self.reducer.times.start_forward():
-                self._log.publish()
+            if self.reducer.recorder.start_forward() and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+                _logger.info("times on rank %s: %s", self._group.rank, self._mean_times())
         self._notify_joined(is_training)
         if is_training:
             self.reducer.rebuild()
@@ -351,7 +356,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
-        if self.reducer.recorder is not None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self.reducer.recorder.end_forward()
         self._sync_buffers_if_due("after_forward")
         self._module_buffers.note_forward()
@@ -369,8 +374,16 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         """Before the first forward."""
         self._has_prepared = True
         params = self._places.parameters
-        if OptimizersInBackward.are_used(params):
-            self.reducer.after_bucket = OptimizersInBackward(params).step
+        if not any(hasattr(p, OPTIMIZERS_IN_BACKWARD) for p in params):
+            return
+        from torch.distributed.optim.apply_optimizer_in_backward import (  # slow to import, rarely needed
+            param_to_optim_hook_handle_map,
+        )
+
+        for parameter in params:  # torch would step on the local gradients
+            for handle in param_to_optim_hook_handle_map.get(parameter, []):
+                handle.remove()
+        self.reducer.after_bucket = _step_optimizers
 
     def prepare_for_backward(self, outputs: Any = None, *, absent: Iterable[int] = ()) -> None:
         """Makes the next backward a synchronised one, unless inside `no_sync`.
@@ -393,22 +406,17 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
 
     # ------------------------------------------------------------------ buffers
 
-    def _sync_buffers_if_due(
-        self, where: Literal["before_forward", "after_forward"], *, has_input: bool = True
-    ) -> None:
+    def _sync_buffers_if_due(self, where: Moment, *, has_input: bool = True) -> None:
         follows_sync = self.require_forward_param_sync
-        if self._module_buffers.are_due(where, follows_sync=follows_sync, is_joining=self._is_joining):
+        if self._module_buffers.are_due(where, follows_sync=follows_sync, is_joining=is_joining(self)):
             self.sync_buffers(has_input=has_input)
 
     def sync_buffers(self, *, has_input: bool = True) -> None:
         """Copies the buffers of rank 0 to all ranks now, or runs the buffer hook. All ranks call it.
 
-        Inside `join()` they come from the highest rank that has input left.
-
-        Args:
-            has_input: whether this rank is one of those.
+        Inside `join()` they come from the highest rank that has input left (`has_input`).
         """
-        src = self._signals.agree_on_source(has_input) if self._is_joining else 0
+        src = self._agree_on_source(has_input) if is_joining(self) else 0
         self.reducer.futures += self._module_buffers.sync(src)
 
     def register_buffer_comm_hook(
@@ -416,7 +424,7 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
         state: Any,
         hook: Callable[[Any, dict[str, torch.Tensor]], Any],
         *,
-        location: Literal["before_forward", "after_forward"] = "after_forward",
+        location: Moment = "after_forward",
     ) -> None:
         """Lets `hook(state, buffers)` bring the buffers together, instead of the copy from rank 0.
 
@@ -464,10 +472,13 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             ConfigurationError: its annotations say that it is for something else.
             CommHookError: a hook is registered already.
         """
-        with self._log.errors_noted():
+        with self._errors_noted():
             check_hook(hook)
-            if self.reducer.has_hook:
-                raise CommHookError(f"{torch_words.ALREADY_REGISTERED} There is one hook a wrapper.")
+            if self.reducer.reduction.hook is not None:
+                raise CommHookError(
+                    "register_comm_hook or register_builtin_comm_hook can only be called once."
+                    " There is one hook a wrapper."
+                )
         self.reducer.set_hook(state, hook)
 
     def teardown(self) -> None:
@@ -483,11 +494,95 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             num_steps: how many are kept; 0 for none, as in the beginning.
 
         Returns:
-            The recorder, with the `records`. With 0, one that gets no more.
+            The recorder, with the `records`; with 0 it gets no more.
+
+        Raises:
+            ConfigurationError: a negative number.
         """
-        recorder = StepRecorder(self.device, max(num_steps, 1))
-        self.reducer.recorder = recorder if num_steps else None
-        return recorder
+        self.reducer.recorder.keep(num_steps)
+        return self.reducer.recorder
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """A context for training loops in which ranks run out of inputs at different steps.
+
+        A rank that leaves the loop takes part in the others' communication, with zeros, until all have
+        left; then all take the model of the last one. Other collectives of the model, such as those of
+        SyncBatchNorm, are not mirrored: use `throw_on_early_termination` with them. All ranks enter.
+
+        Args:
+            divide_by_initial_world_size: whether gradients are divided by the number of ranks; otherwise by
+                that of the ranks which still have input. A communication hook divides by itself.
+            enable: False for no effect.
+            throw_on_early_termination: whether all ranks raise RuntimeError when the first one runs out.
+
+        Raises:
+            ConfigurationError: there is no default process group, or gradients are averaged with a delay.
+        """
+        if not dist.is_initialized():
+            if not enable:
+                return nullcontext()
+            raise ConfigurationError(
+                "join() needs torch.distributed.init_process_group: torch's Join communicates through it"
+            )
+        if enable and self._delayed is not None:
+            raise ConfigurationError(
+                "join() with delay_all_reduce_named_params: a rank without input cannot tell when the others"
+                " reduce those; leave out one of the two"
+            )
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        context: AbstractContextManager[None] = Join([self], enable, throw_on_early_termination, **options)
+        return context
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What this wrapper does on a rank that has joined; torch's `Join` calls it, with all arguments."""
+        self._has_joined = True
+        self._divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        return _ShadowSteps(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the tensors live by which ranks tell each other that they have joined."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that join."""
+        return self.process_group
+
+    def _notify_joined(self, is_training: bool) -> None:
+        """At the start of a forward: tells the ranks without input that there is one, and of which kind."""
+        self._active_ranks = None
+        if not is_joining(self):
+            return
+        self._active_ranks = Join.notify_join_context(self)
+        if self._forward_notice is not None:
+            self._group.wait(self._forward_notice[0], self.device)
+        kind = [float(is_training), float(is_training and self.require_backward_grad_sync)]
+        notice = uploaded(torch.tensor(kind), self.device)
+        self._forward_notice = (self._group.all_reduce(notice), notice)
+
+    def _agree_on_source(self, is_candidate: bool) -> int:
+        """The highest group rank among those that are candidates. All ranks call it."""
+        rank = uploaded(torch.tensor([self._group.rank if is_candidate else -1]), self.device)
+        self._group.wait(self._group.all_reduce(rank, dist.ReduceOp.MAX), self.device)
+        return int(rank.item())
+
+    def _set_divisor(self) -> None:
+        """Before a synchronised backward: gradients are divided by the ranks, or by those with input."""
+        if self._active_ranks is None or not self._divides_by_active:
+            self.reducer.reduction.set_divisor(self._group.size)
+            return
+        self._group.wait(self._active_ranks, self.device)
+        self.reducer.reduction.set_divisor(int(self._active_ranks.result()[0].item()))
+
+    # ------------------------------------------------------------------ logging data
 
     def logging_data(self) -> dict[str, Any]:
         """What this wrapper is made of and how long its steps take. Does not communicate.
@@ -499,5 +594,131 @@ class BucketedDDP(TorchNames, UnevenInputs, torch.nn.Module):
             `avg_backward_compute_comm_overlap_time_s`. The times come from the first ten steps and every
             hundredth after, and are absent before the second step.
         """
-        data: dict[str, Any] = self._log.collect()
-        return data
+        group, reducer = self._group, self.reducer
+        params = reducer.layout.params
+        hook = reducer.reduction.hook
+        data: dict[str, Any] = {
+            "module_name": type(self.module).__name__,
+            "rank": group.rank,
+            "world_size": group.size,
+            "backend_name": group.backend(self.device),
+            "device_ids": self.device_ids,
+            "output_device": self.output_device,
+            "is_multi_device_module": len({p.device for p in params}) > 1,
+            "broadcast_buffers": self.forward_sync_buffers,
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_sizes": self._first_bucket_sizes,
+            "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in params}),
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
+            "has_sync_bn": any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules()),
+            "comm_hook": getattr(hook, "__qualname__", type(hook).__name__) if hook is not None else None,
+            "join_uneven_inputs": self._has_joined,
+            "has_rebuilt_buckets": reducer.has_rebuilt,
+            "num_steps": reducer.step + 1,
+            "num_buckets_reduced": reducer.num_reduced,
+            "unused_parameter_size": sum(
+                params[i].numel() * params[i].element_size() for i in reducer.absent or ()
+            ),
+            "error": reducer.failures.last_error,
+        }
+        if reducer.has_rebuilt:
+            data["rebuilt_bucket_sizes"] = self._bucket_sizes()
+        return {**data, **self._mean_times()}
+
+    def _log_construction(self) -> None:
+        """Begins the logging data; tells them in the log, if `TORCH_DISTRIBUTED_DEBUG` says so."""
+        self._has_joined = False
+        self._first_bucket_sizes = self._bucket_sizes()
+        if dist.get_debug_level() != dist.DebugLevel.OFF:
+            _logger.info("constructed on rank %s: %s", self._group.rank, self.logging_data())
+
+    def _bucket_sizes(self) -> list[int]:
+        return [b.spec.numel * b.spec.dtype.itemsize for b in self.reducer.buckets]
+
+    def _mean_times(self) -> dict[str, float]:
+        return {f"avg_{phase}_time_s": ns / _NS_PER_S for phase, ns in self.reducer.recorder.mean_ns.items()}
+
+    @contextmanager
+    def _errors_noted(self) -> Generator[None, None, None]:
+        """Keeps the text of what is raised in here for the logging data."""
+        try:
+            yield
+        except Exception as error:
+            self.reducer.failures.last_error = str(error)
+            raise
+
+    # ------------------------------------------------------------------ names that torch's library uses
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The old name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return bool(self.reducer.has_rebuilt)
+
+    @staticmethod
+    def _get_data_parallel_params(module: torch.nn.Module, named_params: bool = False) -> Any:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, IS_IGNORED):
+                yield (name, parameter) if named_params else parameter
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("static_graph is True already", stacklevel=2)
+            return
+        with self._errors_noted():
+            if self.reducer.step >= 0:
+                raise UnsuitableModuleError(
+                    "static_graph should be called before training loop starts; there were"
+                    f" {self.reducer.step + 1} backwards. Pass static_graph=True to the constructor."
+                )
+        self.static_graph = True
+        self.reducer.make_static()
+
+
+class _ShadowSteps(JoinHook):
+    """Mirrors the communication of the wrapper on a rank that has joined, in the wrapper's order."""
+
+    def __init__(self, wrapper: BucketedDDP) -> None:
+        self._wrapper = wrapper
+
+    def main_hook(self) -> None:
+        """One forward of the others: buckets planned anew, buffers, then zeros for every bucket."""
+        wrapper, group = self._wrapper, self._wrapper._group
+        notice = torch.zeros(2, device=wrapper.device)
+        group.wait(group.all_reduce(notice), wrapper.device)
+        is_training, is_synchronised = map(bool, notice.tolist())
+        if is_training:
+            wrapper.reducer.rebuild()
+        wrapper._sync_buffers_if_due("before_forward", has_input=False)
+        wrapper.require_forward_param_sync = is_synchronised
+        if is_synchronised:
+            wrapper.reducer.shadow_backward()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have joined: they take the model of the last one."""
+        wrapper = self._wrapper
+        src = wrapper.authoritative_rank = wrapper._agree_on_source(is_last_joiner)
+        broadcast_coalesced(wrapper._group, wrapper.states(), src)
+        wrapper._module_buffers.sync(src)
+
+
+def _step_optimizers(bucket: Bucket) -> None:
+    """Steps the optimizers of a reduced bucket's parameters, and frees the gradients that they have used.
+
+    torch's `_apply_optimizer_in_backward` attaches them. torch steps as soon as the local gradient is there;
+    here that waits for the mean, while later buckets are still on their way.
+    """
+    for parameter in bucket.params:
+        optimizers = getattr(parameter, OPTIMIZERS_IN_BACKWARD, None)
+        if optimizers is None or parameter.grad is None:
+            continue
+        for optimizer in optimizers:
+            optimizer.step()
+        parameter.grad = None

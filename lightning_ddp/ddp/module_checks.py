@@ -1,22 +1,32 @@
-"""Checks of what users hand to `BucketedDDP`."""
+"""Checks of what users hand to `BucketedDDP`, that ranks hold the same, and that parameters stay in place.
+
+Where torch's DDP has a message for the same thing, its words are a part of ours: filters of logs know them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable, Collection, Sequence
+import pickle
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._torch import root_of_mesh
+from lightning_ddp._torch import parameters_of, root_of_mesh
+from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp import torch_messages as torch_words
-from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.sparse import sparse_parameters
-from lightning_ddp.errors import ConfigurationError, ProcessGroupError, UnsuitableModuleError
-
-__all__ = ["check_backend", "check_device_ids", "check_hook", "check_process_group", "trainable_parameters"]
+from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
+from lightning_ddp.ddp.gradients import find_tensors
+from lightning_ddp.ddp.layout import ParameterSpec
+from lightning_ddp.errors import (
+    ConfigurationError,
+    ProcessGroupError,
+    RankMismatchError,
+    UnsuitableModuleError,
+)
 
 _DENSE_BACKENDS = ("nccl", "mpi", "ucc", "xccl")
 """Parts of the names of backends that refuse sparse tensors, or fail in the first backward with one."""
@@ -34,8 +44,9 @@ def trainable_parameters(
     lazy = [n for n, p in named if isinstance(p, torch.nn.UninitializedParameter)]
     if lazy:
         raise UnsuitableModuleError(
-            f"{torch_words.UNINITIALIZED} uninitialised (lazy) parameters: {', '.join(lazy)}. Run one forward"
-            " pass with a sample batch before wrapping, so that they get their shapes."
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`."
+            f" uninitialised (lazy) parameters: {', '.join(lazy)}. Run one forward pass with a sample batch"
+            " before wrapping, so that they get their shapes."
         )
     trainable = [(n, p) for n, p in named if p.requires_grad]
     if not trainable and not may_be_none:
@@ -46,8 +57,8 @@ def trainable_parameters(
     kinds = {p.device.type for _, p in named}
     if len(kinds) > 1:
         raise ConfigurationError(
-            f"{torch_words.ONE_DEVICE_TYPE}, and the parameters are on {', '.join(sorted(kinds))}: move"
-            " them all to CUDA devices, or all to the CPU"
+            "input module must be on the same type of devices, and the parameters are on"
+            f" {', '.join(sorted(kinds))}: move them all to CUDA devices, or all to the CPU"
         )
     return trainable
 
@@ -130,8 +141,8 @@ def check_device_ids(
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ConfigurationError(
-            f"{torch_words.ONE_DEVICE_ID} Got {device_ids}: one process drives one device; start one process"
-            " a device, or wrap DataParallel(module, devices)."
+            f"device_ids can only be None or contain a single element. Got {device_ids}: one process drives"
+            " one device; start one process a device, or wrap DataParallel(module, devices)."
         )
     given = [*(device_ids or []), *([output_device] if output_device is not None else [])]
     if not given:
@@ -141,9 +152,10 @@ def check_device_ids(
     is_on_cpu = any(d.type == "cpu" for d in devices)
     if is_on_cpu or indices != {d.index for d in devices}:
         raise ConfigurationError(
-            f"{torch_words.ONLY_SINGLE_DEVICE}: device_ids {device_ids}, output_device"
-            f" {output_device}, but the module is on {', '.join(sorted(map(str, devices)))}: pass the"
-            " module's one CUDA device, or None."
+            "DistributedDataParallel device_ids and output_device arguments only work with"
+            f" single-device/multiple-device GPU modules or CPU modules: device_ids {device_ids},"
+            f" output_device {output_device}, but the module is on {', '.join(sorted(map(str, devices)))}:"
+            " pass the module's one CUDA device, or None."
         )
     return [i for i in indices if i is not None]
 
@@ -156,7 +168,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
         ConfigurationError: its annotations name other types than a bucket and a future of a tensor.
     """
     if not callable(hook):
-        raise TypeError(f"{torch_words.MUST_BE_CALLABLE} Got {hook!r}.")
+        raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
     try:
         signature = inspect.signature(hook)
     except ValueError:  # some callables written in C have none
@@ -164,12 +176,134 @@ def check_hook(hook: Callable[..., Any]) -> None:
     bucket = signature.parameters.get("bucket")
     empty = inspect.Parameter.empty
     known_buckets = (empty, dist.GradBucket, Bucket, Any, object)
-    if (
-        bucket is not None
-        and not isinstance(bucket.annotation, str)
-        and bucket.annotation not in known_buckets
-    ):
-        raise ConfigurationError(f"{torch_words.BUCKET_ANNOTATION} It is {bucket.annotation!r}.")
+    kind = empty if bucket is None else bucket.annotation
+    if not isinstance(kind, str) and kind not in known_buckets:
+        raise ConfigurationError(
+            f"Communication hook: bucket annotation should be dist.GradBucket. It is {kind!r}."
+        )
     answer = signature.return_annotation
     if not isinstance(answer, str) and answer not in (empty, torch.futures.Future[torch.Tensor], Any):
-        raise ConfigurationError(f"{torch_words.RETURN_ANNOTATION} It is {answer!r}.")
+        raise ConfigurationError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+            f" It is {answer!r}."
+        )
+
+
+# ---------------------------------------------------------------------- the same on all ranks
+
+
+def verify_across_ranks(
+    group: Group, specs: Sequence[ParameterSpec], device: torch.device, settings: Mapping[str, Any]
+) -> str:
+    """Checks that all ranks hold the same parameters and settings. All ranks call it; it communicates.
+
+    Args:
+        group: the ranks to compare.
+        specs: this rank's parameters that require gradients, in registration order.
+        device: where the tensors of the exchange live, as the backend needs it.
+        settings: arguments that must be the same on all ranks, by name.
+
+    Returns:
+        A random token, the same on all ranks, that no other call returns.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first parameter that differs, the rank and both forms.
+    """
+    # Devices differ by index between ranks, so only their type is compared.
+    form = [(s.name, s.shape, s.stride, str(s.dtype), s.device.type) for s in specs]
+    mine = (dict(settings), form)
+    digest = hashlib.sha256(pickle.dumps(mine)).digest()
+    digests, tokens = zip(*all_gather_objects(group, (digest, secrets.token_hex(8)), device), strict=True)
+    if len(set(digests)) > 1:
+        everyone = all_gather_objects(group, mine, device)
+        _raise_settings_mismatch(group, [settings for settings, _ in everyone])
+        _raise_mismatch(group, [form for _, form in everyone])
+    return str(tokens[0])
+
+
+def _raise_settings_mismatch(group: Group, settings: Sequence[Mapping[str, Any]]) -> None:
+    for rank, theirs in enumerate(settings):
+        for name, value in settings[0].items():
+            if theirs[name] != value:
+                raise RankMismatchError(
+                    f"rank {group.rank}: {name} is {value!r} on rank 0 and {theirs[name]!r} on rank {rank}."
+                    " Wrap the model with the same arguments on every rank."
+                )
+
+
+def _raise_mismatch(group: Group, forms: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+    reference = forms[0]
+    for rank, form in enumerate(forms):
+        if len(form) != len(reference):
+            there, here = ([entry[0] for entry in each] for each in (form, reference))
+            extra = [name for name in [*there, *here] if (name in there) != (name in here)]
+            raise RankMismatchError(
+                f"rank {group.rank}: rank 0 has {len(reference)} parameters that require gradients,"
+                f" rank {rank} has {len(form)}; only one of them has {', '.join(map(repr, extra[:5]))}."
+                " Build the same model on every rank, for example from one seed and one configuration."
+            )
+        for ours, theirs in zip(reference, form, strict=True):
+            if ours != theirs:
+                raise RankMismatchError(
+                    f"rank {group.rank}: the models differ. {_entry(0, ours)}, but {_entry(rank, theirs)}."
+                    " Build the same model on every rank; shapes must not depend on the rank's data."
+                )
+
+
+def _entry(rank: int, entry: tuple[Any, ...]) -> str:
+    name, shape, stride, dtype, device = entry
+    return f"rank {rank} has {name!r} with shape {list(shape)}, stride {list(stride)}, {dtype} on {device}"
+
+
+# ---------------------------------------------------------------------- parameters in their places
+
+
+class ParameterPlaces:
+    """Tells parameters that `torch.func.functional_call` replaces for one forward from those lost for good.
+
+    A parameter that has moved within the module is still there: `torch.nn.utils.prune` registers the same one
+    under another name, and what stands under the old name is computed from it.
+    """
+
+    def __init__(self, module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._module = module
+        self._places: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
+        for name, parameter in named:
+            path, _, key = name.rpartition(".")
+            self._places.append((parameters_of(module.get_submodule(path)), key, parameter))
+
+    def replaced(self) -> list[int]:
+        """Positions of parameters that the module does not hold now; others are put in its place."""
+        gone = [i for i, (owner, key, p) in enumerate(self._places) if owner.get(key) is not p]
+        return self._without_moved(gone) if gone else []
+
+    def _without_moved(self, gone: Sequence[int]) -> list[int]:
+        """Looks for parameters that are not in their places elsewhere in the module, and keeps where."""
+        found = {
+            id(p): (parameters_of(layer), key)
+            for layer in self._module.modules()
+            for key, p in parameters_of(layer).items()
+        }
+        for i in gone:
+            parameter = self._places[i][2]
+            if id(parameter) in found:
+                self._places[i] = (*found[id(parameter)], parameter)
+        return [i for i in gone if id(self._places[i][2]) not in found]
+
+    def expect_restored(self, outputs: Any, replaced: Sequence[int], rank: int) -> None:
+        """Makes a backward from `outputs` an error if the parameters are not back in their places by then."""
+
+        def check(_grad: torch.Tensor) -> None:
+            gone = [self.names[i] for i in sorted(set(replaced).intersection(self.replaced()))]
+            if gone:
+                raise UnsuitableModuleError(
+                    f"rank {rank}: parameters were replaced after the module was wrapped, so that nothing"
+                    f" averages their gradients: {', '.join(gone)}. Change a parameter in place (with"
+                    " torch.no_grad(): p.copy_(...)), or wrap the module again."
+                )
+
+        for tensor in find_tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(check)

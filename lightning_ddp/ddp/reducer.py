@@ -5,6 +5,8 @@ backward goes on; buckets are launched in index order, so that all ranks issue t
 order whatever order their gradients have. A callback of the autograd engine waits for them at the end of
 backward. After the first synchronised backward the buckets are planned again, in the order in which the
 gradients became ready on rank 0 (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
+
+What one backward knows is its `BackwardState`, made by its forward and dropped when it is over.
 """
 
 from __future__ import annotations
@@ -20,23 +22,17 @@ import torch
 
 from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.autograd_hooks import GradientHooks
-from lightning_ddp.ddp.backward_state import BackwardState
-from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.gradient_errors import BackwardFailures, refuse_double_backward
-from lightning_ddp.ddp.gradients import Arrivals, ExpectedGradients, UsageExchange, find_tensors
-from lightning_ddp.ddp.layout import BucketLayout
-from lightning_ddp.ddp.missing_gradients import MissingGradients
-from lightning_ddp.ddp.plan import BucketSpec
-from lightning_ddp.ddp.reducer_options import ReducerOptions
-from lightning_ddp.ddp.reduction import CommHook, Reduction
+from lightning_ddp.ddp.bucket import Bucket, BucketSpec
+from lightning_ddp.ddp.gradient_errors import BackwardFailures, MissingGradients, refuse_double_backward
+from lightning_ddp.ddp.gradients import Gradients, find_tensors
+from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
+from lightning_ddp.ddp.reduction import BackwardState, CommHook, Reduction
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.shm.hosts import Hosts
 from lightning_ddp.shm.shared_memory import SharedMemory
-from lightning_ddp.telemetry.run_times import RunTimes
 from lightning_ddp.telemetry.step_record import StepRecorder
 
-__all__ = ["Reducer"]
+_Hook = Callable[[torch.Tensor], None]
 
 
 class Reducer:
@@ -68,36 +64,21 @@ class Reducer:
     ) -> None:
         if hosts is not None and len(hosts.by_host) > 1:
             options = options.for_network()
-        self.options = options
         memory = SharedMemory(group, hosts) if hosts is not None and hosts.are_shared else None
         self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, memory=memory)
         if memory is not None and not memory.connect():
             memory = None
-        self.times = RunTimes(device)
         self._params = self.layout.params
         self._group = group
         self._device = device
-        self._reduction = Reduction(group, device, token, memory)
+        self.reduction = Reduction(group, device, token, memory)
         board = MissingGradients(group, token, device)
-        self.failures = BackwardFailures(
-            group, board, self.layout.names, raises_at_once=options.raises_at_once
-        )
-        self._expected = ExpectedGradients(
-            self._params, finds_unused=options.find_unused_parameters, is_static=options.static_graph
-        )
+        self.failures = BackwardFailures(board, self.layout.names, raises_at_once=options.raises_at_once)
         self._lock = threading.Lock()
         self._beginning = threading.RLock()  # autograd has a thread for each device
-        self.usage = UsageExchange(group, len(self._params), device)
-        self._arrivals = Arrivals(
-            self.layout,
-            self._expected,
-            self._reduction,
-            self.usage,
-            self.failures,
-            skips_unused=options.skip_all_reduce_unused_params,
-        )
-        self._hooks = GradientHooks(self)
-        weakref.finalize(self, self._hooks.remove).atexit = False  # else its hooks keep the buckets
+        self._gradients = Gradients(self.layout, options, self.reduction, self.failures, group, device)
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False  # else its hooks keep the buckets
         self._backward: BackwardState | None = None
         self.before_finish: Callable[[], None] | None = None
         """Called at the end of a synchronised backward, before gradients are written."""
@@ -105,8 +86,8 @@ class Reducer:
         """Called with each bucket once its means are in `.grad`, while later ones are still on their way."""
         self.futures: list[Any] = []
         """What else the end of the next synchronised backward waits for."""
-        self.recorder: StepRecorder | None = None
-        """What is told of each moment of a step, if somebody wants to know."""
+        self.recorder = StepRecorder(device)
+        """What is told of each moment of a step."""
         self.step = -1  # number of the synchronised backward that runs or ran last
         self.has_rebuilt = False
         """Whether the buckets were planned anew after the first synchronised backward."""
@@ -130,93 +111,114 @@ class Reducer:
 
     def close(self) -> None:
         """Takes its hooks off the parameters, and ends the thread that reduces, if there is one."""
-        self._hooks.remove()
-        self._reduction.close()
+        _remove(self._handles)
+        self.reduction.close()
 
     def make_static(self) -> None:
         """Takes every step to have the graph of the first one, which is still to come."""
         with self._hooks_renewed():
-            self._expected.is_static = self._expected.is_learning = True
+            self._gradients.is_static = self._gradients.is_learning = True
 
-    def rebuild(self) -> bool:
+    def rebuild(self) -> None:
         """Plans the buckets anew, once, in the order in which gradients became ready on rank 0.
 
         Called before each forward on all ranks. Communicates before the second synchronised step.
-
-        Returns:
-            Whether the buckets have changed.
         """
         if self._first_order is None:
-            if not self._are_hooks_learning or self._expected.is_learning:
-                return False
-            # this rank had no input yet in the step after which all of them planned anew
-            self._apply([bucket.spec for bucket in self.buckets])
-            return True
-        arrived = list(dict.fromkeys(self._first_order))
-        present = set(arrived)
-        rest = [i for i in range(len(self._params) - 1, -1, -1) if i not in present]
-        order = torch.tensor(arrived + rest, dtype=torch.int64, device=self._device)
+            if self._are_hooks_learning and not self._gradients.is_learning:
+                # this rank had no input yet in the step after which all of them planned anew
+                self._apply([bucket.spec for bucket in self.buckets])
+            return
+        rest = range(len(self._params) - 1, -1, -1)
+        order = torch.tensor(list(dict.fromkeys([*self._first_order, *rest])), device=self._device)
         self._first_order = None
         self.has_rebuilt = True
         self._group.wait(self._group.broadcast(order, 0), self._device)
-        self.order = [int(i) for i in order.tolist()]
+        self.order = order.tolist()
         plan = self.layout.plan(self.order)
-        if self.layout.holds(plan) and not self._expected.is_static:
-            return False  # a static graph's hooks must stop learning, even where the plan stays
-        self._apply(plan)
-        return True
+        if self._gradients.is_static or not self.layout.holds(plan):  # hooks of the first must stop learning
+            self._apply(plan)
 
     def _note_order(self, order: Sequence[int]) -> None:
-        """A synchronised backward ends; the first one tells the order of the gradients.
-
-        Args:
-            order: indices of the parameters whose gradients have come; may hold some twice, and lack some.
-        """
-        if not self.has_rebuilt and not self._expected.may_lack:
+        """A synchronised backward ends; the first one tells the order of the gradients."""
+        if not self.has_rebuilt and not self._gradients.may_lack:
             self._first_order = list(order)
 
     def _apply(self, plan: Sequence[BucketSpec]) -> None:
-        several = frozenset(i for i, count in enumerate(self._expected.counts) if count > 1)
+        several = frozenset(i for i, count in enumerate(self._gradients.counts) if count > 1)
         with self._hooks_renewed():
             self.layout.apply(plan, several)
+
+    # ------------------------------------------------------------------ hooks of autograd
 
     @contextmanager
     def _hooks_renewed(self) -> Generator[None, None, None]:
         """For changes of the buckets or of what is expected: hooks are off meanwhile, new ones on after."""
-        self._hooks.remove()
+        _remove(self._handles)
         yield
         self._add_hooks()
 
     def _add_hooks(self) -> None:
-        expected = self._expected
-        note = self.usage.unsynced.add if expected.finds_unused else None
-        self._are_hooks_learning = expected.is_learning
-        self._hooks.add(self.layout, is_learning=expected.is_learning, note_unsynced=note)
+        """Puts a hook on each parameter, also on one whose gradient is switched off at the moment."""
+        self._are_hooks_learning = self._gradients.is_learning
+        make = self._make_learning_hook if self._are_hooks_learning else self._make_hook
+        for index, (bucket, position) in self.layout.where.items():
+            hook, parameter = make(bucket, position, index), self._params[index]
+            if bucket.streams is not None:
+                hook = _noting_stream(hook, bucket.streams.note)
+            is_on = parameter.requires_grad
+            parameter.requires_grad_(True)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            parameter.requires_grad_(is_on)
+
+    def _make_learning_hook(self, bucket: Bucket, _position: int, index: int) -> _Hook:
+        """In the first backward of a static graph gradients are only noted."""
+        owner = weakref.ref(self)
+
+        def ready(_parameter: torch.Tensor) -> None:
+            if not bucket.armed:
+                return
+            bucket.ready.append(index)
+            reducer = owner()
+            if reducer is not None:
+                reducer.begin()
+
+        return ready
+
+    def _make_hook(self, bucket: Bucket, position: int, index: int) -> _Hook:
+        """The hottest code of a step: counts down the bucket; parameters do not keep the reducer alive."""
+        owner = weakref.ref(self)
+        is_early = position in bucket.early
+        note_unsynced = self._gradients.unsynced.add if self._gradients.finds_unused else None
+
+        def ready(_parameter: torch.Tensor) -> None:
+            if not bucket.armed:
+                if note_unsynced is not None:
+                    note_unsynced(index)
+                return
+            bucket.ready.append(index)
+            if is_early:
+                reducer = owner()
+                if reducer is not None:
+                    reducer._copy_early(bucket, position)
+            bucket.num_pending = left = bucket.num_pending - 1
+            if left >= bucket.all_but_one or left <= 0:
+                reducer = owner()
+                if reducer is not None:
+                    reducer._progress(bucket)
+
+        return ready
 
     # ------------------------------------------------------------------ start of a backward
 
-    @property
-    def has_hook(self) -> bool:
-        """Whether a communication hook reduces the buckets."""
-        return self._reduction.has_hook
-
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook` reduce the buckets from the next backward on."""
-        self._reduction.set_hook(state, hook)
+        self.reduction.set_hook(state, hook)
         if self.layout.is_shared:  # a hook may do anything with its tensor, such as to resize it
             with self._hooks_renewed():
                 self.layout.leave_shared_memory()
             if self._backward is not None and self._backward.is_armed:
                 self._arm_buckets(self._backward)
-
-    @property
-    def state_and_hook(self) -> tuple[Any, CommHook | None]:
-        """The communication hook with its state; (None, None) where there is none."""
-        return self._reduction.state_and_hook
-
-    def set_divisor(self, divisor: int) -> None:
-        """Makes the built-in mean a sum divided by `divisor`, from the next backward on."""
-        self._reduction.set_divisor(divisor)
 
     def arm(self, outputs: Any = None, absent: Iterable[int] = ()) -> None:
         """Expects every parameter's gradient in the next backward.
@@ -235,11 +237,10 @@ class Reducer:
         self.failures.check_usable()
         interrupted, self._backward = self._backward, None
         if interrupted is not None and interrupted.is_running:
-            self._drain(interrupted)
-            self._withdraw(interrupted)
+            self._abandon(interrupted, waits=True)
         state = BackwardState()
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
-        self._expected.prepare(tensors, absent)
+        self._gradients.prepare(tensors, absent)
         self._arm_buckets(state)
         self._backward = state
         for tensor in tensors:
@@ -247,7 +248,7 @@ class Reducer:
 
     def _arm_buckets(self, state: BackwardState) -> None:
         for bucket in self.buckets:
-            bucket.arm(self._expected.num_in(bucket), state.ready)
+            bucket.arm(self._gradients.num_in(bucket), state.ready)
 
     def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
         """A hook for an output: it runs first, and in the outermost of nested backwards."""
@@ -267,14 +268,12 @@ class Reducer:
         for bucket in self.buckets:
             bucket.armed = False
 
-    def _drain(self, state: BackwardState) -> None:
-        """Waits for what a backward that has failed has launched; its results are not used."""
-        for bucket in self.buckets[: state.num_taken]:
+    def _abandon(self, state: BackwardState, *, waits: bool) -> None:
+        """After a backward that has failed; may wait for what it has launched, of which nothing is used."""
+        for bucket in self.buckets[: state.num_taken] if waits else ():
             if bucket.work is not None:
                 with suppress(CommHookError):
                     self._wait(bucket, state)
-
-    def _withdraw(self, state: BackwardState) -> None:
         ready = set(state.ready)
         for bucket in self.buckets:
             bucket.withdraw(ready)
@@ -294,65 +293,63 @@ class Reducer:
             return state
 
     def _begin(self, state: BackwardState) -> None:
-        self.times.start_backward()
         self._count_step(state)
         state.creates_graph = torch.is_grad_enabled()
-        if self.recorder is not None:
-            self.recorder.start_backward(self.step)
+        self.recorder.start_backward(self.step)
         queue_callback(self._finish)
-        expected = self._expected
-        if expected.is_learning:
+        if self._gradients.is_learning:
             return
-        for bucket in self._arrivals.start():
+        for bucket in self._gradients.start():
             self._fill(bucket, state)
-        if not expected.are_counted:  # who counts wants to know what none has used
+        if not self._gradients.are_counted:  # who counts wants to know what none has used
             for bucket in self.buckets:
                 bucket.open()
 
     # ------------------------------------------------------------------ gradients arrive
 
-    def progress(self, bucket: Bucket) -> None:
+    def _progress(self, bucket: Bucket) -> None:
         """A bucket got its first or its last gradient."""
         state = self.begin()
         if bucket.num_pending < 0:
-            raise self._arrivals.ready_twice(state)
+            raise self._gradients.ready_twice(state)
         if bucket.num_pending == 0:
             self._fill(bucket, state)
 
     def _fill(self, bucket: Bucket, state: BackwardState) -> None:
         """All that this bucket can get is there: it and those that waited for it are launched, in order."""
-        recorder = self.recorder
-        if recorder is not None:
-            recorder.ready(bucket.index(), bucket.flat.numel() * bucket.flat.element_size())
+        self.recorder.ready(bucket.index(), bucket.flat.numel() * bucket.flat.element_size())
         if bucket.streams is not None:
             bucket.streams.join()
         if not bucket.is_skipped:
             with torch.no_grad():
                 try:
-                    bucket.copy_late(self._reduction.scale)
+                    bucket.copy_late(self.reduction.scale)
                 except TypeError as error:
-                    self._arrivals.take_undefined(bucket, range(bucket.size), error, state)
-                    bucket.copy_late(self._reduction.scale)
+                    self._gradients.take_undefined(bucket, range(bucket.size), error, state)
+                    bucket.copy_late(self.reduction.scale)
         bucket.is_full = True
+        buckets = self.layout.buckets
         with self._lock:
-            while state.num_taken < len(self.buckets) and self.buckets[state.num_taken].is_full:
-                following = self.buckets[state.num_taken]
+            while state.num_taken < len(buckets) and buckets[state.num_taken].is_full:
+                following = buckets[state.num_taken]
                 if following.streams is not None:  # it may have become full on another stream
                     following.streams.join()
-                self.times.start_comm()
-                with self.failures.noted():
-                    self._reduction.launch(following, state, self._watch(state))
-                if recorder is not None:
-                    recorder.launched(state.num_taken, following.work)
+                self.recorder.launching()
+                try:
+                    self.reduction.launch(following, state, self._watch(state))
+                except (CommHookError, MissingGradientError) as error:
+                    self.failures.note(error)
+                    raise
+                self.recorder.launched(state.num_taken, following.work)
                 state.num_taken += 1
 
-    def copy_early(self, bucket: Bucket, position: int) -> None:
+    def _copy_early(self, bucket: Bucket, position: int) -> None:
         """A large gradient is there: into the bucket while it is in the cache."""
         with torch.no_grad():
             try:
-                bucket.copy_early(position, self._reduction.scale)
+                bucket.copy_early(position, self.reduction.scale)
             except TypeError as error:
-                self._arrivals.take_undefined(bucket, [position], error, self.begin())
+                self._gradients.take_undefined(bucket, [position], error, self.begin())
 
     # ------------------------------------------------------------------ end of a backward
 
@@ -360,18 +357,19 @@ class Reducer:
         """Called by the autograd engine when all gradients of this backward are there."""
         state = self._backward
         assert state is not None
-        self.times.end_backward()
-        recorder = self.recorder
-        if recorder is not None:
-            recorder.end_backward()
+        self.recorder.end_backward()
         self.disarm()
-        if self._expected.is_learning:
-            self._learn(state)
+        if self._gradients.is_learning:  # first step of a static graph: nothing was launched yet
+            self._gradients.learn(state.ready)
+            for bucket in self.buckets:
+                self._fill(bucket, state)
         elif state.num_taken < len(self.buckets):
             self._complete(state)
-        absent = self._arrivals.absent()
-        exchange = self._arrivals.start_exchange(absent)
-        self._note_absent(absent, state.num_launched)
+        absent = self._gradients.absent()
+        exchange = self._gradients.start_exchange(absent)
+        missing = frozenset(absent)
+        self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
+        self.absent, self.num_reduced = missing, state.num_launched
         if not state.is_skipped:
             self._note_order(state.ready)
         if self.before_finish is not None:
@@ -379,8 +377,7 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait(bucket, state)
-                if recorder is not None:
-                    recorder.done(bucket.index())
+                self.recorder.done(bucket.index())
             with torch.no_grad():
                 bucket.copy_out()
             if self.after_bucket is not None:
@@ -388,54 +385,27 @@ class Reducer:
         if self._device.type == "cuda":
             label = f"averaging of gradients, backward {state.step}"
             self._group.watch_device(self._device, label, state.begun_at, self._watch(state))
-        self._arrivals.settle(absent, exchange)
+        self._gradients.settle(absent, exchange)
         while self.futures:
             self._group.wait_future(self.futures.pop())
         if state.creates_graph:
             refuse_double_backward(self._params)
-        self.times.end_comm()
-        if recorder is not None:
-            recorder.finish()
+        self.recorder.finish()
         self._backward = None
-
-    def _note_absent(self, absent: Sequence[int], num_reduced: int) -> None:
-        missing = frozenset(absent)
-        self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
-        self.absent = missing
-        self.num_reduced = num_reduced
 
     def _complete(self, state: BackwardState) -> None:
         """Backward is over and buckets are not full: parameters were not used, or it is an error."""
-        full, error = self._arrivals.complete(state)
-        if error is not None:
-            self._raise(error, state)
+        full, error = self._gradients.complete(state)
         for bucket in full:
             self._fill(bucket, state)
-
-    def _raise(self, error: MissingGradientError, state: BackwardState) -> None:
+        if error is None:
+            return
         self._backward = None
-        if error.num_launched is not None:  # the same on all ranks
-            self._drain(state)
-        self._withdraw(state)
+        self._abandon(state, waits=error.num_launched is not None)  # the same on all ranks
         try:
             raise error
         finally:
             del error  # else it and this frame keep each other, and the process group, alive
-
-    def _learn(self, state: BackwardState) -> None:
-        """First step of a static graph: nothing was launched yet."""
-        self._arrivals.learn(state.ready)
-        for bucket in self.buckets:
-            self._fill(bucket, state)
-
-    def check_finished(self) -> None:
-        """Raises if the last synchronised backward was interrupted.
-
-        Raises:
-            BackwardOrderError: it was.
-        """
-        if self._backward is not None and self._backward.is_running:
-            raise self.failures.interrupted(self._backward.step)
 
     def shadow_backward(self) -> None:
         """Takes part in the communication of one synchronised backward of the others, with zeros.
@@ -446,23 +416,20 @@ class Reducer:
         self._count_step(state)
         zeros = [bucket.zeros() for bucket in self.buckets]
         for bucket in zeros:
-            self._reduction.launch(bucket, state, self._watch(state))
-        is_counted = self._expected.are_counted and self.usage.settled is None
-        used = self.usage.start_idle() if is_counted else None
+            self.reduction.launch(bucket, state, self._watch(state))
+        exchange = self._gradients.start_exchange(None)
         for bucket in zeros:
             if bucket.work is not None:
                 self._wait(bucket, state)
-        if used is not None:
-            self.usage.finish(used, is_needed=False, is_static=self._expected.is_static)
+        self._gradients.settle((), exchange)
         self._note_order(())
 
-    def reduce_sum(self, bucket: Bucket) -> Any:
-        """Starts the sum of a bucket over the ranks, for hooks that go on from there; returns its work."""
-        return self._group.all_reduce(bucket.buffer())
-
     def _wait(self, bucket: Bucket, state: BackwardState) -> None:
-        with self.failures.noted():
-            self._reduction.wait(bucket, state, self._watch(state))
+        try:
+            self.reduction.wait(bucket, state, self._watch(state))
+        except (CommHookError, MissingGradientError) as error:
+            self.failures.note(error)
+            raise
 
     def _watch(self, state: BackwardState) -> Callable[[float], None]:
         """Looks, in the waits of this backward, at what other ranks miss."""
@@ -470,4 +437,18 @@ class Reducer:
 
     def _run_allreduce_hook(self, bucket: Any) -> Any:
         """By this name hooks of torch's library have a bucket summed; returns a future."""
-        return self.reduce_sum(bucket).get_future()
+        return self._group.all_reduce(bucket.buffer()).get_future()
+
+
+def _remove(handles: list[Any]) -> None:
+    """Takes hooks off the parameters."""
+    while handles:
+        handles.pop().remove()
+
+
+def _noting_stream(hook: _Hook, note: Callable[[], None]) -> _Hook:
+    def noting(parameter: torch.Tensor) -> None:
+        note()
+        hook(parameter)
+
+    return noting

@@ -1,25 +1,27 @@
-"""Reduction of one bucket over the ranks: by an all-reduce, or by a communication hook."""
+"""Reduction of one bucket over the ranks: by an all-reduce, or by a communication hook.
+
+And of gradients that are in no bucket: all at once, when that of one chosen parameter is ready.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_ddp._torch import Future, without_engine_context
+from lightning_ddp._torch import Future, queue_callback, without_engine_context
+from lightning_ddp.comm.catalogue import hook_name
+from lightning_ddp.comm.gather_scatter import broadcast_coalesced, chunks
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.hook_identity import hook_name
-from lightning_ddp.ddp import torch_messages as torch_words
-from lightning_ddp.ddp.backward_state import BackwardState
-from lightning_ddp.ddp.bucket import Bucket
+from lightning_ddp.ddp.bucket import Bucket, GradientStreams
 from lightning_ddp.ddp.hook_agreement import Disagreement, HookAgreement
 from lightning_ddp.errors import CommHookError, MissingGradientError
-from lightning_ddp.shm.background import Deferred, Worker
-from lightning_ddp.shm.shared_memory import SharedMemory
-
-__all__ = ["CommHook", "Reduction"]
+from lightning_ddp.shm.shared_memory import Deferred, SharedMemory, Worker
 
 _INLINE_BYTES = 2 * 1024 * 1024
 """Up to this size the last bucket is reduced by the thread that waits for it, as a rule at once: waking
@@ -30,14 +32,45 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """`hook(state, bucket)`, called once a bucket is full; its future holds the reduced flat gradient."""
 
 
+@dataclass(slots=True)
+class BackwardState:
+    """What the reducer, its buckets and their reduction know of the backward that is to come, or runs."""
+
+    step: int = -1
+    """Its number, the same on all ranks; -1 until its first gradient is there."""
+    begun_at: float = 0.0
+    """When that was, in seconds of `time.monotonic`."""
+    is_armed: bool = True
+    """Whether gradients count; not once the backward is over, or after a forward that averages nothing."""
+    creates_graph: bool = False
+    """Whether somebody may want to differentiate it (`create_graph=True`)."""
+    ready: list[int] = field(default_factory=list)
+    """Indices of the parameters whose gradients have come, in their order."""
+    num_taken: int = 0
+    """Buckets, in launch order, that are full and have been given to the reduction."""
+    num_launched: int = 0
+    """Those of them that are reduced: without those that nobody needs."""
+    is_skipped: bool = False
+    """Whether no gradient has come on any rank, although the backward is over."""
+    on_slice: Callable[[float], None] | None = None
+    """What a reduction that the waiting thread does calls meanwhile, with the seconds that it has waited."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its first gradient has come."""
+        return self.step >= 0
+
+    def note_slice(self, waited_s: float) -> None:
+        """Calls `on_slice` as it is then."""
+        if self.on_slice is not None:
+            self.on_slice(waited_s)
+
+
 class Reduction:
     """Starts the reduction of full buckets and waits for it. All ranks call it in one order.
 
-    Args:
-        group: the ranks.
-        device: one that the group's backend serves.
-        token: the same on all ranks, different for every reducer.
-        memory: what the flat buffers lie in, if the ranks share it; None to send them through the group.
+    The flat buffers lie in `memory`, if the ranks share it; else they go through the group. The token is the
+    same on all ranks, different for every reducer.
     """
 
     def __init__(
@@ -50,33 +83,24 @@ class Reduction:
         self._token = token
         self._num_hooks = 0
         self._agreement: HookAgreement | None = None
-        self._hook: CommHook | None = None
-        self._state: Any = None
+        self.hook: CommHook | None = None
+        """The communication hook that reduces the buckets; None for the built-in mean."""
+        self.state: Any = None
         self.scale: float | None = 1.0 / group.size  # gradients are scaled so on their way into the bucket
-
-    @property
-    def has_hook(self) -> bool:
-        """Whether a communication hook reduces the buckets."""
-        return self._hook is not None
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Lets `hook` reduce the buckets from the next backward on; it scales by itself."""
-        self._hook = hook
+        self.hook = hook
         self._memory = None
-        self._state = state
+        self.state = state
         self._num_hooks += 1
         prefix = f"{self._token}/{self._num_hooks}"
         self._agreement = HookAgreement(self._group, prefix, self._device, state, hook)
         self.scale = None
 
-    @property
-    def state_and_hook(self) -> tuple[Any, CommHook | None]:
-        """The communication hook with its state; (None, None) where there is none."""
-        return self._state, self._hook
-
     def set_divisor(self, divisor: int) -> None:
         """Makes the built-in mean a sum divided by `divisor`; a hook divides by itself."""
-        if self._hook is None:
+        if self.hook is None:
             self.scale = 1.0 / divisor
 
     def close(self) -> None:
@@ -84,10 +108,10 @@ class Reduction:
         self._worker.end()
 
     def launch(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
-        """Starts the reduction of a full bucket.
+        """Starts the reduction of a full bucket, the next one in the order that all ranks have.
 
         Args:
-            bucket: the next one, in the order that all ranks have.
+            bucket: that one.
             state: the backward that it belongs to.
             on_slice: called with the seconds for which a new hook has waited for the other ranks, now and
                 then; may raise.
@@ -98,12 +122,14 @@ class Reduction:
         if bucket.is_skipped or not bucket.flat.numel():
             return
         state.num_launched += 1
-        if self._hook is None:
+        if self.hook is None:
             bucket.work = self._start_mean(bucket, state)
             return
+        assert self._agreement is not None  # it came with the hook
+        is_known = self._agreement.is_over(state.step)
         try:
-            with without_engine_context():
-                bucket.work = self._start(bucket, state, on_slice)
+            with without_engine_context(), nullcontext() if is_known else self._agreement.launching(on_slice):
+                bucket.work = self._checked(bucket, state, self.hook(self.state, bucket))
         except (CommHookError, MissingGradientError):
             raise
         except Disagreement as error:
@@ -111,21 +137,13 @@ class Reduction:
         except Exception as error:
             raise self._error(bucket, state, f"raised {type(error).__name__}: {error}") from error
 
-    def _start(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> Any:
-        assert self._hook is not None
-        assert self._agreement is not None
-        if self._agreement.is_over(state.step):
-            return self._checked(bucket, state, self._hook(self._state, bucket))
-        with self._agreement.launching(on_slice):
-            return self._checked(bucket, state, self._hook(self._state, bucket))
-
     def _checked(self, bucket: Bucket, state: BackwardState, future: Any) -> Any:
         if not isinstance(future, Future):  # what get_future() of a work returns, too
             raise self._error(
                 bucket,
                 state,
-                f"returned {type(future).__name__}: {torch_words.NO_FUTURE} {type(future).__name__};"
-                " make one of the flat gradient",
+                f"returned {type(future).__name__}: callback must return a torch.futures.Future object, but"
+                f" got {type(future).__name__}; make one of the flat gradient",
             )
         return future
 
@@ -144,19 +162,14 @@ class Reduction:
         return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def wait(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
-        """Waits until the flat buffer holds the result.
-
-        Args:
-            bucket: launched before.
-            state: the backward that it belongs to.
-            on_slice: called with the seconds waited, now and then; may raise.
+        """Waits until the flat buffer of a launched bucket holds the result; calls `on_slice` meanwhile.
 
         Raises:
             CommHookError: the hook's future failed, or holds no flat gradient.
             RuntimeError: the all-reduce failed.
         """
         work = bucket.work
-        if self._hook is None:
+        if self.hook is None:
             state.on_slice = on_slice  # for a job that this thread does now
             self._group.wait(work, bucket.spec.device, on_slice)
             return
@@ -187,7 +200,84 @@ class Reduction:
 
     def _error(self, bucket: Bucket, state: BackwardState, what: str) -> CommHookError:
         return CommHookError(
-            f"rank {self._group.rank}, step {state.step}: communication hook {hook_name(self._hook)!r} {what}"
+            f"rank {self._group.rank}, step {state.step}: communication hook {hook_name(self.hook)!r} {what}"
             f" (bucket {bucket.index()}, {bucket.flat.numel()} elements,"
             f" parameters {bucket.names[0]!r} to {bucket.names[-1]!r})"
         )
+
+
+# ---------------------------------------------------------------------- gradients in no bucket
+
+
+class DelayedAllReduce:
+    """Keeps the gradients of some parameters in flat buffers and averages these after a trigger.
+
+    torch's `delay_all_reduce_named_params` and `param_to_hook_all_reduce`: for gradients that several
+    forwards of one step add to, so that buckets cannot tell when they are complete.
+
+    Construction communicates: rank 0's parameters go to all ranks.
+
+    Args:
+        group: the ranks.
+        parameters: whose gradients are averaged so; the same on all ranks, in one order.
+        trigger: the parameter whose gradient is ready after all of theirs.
+        is_on: tells whether the running backward is a synchronised one.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: Sequence[torch.nn.Parameter],
+        trigger: torch.nn.Parameter,
+        is_on: Callable[[], bool],
+    ) -> None:
+        self.group = group
+        self._is_on = is_on
+        self._works: list[tuple[Any, torch.device]] = []
+        self._flats: list[torch.Tensor] = []
+        self._places: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        for same in chunks(parameters, math.inf):
+            flat = same[0].new_zeros(sum(p.numel() for p in same))
+            self._flats.append(flat)
+            parts = flat.split([p.numel() for p in same])
+            self._places += [(p, part.view(p.shape)) for p, part in zip(same, parts, strict=True)]
+        broadcast_coalesced(group, list(parameters))
+        self._streams = {f.device: GradientStreams(f.device) for f in self._flats if f.is_cuda}
+        on_streams = [p for p in parameters if p.device in self._streams]
+        self._handles = [p.register_post_accumulate_grad_hook(self._note_stream) for p in on_streams]
+        # after its own gradient is in, as it may be one of the parameters
+        self._handles.append(trigger.register_post_accumulate_grad_hook(self._launch))
+
+    def prepare(self) -> None:
+        """Before a backward: every gradient lives in its buffer, zero where there was none."""
+        for streams in self._streams.values():
+            streams.clear()
+        with torch.no_grad():
+            for parameter, view in self._places:
+                if parameter.grad is None:
+                    view.zero_()
+                elif parameter.grad is not view:
+                    view.copy_(parameter.grad)
+                parameter.grad = view
+
+    def _note_stream(self, parameter: torch.Tensor) -> None:
+        self._streams[parameter.device].note()
+
+    def _launch(self, _trigger: torch.Tensor) -> None:
+        if not self._is_on():
+            return
+        for streams in self._streams.values():
+            streams.join()
+        with torch.no_grad():
+            for flat in self._flats:
+                self._works.append((self.group.all_reduce(flat.div_(self.group.size)), flat.device))
+        queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        while self._works:
+            self.group.wait(*self._works.pop(0))
+
+    def remove_hooks(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()

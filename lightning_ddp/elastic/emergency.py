@@ -12,7 +12,6 @@ from lightning_ddp._lightning import (
     Trainer,
     after_schedulers,
     batches_that_stepped,
-    checkpoint_folder,
     dump_checkpoint,
     is_fitting,
     loader_states,
@@ -26,7 +25,7 @@ __all__ = ["EmergencyCheckpoint"]
 
 
 class EmergencyCheckpoint:
-    """Of one Trainer. Follows its optimizer steps, so that it knows where one is committed.
+    """The checkpoint of one Trainer. Follows its optimizer steps, so that it knows where one is committed.
 
     From the end of a backward until the schedulers have followed the optimizer the main thread is not
     interrupted, unless it waits for other ranks: a step is committed as a whole.
@@ -63,11 +62,7 @@ class EmergencyCheckpoint:
         after_schedulers(trainer, self._end_step)
 
     def begin(self, ours: Reconciliation) -> None:
-        """A fit begins.
-
-        Args:
-            ours: this process's part in the run.
-        """
+        """A fit begins, in this process's part of the run."""
         self._ours = ours
         self._num_steps, self._versions, self._loaders = 0, None, None
         self._parameters = []
@@ -124,8 +119,11 @@ class EmergencyCheckpoint:
 
     def save(self) -> str | None:
         """Writes the checkpoint, if there is anything new to save; returns where. Does not communicate."""
-        folder = self._folder or checkpoint_folder(self.trainer)
-        if not is_fitting(self.trainer) or self._num_steps == 0 or folder is None:
+        callback = self.trainer.checkpoint_callback
+        folder = self._folder
+        if not folder and callback is not None and not getattr(self.trainer, "fast_dev_run", False):
+            folder = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
+        if not is_fitting(self.trainer) or self._num_steps == 0 or not folder:
             return None
         reason = self._settle()
         if reason is None:

@@ -1,15 +1,19 @@
 """Training that goes on in the same `fit` after a rank is lost.
 
 Lightning's `advance` is wrapped: a failure that interrupts it is caught, the ranks that are left meet again,
-and the batch is finished, where its optimizer step is committed, or done again from its beginning.
+and the batch is finished, where its optimizer step is committed, or done again from its beginning. It is long
+as each step of Lightning's loops has its part, and all of them share what is committed, and by whom.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,55 +27,64 @@ from lightning_ddp._lightning import (
     enter_epoch,
     fetch_anew,
     finish_batch,
-    import_for_dump,
     limit_epoch,
     limit_validation,
     loaders_of,
-    may_validate,
+    loop_counters,
     prepare_loaders,
     set_up_validation,
     silent_end,
+    validates_now,
     wrap_steps,
     wrap_validation_setup,
 )
 from lightning_ddp.comm import broadcast_nested, monitored_barrier
+from lightning_ddp.comm.gather_scatter import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
-from lightning_ddp.ddp.snapshot import ModuleSnapshot
-from lightning_ddp.elastic.joining import Handover, seed_generators
-from lightning_ddp.elastic.journal import MAIN, VALIDATION, Journal
-from lightning_ddp.elastic.loggers import Loggers
+from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
-from lightning_ddp.elastic.regroup import copy_state, end_collectives, leave
+from lightning_ddp.elastic.regroup import end_collectives, leave
+from lightning_ddp.elastic.takeover import MAIN, VALIDATION, Handover, Journal, Loggers, seed_generators
 from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates, put_scale
-from lightning_ddp.elastic.world_change import WorldChange, tell_of_change
 from lightning_ddp.errors import PeerFailure
-from lightning_ddp.launch.environment import global_seed
-from lightning_ddp.launch.reconciliation import Reconciliation
-from lightning_ddp.launch.terminal import tell_long_wait
+from lightning_ddp.launch.session import Session, global_seed
+from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.protocol import Form
 
-__all__ = ["Recovery"]
+__all__ = ["Recovery", "WorldChange"]
 
 _log = logging.getLogger("lightning_ddp")
 
 
-_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-"""They cannot be trained on a single sample."""
+@dataclass(frozen=True, kw_only=True)
+class WorldChange:
+    """What `on_world_changed` of callbacks and modules is told when other ranks go on than before."""
 
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Lets go of what the functions that an error has come through hold: groups, with their threads."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__context__
+    old_world_size: int
+    new_world_size: int
+    old_rank: int | None
+    """This process's rank before."""
+    new_rank: int
+    lost_ranks: tuple[int, ...]
+    """Those that are lost or have left, as they were numbered before."""
+    joined_ranks: tuple[int, ...] = ()
+    """As they are numbered now."""
+    step: int
+    """Optimizer steps that are committed."""
+    seconds: float
+    """From when this process heard of the failure, or stood at the boundary, until it went on."""
+    cause: PeerFailure | None
+    """The failure; None where nobody failed: others have joined, or left as they were asked to."""
+    retried: bool
+    """Whether the step that had begun is done again."""
 
 
 class Recovery:
-    """Of one fit.
+    """What one fit does about lost ranks, and about those that join or leave.
 
     Args:
-        ours: this process's part in the run.
+        session: of this process.
         trainer: whose loops are wrapped.
         communication: the hook and the averager.
         keeps_global: whether the global batch keeps its size; else that of each rank does.
@@ -81,12 +94,11 @@ class Recovery:
         boundary: called before each batch; raises where the run stops there.
         group: tells the present ranks.
         journal: where processes may join; None elsewhere.
-        is_joining: whether this process is one that joins.
     """
 
     def __init__(
         self,
-        ours: Reconciliation,
+        session: Session,
         trainer: Trainer,
         communication: Communication,
         *,
@@ -95,26 +107,19 @@ class Recovery:
         meet: Callable[[Form], Group],
         boundary: Callable[[], None],
         group: Callable[[], Group],
-        journal: Journal | None = None,
-        is_joining: bool = False,
+        journal: Journal | None,
     ) -> None:
-        assert ours.calls is not None
-        self._ours, self._calls = ours, ours.calls
-        self._trainer = trainer
-        self._communication = communication
-        self._meet = meet
-        self._boundary, self._group = boundary, group
-        module: Any = trainer.lightning_module
-        self.dealer = Dealer(
-            keeps_global=keeps_global,
-            num_ranks=trainer.world_size,
-            loaders=lambda: loaders_of(trainer.fit_loop),
-            avoids_one=any(isinstance(part, _BATCH_NORMS) for part in module.modules()),
-            fills=not is_uneven,
-        )
+        assert session.control.calls is not None
+        self._ours, self._calls = session.control, session.control.calls
+        self._trainer, self._communication = trainer, communication
+        self._device = trainer.strategy.root_device
+        self._meet, self._boundary, self._group = meet, boundary, group
+        self.dealer = Dealer(trainer, keeps_global=keeps_global, fills=not is_uneven)
         self._keeps_global = keeps_global
         self.committed = self.taken = 0
         """Optimizer steps of this fit that are finished: by all ranks, and by this one in local training."""
+        self._num_local = 0
+        """Of those taken, since all ranks have met."""
         self._deal_after: int | None = None
         self.is_alone = False
         """Whether this rank finishes what the others have finished already, without them."""
@@ -127,19 +132,30 @@ class Recovery:
         """Whether what follows was interrupted by a failure before."""
         self._is_repeating = False
         self._mark: Mark | None = None
+        self._num_backwards = 0
+        """Of this batch, begun: several if the optimizer calls its closure again, with other weights."""
+        self._has_several = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
+        """Whether the optimizer has done so; from then on weights are copied at each boundary."""
         self._snapshot: ModuleSnapshot | None = None
+        self._counters: list[Any] = []
+        self._validates = True
+        """Whether a validation may follow a batch of this epoch."""
         self._random = RandomStates()
-        self._batch: Any = None
+        self.batch: Any = None
+        """That is used, as the strategy notes it."""
         self._output: Any = None
-        self._loggers = Loggers(trainer, trainer.strategy.broadcast, is_joining=is_joining)
+        """What `training_step` has returned for it."""
+        self._loggers = Loggers(trainer, is_joining=session.is_joining)
         self._num_rows = 0
-        self._journal, self._is_joining = journal, is_joining
+        self._journal, self._is_joining = journal, session.is_joining
         self._handover: Handover | None = None
         """What those that join take over: made by members, taken by a process that has joined."""
         self._form: Form | None = None
         """The generation that this process has joined, until it takes its first step."""
         if journal is not None:
-            import_for_dump()  # else all would wait for that when another one joins
+            if importlib.util.find_spec("omegaconf") is not None:
+                # as the first checkpoint would, in a third of a second, when another process joins
+                importlib.import_module("omegaconf")
             wrap_validation_setup(trainer, self._setup_validation)
         wrap_steps(
             trainer,
@@ -160,7 +176,9 @@ class Recovery:
     # ------------------------------------------------------------------ told by the strategy
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of this rank's batch, times what it counts for in the mean over the ranks."""
+        """A backward begins, from the loss of this rank's batch times what it counts for in the mean."""
+        self._num_backwards += 1
+        self._has_several |= self._num_backwards > 1
         if not self._keeps_global or not self._calls.member.generation:
             return loss
         return loss * self.dealer.weight(self._loop.batch_idx)
@@ -173,6 +191,7 @@ class Recovery:
         """An optimizer step is finished. In local training it is one of all ranks if they have averaged."""
         self.taken += 1
         self.committed += self._communication.has_met
+        self._num_local = 0 if self._communication.has_met else self._num_local + 1
         self._is_finishing = True
 
     def leaves_part(self, error: Exception) -> bool:
@@ -188,26 +207,26 @@ class Recovery:
         There waits of the host do not wait for them, and an abort would leave results that were written in
         part: nothing is taken for done before this.
         """
-        self._group().wait_device(self._device)
+        if self._device.type == "cuda":
+            self._group().wait_device(self._device)
 
     def settle_hook(self) -> None:
         """A collective was called; after a committed step nothing is done again that it has spoilt."""
         if self._is_finishing:
             self._settle()
 
-    def note_batch(self, batch: Any) -> None:
-        """The batch that is about to be used."""
-        self._batch = batch
-
-    def note_output(self, output: Any) -> None:
-        """What `training_step` has returned for it."""
-        self._output = output
-
     def undo(self) -> bool:
         """Where the run ends: puts back what the interrupted step has changed; returns if all is whole."""
-        if self._is_clean and self._mark is not None and self._mark.step == self.taken:
+        if self._is_whole and self._mark is not None and self._mark.step == self.taken:
             self._mark.restore()
-        return self._is_clean
+        return self._is_whole
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the state is that of the last committed step, but for what can be undone."""
+        mark = self._mark
+        can_undo = mark is None or mark.step < self.taken or mark.has_weights
+        return self._is_clean and (can_undo or self._num_backwards <= 1)
 
     def finishes_alone(self, error: Exception) -> bool:
         """Whether the hooks after a committed step go on without others, one of which is lost.
@@ -226,16 +245,9 @@ class Recovery:
     def _loop(self) -> Any:
         return self._trainer.fit_loop.epoch_loop
 
-    @property
-    def _device(self) -> torch.device:
-        return self._trainer.strategy.root_device
-
-    @property
-    def _wrapper(self) -> Any:
-        return self._trainer.strategy.model
-
     def _start_run(self, start: Callable[[], None]) -> None:
         """The hooks `on_train_start` are called once, and interrupted only where they wait for others."""
+        self._ours.boundary.begin_fit()
         self.repeat(lambda: set_up_validation(self._trainer))
         start()
 
@@ -252,16 +264,15 @@ class Recovery:
         """A process that joins does without."""
         if self._is_joining:
             self._join()
-        elif self._journal is None:
+            return
+        with self._journal.part(None) if self._journal is not None else nullcontext():
             self.repeat(check)
-        else:
-            with self._journal.part(None):
-                self.repeat(check)
 
     def _start_epoch(self, start: Callable[[], None]) -> None:
         if self._journal is not None:
             self._journal.end(MAIN)
             self._calls.prepared()
+        self._validates = self._trainer.enable_validation
         if self._form is not None:  # of an epoch that has begun for the others
             start()
             enter_epoch(self._trainer)
@@ -275,7 +286,7 @@ class Recovery:
             start()
             self.dealer.check()
             if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks
-                limit_epoch(self._trainer, max(len(loader) for loader in loaders_of(self._trainer.fit_loop)))
+                limit_epoch(self._trainer)
 
         self.repeat(start_whole, is_new_epoch=True)
 
@@ -330,28 +341,51 @@ class Recovery:
             self._calls.defer(True)
             if not self._ours.is_call(error):
                 raise
-        _forget_frames(self._calls.error)
+        cause: BaseException | None = self._calls.error
+        while cause is not None:  # else the functions that it has come through keep groups, with threads
+            cause.__traceback__ = None
+            cause = cause.__context__
         return False
 
     def _begin(self) -> None:
         """A boundary. What has come before is committed; the alarm may ring again."""
         self._calls.defer(True)
+        self._num_backwards = 0
         progress = self._loop.batch_progress.current
-        if progress.completed % self._trainer.accumulate_grad_batches == 0:
-            self._batch = self._output = None
+        window = self._trainer.accumulate_grad_batches
+        in_window = progress.completed % window
+        if in_window == 0:
+            self.batch = self._output = None
             if self._deal_after is not None and self.committed > self._deal_after:
                 self._deal(progress.completed, anew=True)
-            self._snapshot = self._snapshot or ModuleSnapshot(self._trainer.lightning_module)
-            self._mark = Mark(self._trainer, self._snapshot, self._random, self._communication, self.taken)
+            if self._snapshot is None:
+                self._snapshot = ModuleSnapshot(self._trainer.lightning_module)
+                self._counters = loop_counters(self._trainer)
+            self._mark = Mark(
+                self._trainer,
+                self._snapshot,
+                self._random,
+                self._communication,
+                self._counters,
+                self.taken,
+                has_weights=self._has_several,
+            )
             self._num_rows = self._loggers.begin(self.committed)
         self._calls.defer(False)
-        is_whole = progress.completed % self._trainer.accumulate_grad_batches == 0
-        self._ours.boundary.may_meet = is_whole and self._communication.has_met
+        self._ours.boundary.place((self.committed << 32) + self._num_local * window + in_window)
+        self._ours.boundary.may_meet = in_window == 0 and self._communication.has_met
         self._boundary()
+
+    def note_output(self, output: Any) -> None:
+        """What `training_step` has returned for the batch; the graph of its loss is not kept alive."""
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
+            output = {**output, "loss": loss.detach()} if isinstance(loss, torch.Tensor) else output
+        self._output = output.detach() if isinstance(output, torch.Tensor) else output
 
     def _end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
         """Validation, if it is time."""
-        if may_validate(self._trainer, fetcher):
+        if self._validates and (validates_now(self._trainer) or self._trainer.val_check_batch is None):
             self.repeat(lambda: end(fetcher))
         else:
             end(fetcher)
@@ -365,9 +399,7 @@ class Recovery:
     def repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> None:
         """A part of the loops that takes no steps. It is repeated from its beginning, or that of the whole.
 
-        Args:
-            phase: what is done.
-            is_new_epoch: whether the batches that are counted are those of the epoch before.
+        At the begin of a new epoch the batches that are counted are those of the one before.
         """
         if self._is_repeating or self._is_joining:  # who joins meets nobody yet
             phase()
@@ -401,8 +433,7 @@ class Recovery:
     def _go_on(self, num_batches: int | None = None) -> bool:
         """Meets the others again; returns whether the batch is finished, so that it is not done again.
 
-        Args:
-            num_batches: that are used of the epoch; None for what the loop has counted.
+        So many batches of the epoch are used; None for what the loop has counted.
         """
         step, mark = self.committed, self._mark
         error = self._calls.error
@@ -415,6 +446,7 @@ class Recovery:
         self._last_phase = form.phase
         self.is_alone = self._phase < form.phase
         self.taken += is_lifted
+        self._num_local = 0 if is_lifted else self._num_local
         is_undone = not is_over and not is_lifted and not in_round
         if num_batches is None:
             num_batches = self._loop.batch_progress.current.ready
@@ -423,7 +455,11 @@ class Recovery:
             self._loggers.undo(self._num_rows)
             num_batches = mark.num_batches
         elif (is_lifted or in_round) and mark is not None:
-            self._count_lifted(mark)
+            steps = self._loop.automatic_optimization.optim_progress.optimizer.step
+            while steps.total.ready < mark.steps_completed + 1:
+                steps.increment_ready()
+            while steps.total.completed < mark.steps_completed + 1:
+                steps.increment_completed()
         self._deal(num_batches, anew=form.is_met or not self._communication.is_local)
         self._loggers.take_over()
         self._tell(form, error)
@@ -435,21 +471,12 @@ class Recovery:
         if is_undone and mark is not None:
             mark.restore_random()
             return False
-        if (
-            mark is not None
-            and self._loop.batch_progress.total.completed < self._loop.batch_progress.total.ready
-        ):
+        progress = self._loop.batch_progress.total
+        if mark is not None and progress.completed < progress.ready:
             self._calls.defer(True)
             self.is_alone = True  # the others have done so, and would not answer
-            finish_batch(self._trainer, self._batch, self._output)
+            finish_batch(self._trainer, self.batch, self._output)
         return True
-
-    def _count_lifted(self, mark: Mark) -> None:
-        steps = self._loop.automatic_optimization.optim_progress.optimizer.step
-        while steps.total.ready < mark.steps_completed + 1:
-            steps.increment_ready()
-        while steps.total.completed < mark.steps_completed + 1:
-            steps.increment_completed()
 
     def _regroup(self, *, is_trying: bool) -> Form:
         """Answers the call, and enters the generation that follows; anew if another rank is lost."""
@@ -467,13 +494,15 @@ class Recovery:
         def attempt() -> None:
             form = calls.wait_for_form(
                 self.committed,
-                is_clean=self._is_clean,
+                is_clean=self._is_whole,
                 is_trying=is_trying,
                 phase=0 if self._communication.is_local else self._phase,
                 check=look,
             )
-            if calls.member.place in form.left:
-                self._end_alone()
+            if calls.member.place in form.left:  # the Trainer is torn down as after a fit, and all ends
+                self.is_alone = calls.has_left = True
+                end_after_teardown(self._trainer)
+                raise silent_end(self._trainer)
             calls.enter(form)
             group = self._meet(form)
             if form.behind:
@@ -495,24 +524,13 @@ class Recovery:
         self._communication.halt()
         self._ours.forget_device()
         self._calls.stop()
-        leave(self._ours, self._wrapper, self._device)
-
-    def _end_alone(self) -> None:
-        """This process has left the others: its Trainer is torn down, as after a fit, and the process ends.
-
-        Raises:
-            Exception: the one by which Lightning ends a fit without a word.
-        """
-        self.is_alone = self._calls.has_left = True
-        end_after_teardown(self._trainer)
-        raise silent_end(self._trainer)
+        leave(self._ours, self._trainer.strategy.model, self._device)
 
     def _hand_over(self, form: Form, group: Group) -> None:
         """Sends all that this rank has to those that join, or takes it. All ranks call it; communicates."""
-        source, device = form.members.index(form.source), self._device
-        is_source = group.rank == source
-        sent = self._handover if is_source else None
-        received = broadcast_nested(group, sent, source, device, label="state for a rank that joins")
+        source = form.members.index(form.source)
+        sent = self._handover if group.rank == source else None
+        received = broadcast_nested(group, sent, source, self._device, label="state for a rank that joins")
         if self._calls.member.place in form.joined:
             self._handover = received
             received.restore(self._trainer, self._communication)
@@ -565,18 +583,23 @@ class Recovery:
     # ------------------------------------------------------------------ after each regroup
 
     def _copy_state(self, form: Form, group: Group) -> None:
+        """Gives ranks that are a step behind what one that is not has. All ranks call it; communicates.
+
+        Learning rates stay: the scheduler's step after this one is still to come on a rank that is behind.
+        """
         is_behind = self._calls.member.place in form.behind
         source, device = form.members.index(form.source), self._device
         self._is_clean = not is_behind
-        copy_state(
-            group,
-            self._trainer.lightning_module,
-            self._trainer.strategy.optimizers,
-            source=source,
-            is_behind=is_behind and not self._communication.keeps_parameters,
-            is_local=self._communication.is_local,
-            device=device,
-        )
+        takes, is_local = is_behind and not self._communication.keeps_parameters, self._communication.is_local
+        parameters: list[torch.Tensor] = list(self._trainer.lightning_module.parameters())
+        if not takes and group.rank != source:  # in local training others have parameters of their own
+            parameters = [parameter.detach().clone() for parameter in parameters]
+        broadcast_coalesced(group, parameters, source)
+        for optimizer in self._trainer.strategy.optimizers:
+            mine = optimizer.state_dict()
+            state = broadcast_nested(group, mine["state"], source, device, label="state of an optimizer")
+            if takes and not is_local:
+                optimizer.load_state_dict({**mine, "state": state})
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             state = broadcast_nested(group, scaler.state_dict(), source, device, label="loss scale")
@@ -588,12 +611,10 @@ class Recovery:
 
     def _deal(self, num_batches: int, *, anew: bool) -> None:
         """Deals the rest of the epoch; if not anew, each rank goes on with its part until ranks have met."""
-        member = self._calls.member
-        world_size = self._trainer.world_size
-        states = RandomStates()
+        rank, world_size, states = self._calls.member.rank, self._trainer.world_size, RandomStates()
         self._deal_after = None if anew else self.committed
         if anew:
-            self.dealer.deal(num_batches, member.rank, world_size)
+            self.dealer.deal(num_batches, rank, world_size)
         else:
             self.dealer.deal_as_before(num_batches)
         if loaders_of(self._trainer.fit_loop):  # not so in the sanity check
@@ -602,7 +623,7 @@ class Recovery:
         for loader in loaders_of(self._loop.val_loop):
             sampler = getattr(loader, "sampler", None)
             if hasattr(sampler, "num_replicas"):
-                set_ranks(sampler, member.rank, world_size)
+                set_ranks(sampler, rank, world_size)
         limit_validation(self._trainer)
 
     def _tell(self, form: Form, error: Any) -> None:
@@ -612,8 +633,8 @@ class Recovery:
         joined = tuple(rank for rank, place in enumerate(form.members) if place not in before)
         if not lost and not joined:  # one that was to join has died
             return
-        seconds = time.monotonic() - self._calls.heard_at
-        place = self._calls.member.place
+        trainer: Any = self._trainer
+        seconds, place = time.monotonic() - self._calls.heard_at, self._calls.member.place
         change = WorldChange(
             old_world_size=len(before),
             new_world_size=len(form.members),
@@ -621,33 +642,28 @@ class Recovery:
             new_rank=self._calls.member.rank,
             lost_ranks=lost,
             joined_ranks=joined,
-            step=self._trainer.global_step,
+            step=trainer.global_step,
             seconds=seconds,
             cause=error,
             retried=form.is_retried,
         )
         if change.new_rank == 0:
-            _log.warning(
-                "%s at step %d; %d ranks go on after %.2f s",
-                _describe(lost, left, joined),
-                change.step,
-                change.new_world_size,
-                seconds,
-            )
-        tell_of_change(self._trainer, self._trainer.lightning_module, change)
+            failed = tuple(rank for rank in lost if rank not in left)
+            what = [
+                f"rank {', '.join(map(str, ranks))} {verb}"
+                for ranks, verb in ((failed, "lost"), (left, "left"), (joined, "joined"))
+                if ranks
+            ]
+            now = (", ".join(what), change.step, change.new_world_size, seconds)
+            _log.warning("%s at step %d; %d ranks go on after %.2f s", *now)
+        for callback in trainer.callbacks:
+            if hasattr(callback, "on_world_changed"):
+                callback.on_world_changed(trainer, trainer.lightning_module, change)
+        if hasattr(trainer.lightning_module, "on_world_changed"):
+            trainer.lightning_module.on_world_changed(change)
         metrics = {"count": form.generation, "seconds": seconds, "world_size": change.new_world_size}
-        for logger in self._trainer.loggers:
+        for logger in trainer.loggers:
             logger.log_metrics(
                 {f"recovery/{name}": float(value) for name, value in metrics.items()},
-                step=batches_that_stepped(self._trainer),
+                step=batches_that_stepped(trainer),
             )
-
-
-def _describe(lost: tuple[int, ...], left: tuple[int, ...], joined: tuple[int, ...]) -> str:
-    failed = tuple(rank for rank in lost if rank not in left)
-    parts = [
-        f"rank {', '.join(map(str, ranks))} {what}"
-        for ranks, what in ((failed, "lost"), (left, "left"), (joined, "joined"))
-        if ranks
-    ]
-    return ", ".join(parts)

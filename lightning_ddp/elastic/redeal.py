@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+from lightning_ddp._lightning import Trainer, loaders_of
 from lightning_ddp.elastic.undo import RandomStates
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = ["Dealer", "DealtSampler", "SplitBatches", "set_ranks", "share_of"]
 
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+"""They cannot be trained on a single sample."""
+
 
 def share_of(
     rest: Sequence[Any], rank: int, world_size: int, *, drops_last: bool, fills: bool = True
 ) -> list[Any]:
-    """A rank's part of samples that are dealt in turn; all parts have one length, but without `fills`.
+    """A rank's part of samples that are dealt in turn, all of one length.
 
-    Args:
-        rest: what is dealt.
-        rank: whose part.
-        world_size: number of ranks.
-        drops_last: whether what is left over is dropped; else the first ones fill it up.
-        fills: whether they do; else the last ranks have one sample less.
+    What is left over is dropped, or the first ones fill it up; without `fills` the last ranks have one less.
 
     >>> [share_of(range(7), rank, 3, drops_last=False) for rank in range(3)]
     [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
@@ -50,13 +49,13 @@ class DealtSampler(Sampler[Any]):
 
     Args:
         inner: has `num_replicas`, `rank` and `set_epoch`, as torch's `DistributedSampler`.
-        batch_size: samples of a batch of one rank.
+        batch_size: of one rank.
         avoids_one: whether a last batch of a single sample gets another one, which is repeated.
         fills: whether ranks are dealt equally many samples, some of them repeated.
     """
 
     def __init__(self, inner: Any, batch_size: int, *, avoids_one: bool = False, fills: bool = True) -> None:
-        self._inner = inner
+        self.inner = inner
         self._fills = fills
         self._inner_fills = True
         self._batch_size = batch_size
@@ -64,31 +63,31 @@ class DealtSampler(Sampler[Any]):
         self._rest: list[Any] | None = None
         self._num_used = self.num_batches = self._epoch = self._most_of_rest = 0
         self._order: list[Any] | None = None
-        self._is_whole_order = False
+        """Of this epoch, if it is known: it may be drawn only once."""
         self.has_changed = False
         """Whether it deals to other ranks than at first."""
 
     def __iter__(self) -> Iterator[Any]:
         if self._rest is not None:
             return iter(self._rest)
-        if type(self._inner) is DistributedSampler and not self.has_changed:
-            return iter(self._inner)
-        self._is_whole_order = False
+        if type(self.inner) is DistributedSampler and not self.has_changed:
+            return iter(self.inner)
+        self._order = None
         return iter(self._share(self.order()))
 
     def _share(self, dealt: Sequence[Any]) -> list[Any]:
         """This rank's part of what is dealt; among the first ranks as the sampler inside deals it."""
-        inner = self._inner
+        inner = self.inner
         fills = self._fills if self.has_changed else self._inner_fills
         share = share_of(dealt, inner.rank, inner.num_replicas, drops_last=self.drops_last, fills=fills)
-        return self._filled(share)
+        return share + share[:1] if self._is_one_over(len(share)) else share
 
     def __len__(self) -> int:
         if self._rest is not None:
             return len(self._rest)
-        length = len(self._inner)
+        length = len(self.inner)
         if self.has_changed and not self._fills and not self.drops_last:
-            length = len(range(self._inner.rank, len(self._inner.dataset), self._inner.num_replicas))
+            length = len(range(self.inner.rank, len(self.inner.dataset), self.inner.num_replicas))
         return length + self._is_one_over(length)
 
     @property
@@ -98,46 +97,37 @@ class DealtSampler(Sampler[Any]):
             return self._most_of_rest
         if self._inner_fills if not self.has_changed else self._fills:
             return len(self)
-        size, world_size = len(self._inner.dataset), int(self._inner.num_replicas)
+        size, world_size = len(self.inner.dataset), int(self.inner.num_replicas)
         return size // world_size if self.drops_last else math.ceil(size / world_size)
 
     def _is_one_over(self, length: int) -> bool:
         return self._avoids_one and self.has_changed and length % self._batch_size == 1
 
-    def _filled(self, share: list[Any]) -> list[Any]:
-        """A rank's part, with one sample more where its last batch would have a single one."""
-        return share + share[:1] if self._is_one_over(len(share)) else share
-
-    @property
-    def inner(self) -> Any:
-        """The sampler inside."""
-        return self._inner
-
     @property
     def drops_last(self) -> bool:
         """Whether what does not go up in the number of ranks is dropped; else the first ones fill it up."""
-        return bool(getattr(self._inner, "drop_last", False))
+        return bool(getattr(self.inner, "drop_last", False))
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the sampler inside."""
-        if name == "_inner":
+        if name == "inner":  # before there is one, as where it is unpickled
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def set_epoch(self, epoch: int) -> None:
         """A new epoch begins, whole."""
         self._rest = None
         self._num_used = self.num_batches = 0
         if epoch != self._epoch:  # else a loader with workers may have begun to read it
-            self._epoch, self._is_whole_order = epoch, False
-        self._inner.set_epoch(epoch)
+            self._epoch, self._order = epoch, None
+        self.inner.set_epoch(epoch)
 
     def order(self) -> list[Any]:
-        """The samples of the whole epoch in their order, which may be drawn only once."""
-        if type(self._inner) is DistributedSampler:
-            return _order_of(self._inner)
-        if self._order is None or not self._is_whole_order:
-            self._order, self._is_whole_order = _order_of(self._inner), True
+        """The samples of the whole epoch in their order."""
+        if type(self.inner) is DistributedSampler:
+            return _order_of(self.inner)
+        if self._order is None:
+            self._order = _order_of(self.inner)
         return self._order
 
     def check(self) -> None:
@@ -147,7 +137,7 @@ class DealtSampler(Sampler[Any]):
             ConfigurationError: it does not deal one order to the ranks in turn, or draws it by something that
                 is not known here.
         """
-        inner = self._inner
+        inner = self.inner
         if type(inner) is DistributedSampler:
             return
         generators = _generators_of(inner)
@@ -174,32 +164,24 @@ class DealtSampler(Sampler[Any]):
 
     def state(self) -> Any:
         """What of the epoch is used and how it is ordered, for `load` in a process that joins."""
-        is_drawn = type(self._inner) is not DistributedSampler
-        generators = [generator.get_state() for generator in _generators_of(self._inner)]
-        order = self.order() if is_drawn else None
-        return self._num_used, self.num_batches, self._inner.num_replicas, order, generators
+        generators = [generator.get_state() for generator in _generators_of(self.inner)]
+        order = None if type(self.inner) is DistributedSampler else self.order()
+        return self._num_used, self.num_batches, self.inner.num_replicas, order, generators
 
     def load(self, state: Any) -> None:
         """Takes over what another rank has used, before `deal`."""
         self._num_used, self.num_batches, num_replicas, order, generators = state
-        set_ranks(self._inner, 0, num_replicas)
-        if order is not None:
-            self._order, self._is_whole_order = order, True
-        for generator, known in zip(_generators_of(self._inner), generators, strict=True):
+        set_ranks(self.inner, 0, num_replicas)
+        self._order = order
+        for generator, known in zip(_generators_of(self.inner), generators, strict=True):
             generator.set_state(known)
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
-        """Deals what is left of the epoch over other ranks.
-
-        Args:
-            num_batches: that each rank has used of this epoch.
-            rank: this rank among the new ones.
-            world_size: number of the new ones.
-        """
-        self._num_used += (num_batches - self.num_batches) * self._batch_size * self._inner.num_replicas
+        """Deals what is left of the epoch, of which each rank has used some batches, over other ranks."""
+        self._num_used += (num_batches - self.num_batches) * self._batch_size * self.inner.num_replicas
         self.num_batches = num_batches
         rest = self.order()[self._num_used :]
-        set_ranks(self._inner, rank, world_size)
+        set_ranks(self.inner, rank, world_size)
         self.has_changed = True
         self._rest = self._share(rest)
         self._most_of_rest = len(share_of(rest, 0, world_size, drops_last=self.drops_last, fills=self._fills))
@@ -217,7 +199,7 @@ class SplitBatches:
         self.sampler = DealtSampler(inner.sampler, int(inner.batch_size))
         self.batch_size, self.drop_last = inner.batch_size, inner.drop_last
         inner.sampler = self.sampler
-        self._inner = inner
+        self.inner = inner
         self._num_ranks = num_ranks
         self._part: tuple[int, int] | None = None
 
@@ -238,23 +220,15 @@ class SplitBatches:
 
     def __iter__(self) -> Iterator[list[Any]]:
         if self._part is None:
-            return iter(self._inner)
+            return iter(self.inner)
         rank, world_size = self._part
         return iter([batch[rank::world_size] for batch in self._all()[self.sampler.num_batches :]])
 
     def __len__(self) -> int:
         if self._part is None:
-            return len(self._inner)
+            return len(self.inner)
         batches = self._num_samples / (self._num_ranks * int(self.batch_size))
         return (math.floor(batches) if self.drop_last else math.ceil(batches)) - self.sampler.num_batches
-
-    def state(self) -> Any:
-        """As of `DealtSampler`."""
-        return self.sampler.state()
-
-    def load(self, state: Any) -> None:
-        """As of `DealtSampler`."""
-        self.sampler.load(state)
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         """Splits what is left of the epoch, and later ones, over other ranks; as of `DealtSampler`."""
@@ -302,33 +276,24 @@ class Dealer:
     """The samplers of the training dataloaders of one run.
 
     Args:
+        trainer: whose, with all ranks that there are at first.
         keeps_global: whether the batch of all ranks together stays as large; else that of each rank does.
-        num_ranks: that there are at first.
-        loaders: tells the present training dataloaders.
-        avoids_one: whether the model cannot be trained on a single sample.
         fills: whether ranks get equally many samples, some of them repeated.
     """
 
-    def __init__(
-        self,
-        *,
-        keeps_global: bool,
-        num_ranks: int,
-        loaders: Callable[[], list[Any]],
-        avoids_one: bool,
-        fills: bool,
-    ) -> None:
-        self._fills = fills
-        self._keeps_global = keeps_global
-        self._num_ranks = num_ranks
-        self._loaders = loaders
-        self._avoids_one = avoids_one
+    def __init__(self, trainer: Trainer, *, keeps_global: bool, fills: bool) -> None:
+        self._trainer, self._num_ranks = trainer, trainer.world_size
+        self._keeps_global, self._fills = keeps_global, fills
+        self._avoids_one = any(isinstance(part, _BATCH_NORMS) for part in trainer.lightning_module.modules())
         self._part: tuple[int, int] | None = None
 
     @property
-    def _dealt(self) -> list[DealtSampler | SplitBatches]:
-        batches: list[Any] = [loader.batch_sampler for loader in self._loaders()]
-        return [one if isinstance(one, SplitBatches) else one.sampler for one in batches]
+    def _loaders(self) -> list[Any]:
+        return loaders_of(self._trainer.fit_loop)
+
+    @property
+    def _samplers(self) -> list[DealtSampler]:
+        return [loader.batch_sampler.sampler for loader in self._loaders]
 
     def adopt(self, loader: Any) -> Any:
         """Takes a dataloader's sampler over; returns the loader.
@@ -378,41 +343,40 @@ class Dealer:
         Raises:
             ConfigurationError: they cannot be split.
         """
-        if self._keeps_global and len(self._dealt) > 1:
+        if self._keeps_global and len(self._loaders) > 1:
             raise ConfigurationError(
                 "on_failure with batch='global' and several training dataloaders: samples of one may"
                 " not weigh as much as those of another. Use one dataloader, or batch='rank'."
             )
 
     def weight(self, number: int) -> float:
-        """What this rank's gradients of a batch of the epoch count for."""
-        (split,) = self._dealt
-        return split.weight(number) if isinstance(split, SplitBatches) else 1.0
+        """What this rank's gradients of a batch of the epoch count for, of a global batch that is kept."""
+        (loader,) = self._loaders
+        return float(loader.batch_sampler.weight(number))
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         """Deals the rest of the epoch over other ranks."""
         self._part = (rank, world_size)
-        for dealt in self._dealt:
+        for loader in self._loaders:
+            dealt = loader.batch_sampler if self._keeps_global else loader.batch_sampler.sampler
             dealt.deal(num_batches, rank, world_size)
 
     def state(self) -> list[Any]:
         """What of the epoch is used, of each loader."""
-        return [dealt.state() for dealt in self._dealt]
+        return [sampler.state() for sampler in self._samplers]
 
     def load(self, states: list[Any]) -> None:
         """Takes over what another rank has used, before `deal`."""
-        for dealt, state in zip(self._dealt, states, strict=True):
-            dealt.load(state)
+        for sampler, state in zip(self._samplers, states, strict=True):
+            sampler.load(state)
 
     def deal_as_before(self, num_batches: int) -> None:
         """Goes on after some batches with what this rank had of the epoch."""
-        for dealt in self._dealt:
-            if isinstance(dealt, DealtSampler):
-                dealt.deal(num_batches, dealt.rank, dealt.num_replicas)
+        for sampler in self._samplers if not self._keeps_global else ():
+            sampler.deal(num_batches, sampler.rank, sampler.num_replicas)
 
     def set_ranks(self, rank: int, world_size: int) -> None:
         """Deals the next epoch over other ranks."""
-        for dealt in self._dealt:
-            if isinstance(dealt, DealtSampler):
-                set_ranks(dealt.inner, rank, world_size)
-                dealt.has_changed = True
+        for sampler in self._samplers if not self._keeps_global else ():
+            set_ranks(sampler.inner, rank, world_size)
+            sampler.has_changed = True

@@ -29,11 +29,7 @@ def check_arguments(
     hook_has_state: bool,
     averager: AveragerPlan | None,
 ) -> None:
-    """Looks at the arguments of the strategy.
-
-    Raises:
-        ConfigurationError: what they ask for cannot go on without a rank.
-    """
+    """Raises a ConfigurationError if arguments of the strategy ask for what cannot go on without a rank."""
     if isinstance(settings, ReplaceSettings) and start_method == "fork":
         _refuse(
             "start_method='fork' and new processes",
@@ -66,15 +62,13 @@ def check_arguments(
             "what a hook keeps there of a step cannot be undone",
             "the hook by its name, of available_hooks()",
         )
-    if averager is not None:
-        _check_averager(settings, averager)
-
-
-def _check_averager(settings: RecoverySettings, averager: AveragerPlan) -> None:
-    instead = "model_averaging='diloco'"
-    if getattr(averager.options, "gradients", "none") != "none":
-        _refuse("gradients='node'", "the ranks of a node may become fewer than those of another", instead)
-    if settings.batch == "global":
+    if averager is not None and getattr(averager.options, "gradients", "none") != "none":
+        _refuse(
+            "gradients='node'",
+            "the ranks of a node may become fewer than those of another",
+            "model_averaging='diloco'",
+        )
+    if averager is not None and settings.batch == "global":
         _refuse("batch='global'", "in local training there is no batch of all ranks", "batch='rank'")
 
 
@@ -88,11 +82,7 @@ def check_training(
     device_type: str,
     is_averaging: bool,
 ) -> None:
-    """Looks at the Trainer and where it runs.
-
-    Raises:
-        ConfigurationError: as `check_arguments`.
-    """
+    """The same of the Trainer and where it runs."""
     if num_nodes > 1 and start_method != "popen":
         _refuse(
             f"num_nodes={num_nodes} and start_method={start_method!r}",
@@ -140,15 +130,12 @@ def check_training(
 
 
 def check_next_run(trainer: Any, *, generation: int, is_same: bool) -> None:
-    """Looks at what follows in a script that has lost ranks.
+    """The same of what follows in a script whose run has gone on `generation` times without ranks.
 
     Args:
         trainer: what is to run.
-        generation: how often the run has gone on without ranks that it lost.
+        generation: of the run.
         is_same: whether it is the Trainer whose fit has gone on.
-
-    Raises:
-        ConfigurationError: it needs the ranks there were at first.
     """
     if generation and (is_fitting(trainer) or not is_same):
         raise ConfigurationError(

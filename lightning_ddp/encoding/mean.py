@@ -1,28 +1,33 @@
-"""Mean of a flat tensor over the ranks, sent as it is or encoded. The seam around which hooks compose.
+"""Means over the ranks of what hooks and averagers send: as it is or encoded, of one tensor or of many.
 
 An algorithm (PowerSGD, top-k ...) asks its `Wire` for the mean over the ranks of what it has to send, or for
 the tensors of all ranks. A `Codec` decides in how many bits they go. So `["bf16", "powersgd"]` is PowerSGD
-whose factors travel in bfloat16, while its arithmetic and its error feedback stay in float32.
+whose factors travel in bfloat16, while its arithmetic and its error feedback stay in float32. `exchange`
+sends many tensors through two flat chunks: one is filled while the other is on its way.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from lightning_ddp.encoding.side_stream import Channel
 
-__all__ = ["Codec", "EncodedWire", "PlainWire", "Wire"]
-
+CHUNK_NUMEL = 2**20
+"""Elements of a chunk; two of them are all the memory that an exchange needs."""
 PIECE_NUMEL = 2**19
 """Elements of a piece. Small enough that the link is never idle while something is encoded."""
 _NUM_STAGES = 3
 _Stages = Generator[None, None, None]
 _MIN_BLOCKS = 64
 """From so many blocks on, filling up the last one costs next to nothing on the wire."""
+_SCALE_BYTES = 4
+
+
+# ---------------------------------------------------------------------- codecs
 
 
 class Codec(Protocol):
@@ -38,6 +43,101 @@ class Codec(Protocol):
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         """uint8 (k, number of bytes) -> float32 (k, numel). What was not finite is not finite."""
         ...
+
+
+class _BlockCodec:
+    """Eight-bit codes of values that are divided by their block's scale; the scales go in front.
+
+    A scale that covers a small block keeps an outlier from coarsening everything else (Dettmers et al.,
+    "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2.1, there with a nonlinear code).
+
+    Args:
+        block: elements that share a scale.
+        largest: absolute value of the largest code; the scale maps the largest element there.
+    """
+
+    def __init__(self, block: int, largest: float) -> None:
+        self.block = block
+        self._largest = largest
+
+    def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Scales each block by its largest absolute value and rounds; a block of zeros stays zero."""
+        num_rows, length = rows.shape
+        if length % self.block:
+            rows = torch.nn.functional.pad(rows, (0, -length % self.block))
+        blocks = rows.float().view(num_rows, -1, self.block)
+        low, high = torch.aminmax(blocks, dim=2)
+        scales = torch.maximum(high, -low).div_(self._largest)
+        # an infinite scale would turn the finite elements of the block into zeros without a trace
+        scales.masked_fill_(torch.isinf(scales), torch.nan)
+        factors = torch.where(scales == 0, torch.ones_like(scales), scales).reciprocal_()
+        # of a denormal scale the reciprocal is infinite: the block is as good as zero
+        factors.masked_fill_(torch.isinf(factors), 0.0)
+        codes = self._to_codes(blocks * factors.unsqueeze(2))
+        return torch.cat([scales.view(torch.uint8), codes.view(num_rows, -1)[:, :length]], dim=1)
+
+    def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+        num_rows, num_blocks = data.shape[0], -(-numel // self.block)
+        scales = data[:, : num_blocks * _SCALE_BYTES].contiguous().view(torch.float32)
+        codes = data[:, num_blocks * _SCALE_BYTES :]
+        codes = torch.nn.functional.pad(codes, (0, -numel % self.block)).contiguous()
+        values = self._from_codes(codes).view(num_rows, num_blocks, self.block)
+        return values.mul_(scales.unsqueeze(2)).view(num_rows, -1)[:, :numel]
+
+
+class Int8Codec(_BlockCodec):
+    """Integers from -127 to 127. The error is at most half a step: the block's largest value / 254."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__(block, 127.0)
+
+    def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
+        return scaled.nan_to_num_().round_().to(torch.int8).view(torch.uint8)
+
+    def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.view(torch.int8).float()
+
+
+class Fp8Codec(_BlockCodec):
+    """Floating point with 3 bits of mantissa: a relative error of at most 1/16 above the largest / 28,672."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__(block, 448.0)
+
+    def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
+        return scaled.nan_to_num_().to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.view(torch.float8_e4m3fn).float()
+
+
+class CastCodec:
+    """Rounds each number to a 16-bit floating-point type.
+
+    Args:
+        dtype: `torch.float16` (11 bits of precision, up to 65,504; above that it becomes infinite) or
+            `torch.bfloat16` (8 bits, the range of float32).
+    """
+
+    block = 1
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(self._dtype).view(torch.uint8)
+
+    def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+        return data.view(self._dtype).float()
+
+
+# ---------------------------------------------------------------------- wires
 
 
 class Wire(Protocol):
@@ -67,7 +167,6 @@ class PlainWire:
         self._channel = channel
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """1-D tensors, in memory that the ranks share where they do."""
         return self._channel.empties(count, numel, dtype)
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
@@ -75,13 +174,11 @@ class PlainWire:
         return self.begin(flat)()
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts the all-reduce."""
         if not flat.numel():
             return lambda: flat
         return self._channel.start_all_reduce(flat.div_(self._channel.size))
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, in rank order."""
         return self._channel.all_gather(flat)
 
 
@@ -98,7 +195,6 @@ class EncodedWire:
         self._codec = codec
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """1-D tensors; what is sent is another one."""
         return [torch.empty(numel, dtype=dtype, device=self._channel.device) for _ in range(count)]
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
@@ -150,7 +246,6 @@ class EncodedWire:
         yield
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks in float32, in rank order."""
         length = self._padded(flat.numel())
         gathered = self._channel.all_gather(self._codec.encode(self._rows(flat, 1, length)).view(-1))
         return self._codec.decode(gathered, length)[:, : flat.numel()]
@@ -166,3 +261,101 @@ class EncodedWire:
         rows = flat.new_zeros(num_rows * length)
         rows[: flat.numel()] = flat
         return rows.view(num_rows, length)
+
+
+# ---------------------------------------------------------------------- many tensors
+
+
+class Segment(NamedTuple):
+    """A stretch of one tensor that travels in one chunk."""
+
+    number: int
+    """Which tensor."""
+    where: slice
+    """Its elements, in the order of memory."""
+
+
+def memory_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of memory: 1-D, no copy, without gradient.
+
+    Raises:
+        ValueError: there are gaps between the elements, or several share memory.
+    """
+    tensor = tensor.detach()
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                raise ValueError(f"tensor of shape {list(tensor.shape)} has gaps or overlaps in memory")
+            expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def exchange(
+    wire: Wire,
+    tensors: Sequence[torch.Tensor],
+    pack: Callable[[Segment, torch.Tensor], object],
+    unpack: Callable[[Segment, torch.Tensor], object],
+) -> None:
+    """Averages over the ranks what `pack` makes of the tensors, and gives it to `unpack`, piece by piece.
+
+    Called in a job of a channel; communicates. On all ranks the tensors have the same sizes and types.
+
+    Args:
+        wire: how the chunks are sent.
+        tensors: tell sizes and types; 16-bit ones travel as float32 numbers.
+        pack: called with a segment and a 1-D tensor to fill.
+        unpack: called with the segment and its mean.
+    """
+    under_way: deque[tuple[list[tuple[Segment, slice]], Callable[[], torch.Tensor]]] = deque()
+
+    def end_oldest() -> None:
+        segments, finish = under_way.popleft()
+        mean = finish()
+        for segment, place in segments:
+            unpack(segment, mean[place])
+
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(index)
+    for dtype, indices in by_dtype.items():
+        numels = [(index, tensors[index].numel()) for index in indices]
+        buffers = wire.empties(2, CHUNK_NUMEL, dtype)
+        for number, segments in enumerate(_chunks(numels)):
+            buffer = buffers[number % 2]
+            for segment, place in segments:
+                pack(segment, buffer[place])
+            under_way.append((segments, wire.begin(buffer[: segments[-1][1].stop])))
+            if len(under_way) == 2:
+                end_oldest()
+        while under_way:
+            end_oldest()
+
+
+def average_(wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
+    """Replaces each tensor by its mean over the ranks, in place. A job of a channel; communicates."""
+    views = [memory_view(tensor) for tensor in tensors]
+    exchange(
+        wire,
+        views,
+        lambda segment, out: out.copy_(views[segment.number][segment.where]),
+        lambda segment, mean: views[segment.number][segment.where].copy_(mean),
+    )
+
+
+def _chunks(numels: Sequence[tuple[int, int]]) -> Iterator[list[tuple[Segment, slice]]]:
+    """Cuts tensors into chunks; large ones go over several. Each segment comes with its place in it."""
+    segments: list[tuple[Segment, slice]] = []
+    filled = 0
+    for index, numel in numels:
+        start = 0
+        while start < numel:
+            length = min(numel - start, CHUNK_NUMEL - filled)
+            segments.append((Segment(index, slice(start, start + length)), slice(filled, filled + length)))
+            start += length
+            filled += length
+            if filled == CHUNK_NUMEL:
+                yield segments
+                segments, filled = [], 0
+    if segments:
+        yield segments

@@ -14,20 +14,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from lightning_ddp._torch import all_gather_flat
-from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.subgroups import part_group, sibling_group
-from lightning_ddp.comm.waits import JOB_MARK
+from lightning_ddp.comm.group import JOB_MARK, Group
+from lightning_ddp.comm.subgroups import sibling_group
 from lightning_ddp.errors import LightningDDPError
-from lightning_ddp.shm.background import Deferred
-from lightning_ddp.shm.staging import Staging, open_staging
-
-__all__ = ["Channel", "part_group", "sibling_group"]
+from lightning_ddp.shm.shared_memory import Deferred, open_staging
 
 _Job = Callable[[], torch.Tensor | None]
 _HALT_S = 10.0
@@ -63,9 +59,9 @@ class Channel:
         self._lock = threading.Lock()
         self._is_running = False
         self._failure: Exception | None = None
+        self._staging = cache(partial(open_staging, self.group, device))
+        """Memory that the ranks share; communicates when a job asks for it the first time."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._staging: Staging | None = None
-        self._is_staging_known = False
 
     # ------------------------------------------------------------------ jobs
 
@@ -164,22 +160,15 @@ class Channel:
 
     # ------------------------------------------------------------------ collectives, for jobs
 
-    def _find_staging(self) -> Staging | None:
-        """Memory that the ranks share, once a job has asked for it; communicates the first time."""
-        if not self._is_staging_known:
-            self._staging = open_staging(self.group, self.device)
-            self._is_staging_known = True
-        return self._staging
-
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """1-D tensors that are all-reduced with the fewest copies; for one job at a time, until it ends."""
-        staging = self._find_staging()
+        staging = self._staging()
         lent = staging.lend(count, numel, dtype) if staging is not None else None
         return lent or [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Callable[[], torch.Tensor]:
         """Starts to reduce a contiguous tensor in place (by default, the sum); returns its wait."""
-        staging = self._find_staging() if op is None else None
+        staging = self._staging() if op is None else None
         if staging is None:
             work = self.group.all_reduce(tensor, op)
         else:
@@ -207,13 +196,10 @@ class Channel:
         return lambda: self._finish(work, received)
 
     def _finish(self, work: Any, result: torch.Tensor) -> torch.Tensor:
-        self._wait(work)
-        return result
-
-    def _wait(self, work: Any) -> None:
         start = time.perf_counter()
         self.group.wait(work, self.device)
         self.wait_s += time.perf_counter() - start
+        return result
 
     def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to gather; returns what waits, and returns what `all_gather` does."""

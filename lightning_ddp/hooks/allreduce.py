@@ -1,12 +1,14 @@
-"""`allreduce`: the plain mean; `noop`: no communication at all."""
+"""`allreduce`, `fp16`, `bf16`, `int8`, `fp8`: the mean of a bucket in 32, 16 or 8 bits; `noop`: no mean."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from lightning_ddp.hooks.base import Hook, Part
-
-__all__ = ["AllReduce", "NoOp"]
+from lightning_ddp.encoding.mean import CastCodec, Fp8Codec, Int8Codec
+from lightning_ddp.errors import require
+from lightning_ddp.hooks.base import Hook, HookOptions, Part
 
 
 class AllReduce(Hook):
@@ -21,5 +23,70 @@ class NoOp(Hook):
     name = "noop"
 
     def run(self, part: Part) -> torch.Tensor:
-        """Returns the bucket as it is. Does not communicate."""
         return part.buffer
+
+
+# ---------------------------------------------------------------------- 16 bits
+
+
+class FP16(Hook):
+    """The mean, sent in float16. Half the bytes of float32; each rank divides before it sends."""
+
+    name = "fp16"
+    encodes = True
+
+    @staticmethod
+    def make_codec(options: HookOptions) -> CastCodec:
+        return CastCodec(torch.float16)
+
+
+class BF16(Hook):
+    """The mean, sent in bfloat16. Half the bytes of float32, and its whole range."""
+
+    name = "bf16"
+    encodes = True
+
+    @staticmethod
+    def make_codec(options: HookOptions) -> CastCodec:
+        return CastCodec(torch.bfloat16)
+
+
+# ---------------------------------------------------------------------- 8 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(HookOptions):
+    """Options of `int8` and `fp8`."""
+
+    block: int = 256
+    """Elements that share one float32 scale."""
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.block, int) and self.block > 0 and self.block % 8 == 0,
+            f"block={self.block!r}: expected a multiple of 8 above 0, such as 256",
+        )
+
+
+class Int8(Hook):
+    """The mean, sent in 8 bits with a scale a block. About a quarter of the bytes of float32."""
+
+    name = "int8"
+    encodes = True
+    Options = BlockOptions
+
+    @staticmethod
+    def make_codec(options: BlockOptions) -> Int8Codec:
+        return Int8Codec(options.block)
+
+
+class FP8(Hook):
+    """The mean, sent as 8-bit floating point (e4m3) with a scale a block."""
+
+    name = "fp8"
+    encodes = True
+    Options = BlockOptions
+
+    @staticmethod
+    def make_codec(options: BlockOptions) -> Fp8Codec:
+        return Fp8Codec(options.block)

@@ -1,4 +1,4 @@
-"""Base class of communication hooks: options, a way to send, one job a bucket, state by parameter name."""
+"""Base classes of communication hooks: one job a bucket, state by parameter name, momentum."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import foreach_add_
-from lightning_ddp.comm.uploads import uploaded
-from lightning_ddp.encoding.mean import Wire
+from lightning_ddp.comm.group import uploaded
+from lightning_ddp.encoding.mean import Codec, Wire
 from lightning_ddp.encoding.side_stream import Channel
-from lightning_ddp.errors import ConfigurationError
-
-__all__ = ["STATE_FORMAT", "Hook", "HookOptions", "NonFinitePayload", "Part", "StatefulHook"]
+from lightning_ddp.errors import ConfigurationError, require
 
 STATE_FORMAT = 1
 """Version of what `Hook.state_dict` returns."""
@@ -55,6 +53,11 @@ class Part:
         """Views of `flat`, one a parameter, 1-D."""
         return list(self.flat.split(self.sizes))
 
+    def present_slices(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Name and slice of each parameter for which some rank has a gradient."""
+        found = zip(self.names, flat.split(self.sizes), self.present, strict=True)
+        return [(name, piece) for name, piece, is_present in found if is_present]
+
     @property
     def sizes(self) -> list[int]:
         """Number of elements of each parameter."""
@@ -75,6 +78,10 @@ class Hook:
 
     name: ClassVar[str]
     Options: ClassVar[type[HookOptions]] = HookOptions
+    encodes: ClassVar[bool] = False
+    """Whether it encodes what is sent, by `make_codec`; it may be wrapped around one that `takes_wire`."""
+    takes_wire: ClassVar[bool] = False
+    """Whether another hook may encode what it sends."""
 
     def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
         self.channel = channel
@@ -85,6 +92,11 @@ class Hook:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options})"
+
+    @staticmethod
+    def make_codec(options: Any) -> Codec:
+        """How this hook encodes, for itself or for the hook that it is wrapped around."""
+        raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Queues the reduction of a full bucket; `state` is not used.
@@ -223,20 +235,16 @@ class StatefulHook(Hook):
 
     def add_errors(self, part: Part) -> None:
         """Adds to the gradients what earlier steps have not sent."""
-        slices, errors = [], []
-        for name, piece, is_present in zip(part.names, part.slices(), part.present, strict=True):
-            error = self.recall(name, "error", piece.numel()) if is_present else None
-            if error is not None:
-                slices.append(piece)
-                errors.append(error)
-        if slices:
-            foreach_add_(slices, errors)
+        slices = part.present_slices(part.flat)
+        pairs = [(piece, self.recall(name, "error", piece.numel())) for name, piece in slices]
+        found = [(piece, error) for piece, error in pairs if error is not None]
+        if found:
+            foreach_add_([piece for piece, _ in found], [error for _, error in found])
 
-    def remember_errors(self, part: Part, residual: torch.Tensor) -> None:
-        """Keeps the flat residual of this step, for the parameters that took part in it."""
-        for name, piece, is_present in zip(part.names, residual.split(part.sizes), part.present, strict=True):
-            if is_present:
-                self.remember(name, "error", piece)
+    def remember_slices(self, part: Part, key: str, flat: torch.Tensor) -> None:
+        """Keeps a flat tensor of this step, such as its residual, of the parameters that took part in it."""
+        for name, piece in part.present_slices(flat):
+            self.remember(name, key, piece)
 
     # ------------------------------------------------------------------ one bucket
 
@@ -369,10 +377,9 @@ class StatefulHook(Hook):
             self.commit(self._pending)
         self._forget_step()
         self.step = shared["step"]
-        device = self.channel.device
         self.commit(
             {
-                name: {key: value.to(device) for key, value in values.items()}
+                name: {key: value.to(self.channel.device) for key, value in values.items()}
                 for name, values in shared["tensors"].items()
             }
         )
@@ -416,6 +423,62 @@ class StatefulHook(Hook):
         for values in self._state.values():
             for key in [key for key in values if key not in self.shared_keys]:
                 del values[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumOptions(HookOptions):
+    """Options of hooks that can apply momentum."""
+
+    momentum: float = 0.0
+    """Factor of the velocity that is kept here, before compression. The optimizer's own must then be 0: set
+    this to what it was. 0 keeps plain residuals and goes with any optimizer."""
+    nesterov: bool = False
+    """Whether the velocity looks one step ahead."""
+    start_step: int = 0
+    """Synchronised backwards with the plain mean before compression starts."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.momentum < 1, f"momentum={self.momentum}: expected from 0 and below 1")
+        require(not self.nesterov or self.momentum > 0, "nesterov=True needs a momentum above 0")
+        require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
+
+
+class MomentumHook(StatefulHook):
+    """A hook with a velocity for each parameter: with g the gradient, u = m u + g takes the place of g.
+
+    Applied before compression, so that what is sent late still has the weight it should have: Lin et al.,
+    "Deep Gradient Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok, "Communication-Efficient
+    Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019, algorithm 2. Subclasses implement
+    `compress`.
+    """
+
+    Options = MomentumOptions
+    options: MomentumOptions
+
+    def reduce(self, part: Part) -> torch.Tensor:
+        velocity = self._add_momentum(part) if self.options.momentum else None
+        if self.step < self.options.start_step:
+            return self.check_finite(self.wire.mean(part.flat))
+        self.add_errors(part)
+        return self.compress(part, velocity)
+
+    def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
+        """As `reduce`, once momentum and residuals are in `part.flat`; may change the velocity."""
+        raise NotImplementedError
+
+    def _add_momentum(self, part: Part) -> torch.Tensor:
+        """Turns the flat gradient into what the velocity makes of it; remembers and returns the velocity."""
+        momentum, velocity = self.options.momentum, part.flat.clone()
+        for name, piece in part.present_slices(velocity):
+            before = self.recall(name, "velocity", piece.numel())
+            if before is not None:
+                piece.add_(before, alpha=momentum)
+        if self.options.nesterov:
+            part.flat.add_(velocity, alpha=momentum)
+        else:
+            part.flat.copy_(velocity)
+        self.remember_slices(part, "velocity", velocity)
+        return velocity
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:

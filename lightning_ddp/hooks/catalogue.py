@@ -8,30 +8,18 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.checks import first_lines, parse_entry
+from lightning_ddp.comm.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.codecs import has_fp8
 from lightning_ddp.encoding.mean import EncodedWire, PlainWire, Wire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hooks.allreduce import AllReduce, NoOp
 from lightning_ddp.hooks.base import Hook, HookOptions
-from lightning_ddp.hooks.blockwise import FP8, Int8
-from lightning_ddp.hooks.cast import BF16, FP16
-from lightning_ddp.hooks.powersgd import PowerSGD
-from lightning_ddp.hooks.randomk import RandomK
-from lightning_ddp.hooks.sign import Sign
-from lightning_ddp.hooks.topk import TopK
 
-__all__ = ["HookPlan", "available_hooks", "build_hook", "hook_options", "make_hook", "parse_hook"]
-
-_CODECS: dict[str, Any] = {hook.name: hook for hook in (FP16, BF16, Int8)} | (
-    {FP8.name: FP8} if has_fp8() else {}
+_HOOKS: Catalogue[Hook] = Catalogue(
+    "communication hook",
+    Hook,
+    remark=". A function of your own is given alone, with ddp_comm_wrapper for what is around it.",
 )
-"""Hooks that encode what is sent; they may be wrapped around those of `_TAKES_WIRE`."""
-_TAKES_WIRE: dict[str, type[Hook]] = {hook.name: hook for hook in (PowerSGD, TopK, RandomK)}
-_ALONE: dict[str, type[Hook]] = {hook.name: hook for hook in (AllReduce, NoOp, Sign)}
-_HOOKS: dict[str, type[Hook]] = {**_CODECS, **_TAKES_WIRE, **_ALONE}
 
 
 def available_hooks() -> dict[str, str]:
@@ -40,7 +28,7 @@ def available_hooks() -> dict[str, str]:
     >>> sorted(available_hooks())[:3]
     ['allreduce', 'bf16', 'fp16']
     """
-    return first_lines(_HOOKS)
+    return _HOOKS.descriptions()
 
 
 def hook_options() -> dict[str, type[HookOptions]]:
@@ -49,7 +37,7 @@ def hook_options() -> dict[str, type[HookOptions]]:
     >>> hook_options()["powersgd"](rank=4).rank
     4
     """
-    return {name: getattr(hook, "Options", HookOptions) for name, hook in sorted(_HOOKS.items())}
+    return _HOOKS.options()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +56,7 @@ class HookPlan:
         """The names with all options, the same text for the same plan.
 
         >>> print(parse_hook(["bf16", {"name": "randomk", "ratio": 0.1}]))
-        bf16(), randomk(momentum=0.0, nesterov=False, ratio=0.1, seed=0, start_step=0)
+        bf16(), randomk(momentum=0.0, nesterov=False, start_step=0, ratio=0.1, seed=0)
         """
         return ", ".join(
             f"{name}({', '.join(f'{key}={value!r}' for key, value in vars(options).items())})"
@@ -95,43 +83,34 @@ def parse_hook(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
         raise ConfigurationError(
             f"communication hook {spec!r}: expected a name, a mapping with 'name', or a list of them"
         )
-    entries = tuple(_parse_entry(entry) for entry in spec)
+    entries = tuple(map(_HOOKS.parse, spec))
     _check_composition([name for name, _ in entries])
     return HookPlan(entries=entries)
 
 
-def _parse_entry(entry: Any) -> tuple[str, HookOptions]:
-    if isinstance(entry, str):
-        entry = {"name": entry}
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-        raise ConfigurationError(
-            f"communication hook {entry!r}: expected a name or a mapping with 'name'. A function of your own"
-            " is given alone, with ddp_comm_wrapper for what is around it."
-        )
-    return parse_entry("communication hook", entry, _HOOKS)
-
-
 def _check_composition(names: Sequence[str]) -> None:
     *outer, inner = names
+    encoders = [name for name in _HOOKS.names() if _HOOKS[name].encodes]
+    takers = [name for name in _HOOKS.names() if _HOOKS[name].takes_wire]
     for name in outer:
-        if name not in _CODECS:
+        if name not in encoders:
             raise ConfigurationError(
                 f"communication hook {name!r} cannot be wrapped around {inner!r}: only"
-                f" {', '.join(sorted(_CODECS))} can, as they encode what another hook sends"
+                f" {', '.join(encoders)} can, as they encode what another hook sends"
             )
     if len(outer) > 1:
         raise ConfigurationError(
             f"communication hooks {', '.join(map(repr, outer))} around {inner!r}: what is sent is encoded"
             " once, so there can be one of them"
         )
-    if outer and inner in _CODECS:
+    if outer and inner in encoders:
         raise ConfigurationError(
             f"communication hook {outer[0]!r} around {inner!r}: both encode the same numbers; choose one"
         )
-    if outer and inner not in _TAKES_WIRE:
+    if outer and inner not in takers:
         raise ConfigurationError(
             f"communication hook {outer[0]!r} cannot be wrapped around {inner!r}, which sends no"
-            f" floating-point tensors that it could encode; {', '.join(sorted(_TAKES_WIRE))} do"
+            f" floating-point tensors that it could encode; {', '.join(takers)} do"
         )
 
 
@@ -157,9 +136,8 @@ def build_hook(
 
 def make_hook(plan: HookPlan, channel: Channel) -> Hook:
     """Puts a hook together on a channel, which is its own. Does not communicate."""
-    *outer, (name, options) = plan.entries
+    (encoder, encoder_options), (name, options) = plan.entries[0], plan.entries[-1]
     wire: Wire = PlainWire(channel)
-    encoder = outer[0] if outer else (name, options)
-    if encoder[0] in _CODECS:
-        wire = EncodedWire(channel, _CODECS[encoder[0]].make_codec(encoder[1]))
+    if _HOOKS[encoder].encodes:
+        wire = EncodedWire(channel, _HOOKS[encoder].make_codec(encoder_options))
     return _HOOKS[name](channel, wire, options)

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp.comm.checks import require
-from lightning_ddp.comm.uploads import uploaded
+from lightning_ddp.comm.group import uploaded
+from lightning_ddp.errors import require
 from lightning_ddp.hooks.base import HookOptions, Part, StatefulHook
-
-__all__ = ["PowerSGD", "PowerSGDOptions"]
 
 _LAYOUT_PREFIX = "bucket:"
 
@@ -71,6 +69,7 @@ class PowerSGD(StatefulHook):
     """
 
     name = "powersgd"
+    takes_wire = True
     Options = PowerSGDOptions
     options: PowerSGDOptions
     shared_keys = frozenset({"q"})
@@ -110,16 +109,16 @@ class PowerSGD(StatefulHook):
 
     def _begin_errors(self, part: Part) -> None:
         """What was added is none any more, also where this rank never learns what was made of its part."""
-        for name, is_present in zip(part.names, part.present, strict=True):
-            if is_present and self.recall(name, "error") is not None:
+        for name, _ in part.present_slices(part.flat):
+            if self.recall(name, "error") is not None:
                 self.remember(name, "error", part.flat.new_empty(0))
 
     def _remember_residuals(self, part: Part, residual: torch.Tensor, compressed: frozenset[str]) -> None:
         """Keeps the residuals of compressed parameters; that of one which was sent in full is zero."""
-        for name, piece, is_present in zip(part.names, residual.split(part.sizes), part.present, strict=True):
-            if is_present and name in compressed:
+        for name, piece in part.present_slices(residual):
+            if name in compressed:
                 self.remember(name, "error", piece)
-            elif is_present and self.recall(name, "error") is not None:
+            elif self.recall(name, "error") is not None:
                 self.remember(name, "error", torch.zeros_like(piece))
 
     # ------------------------------------------------------------------ matrices

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp.comm.checks import require
-from lightning_ddp.comm.uploads import uploaded
-from lightning_ddp.hooks.base import Part
-from lightning_ddp.hooks.momentum import MomentumHook, MomentumOptions
-
-__all__ = ["Sign", "SignOptions", "pack_signs", "unpack_signs"]
+from lightning_ddp.comm.group import uploaded
+from lightning_ddp.errors import require
+from lightning_ddp.hooks.base import MomentumHook, MomentumOptions, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +23,10 @@ class SignOptions(MomentumOptions):
     block: int = 1024
     """Elements of a parameter that share one float32 scale; the last block of each may be shorter. Smaller
     ones serve parameters whose parts have gradients of different sizes."""
-    start_step: int = 0
-    """Synchronised backwards with the plain mean before compression starts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.block >= 1, f"block={self.block}: expected at least 1")
-        require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
 
 
 class Sign(MomentumHook):
@@ -47,12 +41,7 @@ class Sign(MomentumHook):
     Options = SignOptions
     options: SignOptions
 
-    def reduce(self, part: Part) -> torch.Tensor:
-        """The mean over the ranks of what each of them sends."""
-        self.remember_velocity(part, self.add_momentum(part))
-        if self.step < self.options.start_step:
-            return self.check_finite(self.wire.mean(part.flat))
-        self.add_errors(part)
+    def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
         lengths = uploaded(torch.tensor(self._block_lengths(part)), part.flat.device)
         numel = part.flat.numel()
 
@@ -63,7 +52,7 @@ class Sign(MomentumHook):
 
         scales, bits = self._scales(part), pack_signs(part.flat)
         mine = decoded(scales, bits)
-        self.remember_errors(part, part.flat - mine)
+        self.remember_slices(part, "error", part.flat - mine)
         gathered_scales = self.check_finite(self.channel.all_gather(scales))
         gathered_bits = self.channel.all_gather(bits)
         mean = torch.zeros_like(part.flat)

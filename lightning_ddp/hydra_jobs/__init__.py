@@ -24,11 +24,11 @@ def install(schemas: Any) -> None:
     """Shares Hydra's jobs and offers it our groups, once the script has imported it. Imports nothing of it.
 
     Args:
-        schemas: the module `conf.store`, which knows what is in our groups.
+        schemas: the package `conf`, which knows what is in our groups.
     """
 
     def keep_answers(module: types.ModuleType) -> None:
-        from lightning_ddp.hydra_jobs.resolver_cache import install
+        from lightning_ddp.hydra_jobs.handover import install
 
         install(module)
 
@@ -36,24 +36,23 @@ def install(schemas: Any) -> None:
         """The one patch of Hydra: every `Hydra` that registers itself in this process becomes one of ours."""
         from lightning_ddp.hydra_jobs.jobs import jobs
 
-        jobs.schemas = schemas
+        jobs().schemas = schemas
         kind: Any = module.GlobalHydra
         original = kind.initialize
 
+        def extend(hydra: Any, *, is_late: bool = False) -> None:
+            from lightning_ddp.hydra_jobs.compositions import extend
+
+            extend(hydra, is_late=is_late)
+
         def initialize(self: Any, hydra: Any) -> None:
             original(self, hydra)
-            _extend(hydra)
+            extend(hydra)
 
         kind.initialize = initialize
         living = kind.instance().hydra
         if living is not None:  # a job imports the package, or the search path of a composition
-            _extend(living, is_late=True)
+            extend(living, is_late=True)
 
     after_import("omegaconf.base", keep_answers)
     after_import("hydra.core.global_hydra", extend_each_hydra)
-
-
-def _extend(hydra: Any, *, is_late: bool = False) -> None:
-    from lightning_ddp.hydra_jobs.compositions import extend
-
-    extend(hydra, is_late=is_late)

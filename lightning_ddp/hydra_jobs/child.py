@@ -22,27 +22,27 @@ from pathlib import Path
 from typing import Any
 
 if __name__ != "__main__":  # else they are loaded below, and then this file by its full name
-    from lightning_ddp.hydra_jobs.handover import HandedJob, read_handover, task_name, unpack, without_files
+    from lightning_ddp.hydra_jobs.handover import (
+        HandedJob,
+        install,
+        read_handover,
+        task_name,
+        unpack,
+        without_files,
+    )
     from lightning_ddp.hydra_jobs.jobs import jobs
-    from lightning_ddp.hydra_jobs.resolver_cache import install as keep_answers
 
 __all__ = ["handed_job", "run_program"]
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-_LOADED_EARLY = ("nodes", "resolver_cache", "handover", "jobs", "child")
 
 
 def _load_early() -> None:
     """Loads some modules of the package under their own names, and not the package."""
-    for name in ("errors", *(f"hydra_jobs.{name}" for name in _LOADED_EARLY)):
-        full = f"lightning_ddp.{name}"
-        path = _PACKAGE.joinpath(*name.split(".")).with_suffix(".py")
-        spec = importlib.util.spec_from_file_location(full, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full] = module
-        spec.loader.exec_module(module)
+    package = Path(__file__).resolve().parents[1]
+    for name in ("errors", "hydra_jobs.handover", "hydra_jobs.jobs", "hydra_jobs.child"):
+        path = package.joinpath(*name.split(".")).with_suffix(".py")
+        spec: Any = importlib.util.spec_from_file_location(f"lightning_ddp.{name}", path)
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
 
 
 def run_program(descriptor: int, kind: str, program: str) -> None:
@@ -64,7 +64,7 @@ def handed_job(descriptor: int) -> Iterator[None]:
         SystemExit: it has not called the function of that job, inside of which it would end.
     """
     handover = read_handover(descriptor)
-    jobs.compositions = handover.compositions
+    jobs().compositions = handover.compositions
     _replace_main(handover.job)
     yield
     if handover.job is not None:
@@ -79,7 +79,7 @@ def _replace_main(job: HandedJob | None) -> None:
     import hydra
     from omegaconf import base
 
-    keep_answers(base)
+    install(base)
     original = hydra.main
 
     @functools.wraps(original)
@@ -105,10 +105,18 @@ def _replace_main(job: HandedJob | None) -> None:
 
 
 def _run(job: HandedJob, task_function: Callable[[Any], Any]) -> None:
+    from hydra._internal.hydra import Hydra
     from hydra.core.hydra_config import HydraConfig
+    from hydra.core.plugins import Plugins
+    from hydra.core.utils import JobRuntime, setup_globals
     from omegaconf import open_dict, read_write
 
-    _restore_globals(job)
+    if job.search_path is not None:
+        Plugins.instance()  # registers the kinds of places that the path may lead to
+        Hydra.create_main_hydra2(task_name=job.name, config_search_path=job.search_path)
+    else:
+        setup_globals()
+        JobRuntime.instance().set("name", job.name)
     config = unpack(job.config)
     HydraConfig.instance().set_config(config)
     task_config = copy.deepcopy(config)
@@ -118,19 +126,6 @@ def _run(job: HandedJob, task_function: Callable[[Any], Any]) -> None:
     if job.working_dir is not None:
         os.chdir(job.working_dir)
     task_function(task_config)
-
-
-def _restore_globals(job: HandedJob) -> None:
-    from hydra._internal.hydra import Hydra
-    from hydra.core.plugins import Plugins
-    from hydra.core.utils import JobRuntime, setup_globals
-
-    if job.search_path is not None:
-        Plugins.instance()  # registers the kinds of places that the path may lead to
-        Hydra.create_main_hydra2(task_name=job.name, config_search_path=job.search_path)
-    else:
-        setup_globals()
-        JobRuntime.instance().set("name", job.name)
 
 
 def _log_to_console(config: Any) -> None:
@@ -156,13 +151,12 @@ def _run_script(path: str) -> None:
 
 
 if __name__ == "__main__":
-    _is_safe_path = bool(getattr(sys.flags, "safe_path", False))
-    if not _is_safe_path:
+    if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this file
     _descriptor, _kind, _program, *_arguments = sys.argv[1:]
     _load_early()
     sys.argv = [_program, *_arguments]
-    if not _is_safe_path:
+    if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd() if _kind == "module" else str(Path(_program).parent))
     # by its full name, under which it is loaded already: nothing here may import the package
     sys.modules["lightning_ddp.hydra_jobs.child"].run_program(int(_descriptor), _kind, _program)

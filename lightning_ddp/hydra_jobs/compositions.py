@@ -24,9 +24,8 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import RunMode
 
-from lightning_ddp.hydra_jobs.jobs import jobs
-from lightning_ddp.hydra_jobs.resolver_cache import detach
-from lightning_ddp.hydra_jobs.shared_job import agree_before_job, give_files_back
+from lightning_ddp.hydra_jobs.handover import detach
+from lightning_ddp.hydra_jobs.jobs import agree_before_job, give_files_back, jobs
 
 __all__ = ["JobHydra", "JobLoader", "Task", "extend"]
 
@@ -37,24 +36,16 @@ _GROUPS = ("strategy", "trainer", "launcher")
 
 
 def extend(hydra: Hydra, *, is_late: bool) -> None:
-    """Gives an object of Hydra's, and its loader, the classes below.
-
-    Args:
-        hydra: the one that Hydra itself knows.
-        is_late: whether it is in use, in the middle of a job or of a composition.
-    """
+    """Gives Hydra's object, which may be in the middle of a job or a composition, the classes below."""
     if type(hydra) is Hydra:
         hydra.__class__ = JobHydra
     if type(hydra.config_loader) is ConfigLoaderImpl:
         hydra.config_loader.__class__ = JobLoader
     if is_late:
-        jobs.schemas.register()
-        if HydraConfig.initialized():
-            _extend_running_job()
-
-
-def _extend_running_job() -> None:
-    """Finds the job that this process is in, and the sweep that it is of: nothing of Hydra's names them."""
+        jobs().schemas.register()
+    if not is_late or not HydraConfig.initialized():
+        return
+    # nothing of Hydra's names the job that this process is in, nor the sweep that it is of
     objects = gc.get_objects()
     task = None
     for each in objects:
@@ -62,7 +53,7 @@ def _extend_running_job() -> None:
             task, each.task_function = each.task_function, Task(each.task_function)
     for each in objects:
         if type(each) is JobReturn and each.status is JobStatus.UNKNOWN:
-            jobs.begin_late(each, task)
+            jobs().begin_late(each, task)
 
 
 # ---------------------------------------------------------------------- jobs
@@ -76,14 +67,14 @@ class Task:
         self._function = function
 
     def __call__(self, config: Any) -> Any:
-        jobs.begin(self._function)
+        jobs().begin(self._function)
         give_files_back()
         try:
             result = self._function(config)
         except Exception as error:
-            jobs.end(error)
+            jobs().end(error)
             raise
-        failure = jobs.end(None)
+        failure = jobs().end(None)
         if failure is not None:
             raise failure
         return result
@@ -108,12 +99,12 @@ class JobHydra(Hydra):
     ) -> Any:
         is_of_run, self._is_of_run = self._is_of_run, False
         is_api = not kwargs.get("from_shell", True)
-        config = jobs.handed(config_name, overrides) if is_api else None
+        config = jobs().handed(config_name, overrides) if is_api else None
         if config is not None:
             return config
         config = super().compose_config(config_name, overrides, run_mode, *args, **kwargs)
         if is_api:
-            jobs.note(config_name, overrides, config)
+            jobs().note(config_name, overrides, config)
         if is_of_run:
             is_sweep = run_mode == RunMode.MULTIRUN
             agree_before_job(config, is_sweep=is_sweep)
@@ -138,9 +129,9 @@ class JobLoader(ConfigLoaderImpl):
         self._has_begun = True
         try:
             config = super().load_configuration(*args, **kwargs)
-            jobs.schemas.check(config)
+            jobs().schemas.check_composed(config)
         except HydraException as error:
-            explanation = jobs.schemas.explain(error, self._taking_part) if self._taking_part else None
+            explanation = jobs().schemas.explain(error, self._taking_part) if self._taking_part else None
             if explanation is not None:
                 error.args = (explanation,)
             raise
@@ -149,7 +140,7 @@ class JobLoader(ConfigLoaderImpl):
         return config
 
     def load_sweep_config(self, master_config: Any, sweep_overrides: list[str]) -> Any:
-        jobs.end_late_one()
+        jobs().end_late_one()
         config = super().load_sweep_config(master_config, sweep_overrides)
         agree_before_job(config, is_sweep=False)
         return config
@@ -180,7 +171,9 @@ class JobLoader(ConfigLoaderImpl):
 
 def _asked_for(repository: Any, config_name: str | None, overrides: Any) -> frozenset[str]:
     """The groups of ours without which a composition is another one, or none."""
-    asked = _named(repository, overrides)
+    has_path = any(_is_ours(source) for source in repository.get_sources())
+    has_long_name = any(override.key_or_group.startswith(f"{_PROVIDER}/") for override in overrides)
+    asked = frozenset((_GROUPS if has_path else ()) + ((_PROVIDER,) if has_long_name or has_path else ()))
     while True:
         _add_groups(repository, asked)
         try:
@@ -192,19 +185,12 @@ def _asked_for(repository: Any, config_name: str | None, overrides: Any) -> froz
                 skip_missing=True,
             )
         except Exception as error:  # noqa: BLE001 (it is raised again in the composition)
-            lacking = _asked_by_error(error, repository, overrides) - asked
+            lacking = _asked_by_error(error, repository, overrides)
         else:
-            lacking = _asked_by_nothing(found, repository) - asked
-        if not lacking:
+            lacking = _asked_by_nothing(found, repository)
+        if lacking <= asked:
             return asked
         asked |= lacking
-
-
-def _named(repository: Any, overrides: Any) -> frozenset[str]:
-    """The groups that the search path names, and whether an override names one by its long name."""
-    has_path = any(_is_ours(source) for source in repository.get_sources())
-    has_long_name = any(override.key_or_group.startswith(f"{_PROVIDER}/") for override in overrides)
-    return frozenset((_GROUPS if has_path else ()) + ((_PROVIDER,) if has_long_name or has_path else ()))
 
 
 def _asked_by_error(error: BaseException, repository: Any, overrides: Any) -> Set[str]:
@@ -235,7 +221,7 @@ def _add_groups(repository: Any, groups: Set[str]) -> None:
     has_path = any(_is_ours(source) for source in sources)
     sources[:] = [source for source in sources if not isinstance(source, _Groups)]
     if groups:
-        jobs.schemas.register()
+        jobs().schemas.register()
         sources[-1].store = ConfigStore.instance()  # Hydra composes with a copy from before
     if groups and not has_path:
         sources.insert(-1, _Groups(groups))

@@ -1,11 +1,19 @@
-"""The process that uses Hydra: its job, what it has composed, and what its children get of both."""
+"""Hydra's job in this process: what it has composed, what its children get of it, how ranks share it.
+
+Where each process composes by itself (torchrun, srun) rank 0's values hold. Under torchrun the processes
+agree before Hydra makes a directory, so that all have one. Elsewhere they meet when the process group is
+made: what one has read before that, and found different, is reported. `.hydra` and the job's log file are
+written by rank 0 alone.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import hashlib
 import os
+import pickle
 import sys
 import types
 import warnings
@@ -15,18 +23,28 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp.hydra_jobs.handover import Composition, HandedJob, Handover, pack, task_name, unpack
-from lightning_ddp.hydra_jobs.resolver_cache import attach
+from lightning_ddp.errors import RankMismatchError
+from lightning_ddp.hydra_jobs.handover import (
+    Composition,
+    HandedJob,
+    Handover,
+    answer_all,
+    attach,
+    pack,
+    task_name,
+    unpack,
+    without_files,
+)
 
-__all__ = ["STARTER", "JobEnd", "jobs", "restore"]
-
-JobEnd = Callable[[BaseException | None], BaseException | None]
-"""Ends the run of a job that has raised something, or None; returns what the job then fails with."""
+__all__ = ["STARTER", "agree_before_job", "give_files_back", "jobs", "restore", "share_job"]
 
 STARTER = str(Path(__file__).with_name("child.py"))
 """The program that runs the user's in a child."""
 _COMPOSED_WITHIN = timedelta(seconds=120)
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+_KEY = "lightning_ddp/hydra_job"
+_SHOWN = 5
+_ZERO_ON_RANK_0 = ("NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 def restore(variables: dict[str, str | None]) -> None:
@@ -38,18 +56,18 @@ def restore(variables: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-class _Jobs:
+class Jobs:
     """The jobs of this process, one after the other, and what the Compose API has composed in it."""
 
     schemas: Any
-    """The module `conf.store`, which lies above this room."""
+    """The package `conf`, which lies above this one."""
 
     def __init__(self) -> None:
         self.is_running = False
         self.task: Any = None
         """The function of the job; None for one that has imported this package, unless it is of a sweep."""
         self.shared: Any = None
-        """The configuration of the latest job whose values the ranks have shared; see `shared_job`."""
+        """The configuration of the latest job whose values the ranks have shared."""
         self.num_shared = 0
         self.withheld: tuple[Any, Any] | None = None
         """The settings by which Hydra would write files that are rank 0's."""
@@ -59,7 +77,7 @@ class _Jobs:
         """In a process that has joined its run: opens the store of what is composed from then on."""
         self._composed: list[tuple[str | None, list[str], Any]] = []
         self._late: Any = None
-        self._end_run: JobEnd | None = None
+        self._end_run: Callable[[BaseException | None], BaseException | None] | None = None
         self._publish: Callable[[str, bytes], None] | None = None
         self._num_since_launch: Counter[str] = Counter()
         self._variables: dict[str, str | None] = {}
@@ -72,12 +90,7 @@ class _Jobs:
         self._variables = {name: os.environ.get(name) for name in _SEEDS}
 
     def begin_late(self, result: Any, task: Any) -> None:
-        """The job that runs has imported this package: its begin was not heard of, nor will its end be.
-
-        Args:
-            result: Hydra's JobReturn of it.
-            task: its function, or None.
-        """
+        """A job has imported this package: its begin was not heard of, nor will the end of `result` be."""
         self.begin(task)
         self._late = result
         answers = attach(self.config())
@@ -110,11 +123,11 @@ class _Jobs:
     def note(self, config_name: str | None, overrides: list[str], config: Any) -> None:
         """Hands what `hydra.compose` returns to the children, to those that run already by a store."""
         attach(config)
+        composed = (config_name, list(overrides), config)
         if self._publish is None:
-            self._composed.append((config_name, list(overrides), copy.deepcopy(config)))
+            self._composed.append(copy.deepcopy(composed))
         else:
-            key = self._next_key(config_name, overrides)
-            self._publish(key, _pack(config_name, overrides, config)[2])
+            self._publish(self._next_key(config_name, overrides), _pack(*composed)[2])
 
     def handed(self, config_name: str | None, overrides: list[str]) -> Any:
         """In a child what the launching process has composed; None for what it has not."""
@@ -145,30 +158,26 @@ class _Jobs:
         return "lightning_ddp/composition/" + hashlib.sha256(place.encode()).hexdigest()
 
     def publish_to(self, publish: Callable[[str, bytes], None] | None) -> None:
-        """From now on what `hydra.compose` returns is published for children that run already.
-
-        Args:
-            publish: called with a key and a value; None once there are no children.
-        """
+        """From now on what `hydra.compose` returns is published, by a key, for children that run already."""
         self._publish = publish
         self._num_since_launch.clear()
 
     # ------------------------------------------------------------------ for the launcher
 
-    def handover(self, end_run: JobEnd) -> Handover | None:
+    def handover(self, end_run: Callable[[BaseException | None], BaseException | None]) -> Handover | None:
         """What the children of this process have to know; None where Hydra is not used.
 
         Args:
-            end_run: called at the end of the job that they are started in.
+            end_run: called at the end of the job that they are started in with what that has raised, or
+                None; returns what the job then fails with.
 
         Raises:
             ConfigurationError: a configuration does not pickle; names the key.
         """
         self._end_run = end_run
         utils = sys.modules.get("hydra.core.utils")
-        if not self.is_running and (
-            utils is None or utils.JobRuntime.instance().get("name") == "UNKNOWN_NAME"
-        ):
+        is_used = utils is not None and utils.JobRuntime.instance().get("name") != "UNKNOWN_NAME"
+        if not (self.is_running or is_used):
             return None
         compositions = [_pack(*composed) for composed in self._composed]
         return Handover(job=self._handed_job() if self.is_running else None, compositions=compositions)
@@ -202,12 +211,9 @@ class _Jobs:
         return config
 
     def program(self) -> tuple[str, str] | None:
-        """What the user runs, where the job's function has come here in a pickle; else None.
+        """What the user runs, where the job's function has come here in a pickle: `("script", path)` ...
 
         As in a worker of hydra-joblib-launcher or hydra-submitit-launcher, which runs a program of its own.
-
-        Returns:
-            `("script", path)` or `("module", name)`.
         """
         if not self.is_running:
             return None
@@ -231,9 +237,132 @@ class _Jobs:
         return None if not self.is_running else str(self.config().hydra.runtime[name])
 
 
-jobs = _Jobs()
-"""The state of Hydra's jobs is one for the process: Hydra itself has one job at a time, in its singletons."""
+@functools.cache
+def jobs() -> Jobs:
+    """The state of Hydra's jobs, one for the process: Hydra has one job at a time, in its own singletons."""
+    return Jobs()
 
 
 def _pack(config_name: str | None, overrides: list[str], config: Any) -> Composition:
     return config_name, overrides, pack(config, f"what hydra.compose({config_name!r}) returned")
+
+
+# ---------------------------------------------------------------------- ranks that compose by themselves
+
+
+def share_job(store: Any, *, rank: int) -> None:
+    """Has this process's job read rank 0's values. All ranks call it that did not get their job handed over.
+
+    Raises `RankMismatchError` if it has composed another configuration than rank 0; names the lines.
+    """
+    config = jobs().config()
+    if config is None or config is jobs().shared:
+        return
+    differing = _read_rank_0(store, config, rank)
+    if differing:
+        warnings.warn(
+            f"rank {rank}: these values of the configuration had been read before the ranks met, and"
+            f" differ from rank 0's: {'; '.join(differing[:_SHOWN])}. From now on rank 0's are read. Let"
+            " hydra.run.dir and what the ranks must share depend on something that they have in common,"
+            " such as ${oc.env:SLURM_JOB_ID}, or start them with torchrun, under which they agree first.",
+            stacklevel=2,
+        )
+
+
+def agree_before_job(config: Any, *, is_sweep: bool) -> None:
+    """Before a job begins has rank 0 alone write its files, and under torchrun all read rank 0's values.
+
+    All ranks call it; it communicates under torchrun only, and raises as `share_job` does.
+
+    Args:
+        config: what this process has composed, with the node `hydra`; changed in place.
+        is_sweep: whether it is of a sweep, whose jobs are composed from it.
+    """
+    attach(config)  # before the job copies it: the copies share the cache
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank = int(os.environ["RANK"])
+        _read_rank_0(_store_of_agents(rank), config, rank)
+    else:
+        rank = max(int(os.environ.get(name) or 0) for name in _ZERO_ON_RANK_0)
+    if rank > 0 and not is_sweep:
+        hydra = config.hydra
+        jobs().withheld = (hydra.output_subdir, _plain(hydra.job_logging))
+        _set_files(hydra, None, without_files(_plain(hydra.job_logging)))
+
+
+def _store_of_agents(rank: int) -> Any:
+    import torch.distributed as dist  # a job that trains nothing may not need it
+
+    from lightning_ddp.comm.barrier import store_of_attempt
+
+    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return store_of_attempt(agents, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+
+
+def _read_rank_0(store: Any, config: Any, rank: int) -> list[str]:
+    """Takes rank 0's answers over; returns a description of each that this process has read differently."""
+    jobs().shared, jobs().num_shared = config, jobs().num_shared + 1
+    key, cache = f"{_KEY}/{jobs().num_shared}", attach(config)
+    if rank == 0:
+        answer_all(config)
+        store.set(key, pickle.dumps((_text_of(config), *cache.to_portable())))
+        return []
+    text, cached, answers = pickle.loads(store.get(key))
+    _require_same(_text_of(config), text, rank)
+    differing = [
+        f"`{place[0]}` ({cache.answers[place]!r} here, {value!r} there)"
+        for place, value in answers.items()
+        if place in cache.answers and cache.answers[place] != value
+    ]
+    for name, values in cached.items():
+        differing += [
+            f"${{{name}:{','.join(key)}}} ({cache[name][key]!r} here, {value!r} there)"
+            for key, value in values.items()
+            if cache[name].get(key, value) != value
+        ]
+        cache[name].update(values)
+    cache.answers.update(answers)
+    return differing
+
+
+def _text_of(config: Any) -> str:
+    """The user's part of a configuration, with its interpolations as they are."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]))
+
+
+def _require_same(here: str, there: str, rank: int) -> None:
+    if here == there:
+        return
+    mine, theirs = here.splitlines(), there.splitlines()
+    only_here = [line.strip() for line in mine if line not in theirs][:_SHOWN]
+    only_there = [line.strip() for line in theirs if line not in mine][:_SHOWN]
+    raise RankMismatchError(
+        f"rank {rank} composed another configuration than rank 0: here {only_here}, on rank 0 {only_there}."
+        " Start the program with the same arguments and files on all nodes."
+    )
+
+
+def _plain(node: Any) -> Any:
+    """A copy: what is set in a configuration is written into the node that is there."""
+    from omegaconf import OmegaConf
+
+    return None if node is None else OmegaConf.to_container(node)
+
+
+def give_files_back() -> None:
+    """Sets what `agree_before_job` has changed for the sake of Hydra back, for the job to read."""
+    from hydra.core.hydra_config import HydraConfig
+
+    withheld, jobs().withheld = jobs().withheld, None
+    if withheld is not None:
+        for hydra in (jobs().config().hydra, HydraConfig.get()):
+            _set_files(hydra, *withheld)
+
+
+def _set_files(hydra: Any, output_subdir: Any, job_logging: Any) -> None:
+    from omegaconf import open_dict, read_write
+
+    with read_write(hydra), open_dict(hydra):
+        hydra.output_subdir, hydra.job_logging = output_subdir, job_logging

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from lightning_ddp.comm.abort import abort_groups
-from lightning_ddp.comm.interrupt import Interrupt
+from lightning_ddp.comm.activity import Interrupt
+from lightning_ddp.comm.teardown import abort_groups
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.client import Watch
-from lightning_ddp.supervise.graceful_stop import StepBoundary
-from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.membership import Member
 from lightning_ddp.supervise.protocol import (
     Begun,
@@ -30,6 +28,7 @@ from lightning_ddp.supervise.protocol import (
     Ready,
     Take,
 )
+from lightning_ddp.supervise.stop_main import Alarm, StepBoundary
 
 __all__ = ["Calls"]
 
@@ -158,14 +157,9 @@ class Calls:
             self._interrupt.clear()
             abort_groups()
 
-    @contextmanager
-    def waiting(self) -> Generator[None, None, None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """In here the main thread waits for the other ranks, which is no stall of this one."""
-        self._interrupt.activity.begin("the others, to go on with them")
-        try:
-            yield
-        finally:
-            self._interrupt.activity.advance()
+        return self._interrupt.activity.waiting("the others, to go on with them")
 
     def wait_for_form(
         self, step: int, *, is_clean: bool, is_trying: bool, phase: int, check: Callable[[], None]
@@ -203,10 +197,7 @@ class Calls:
     def wait_for_invitation(self, check: Callable[[], None]) -> Form:
         """In a new process: asks to join the others; returns the generation that it is a member of.
 
-        A spare waits to be called to a place, and asks again.
-
-        Args:
-            check: called now and then; raises where the run ends.
+        A spare waits to be called to a place, and asks again. `check` is as of `wait_for_form`.
         """
         assert self.watch is not None
         self.watch.post(Ready())
@@ -234,30 +225,29 @@ class Calls:
     def enter(self, form: Form) -> None:
         """From now on this process belongs to a generation; what fails in it is another failure.
 
-        Raises:
-            PeerFailure: another rank is lost already.
+        Raises `PeerFailure` if another rank is lost already.
         """
         assert self.watch is not None
         with self._lock:
             self.member.enter(form)
-            if self.member.is_called:
-                assert self.error is not None
-                raise self.error
+            self._check_called()
             self._has_stopped = False
             self._interrupt.clear()
         self.watch.identity = replace(self.watch.identity, rank=self.member.rank)
 
+    def _check_called(self) -> None:
+        if self.member.is_called:
+            assert self.error is not None
+            raise self.error
+
     def go_on(self) -> None:
         """The generation that was entered has its state: the main thread may be interrupted again.
 
-        Raises:
-            PeerFailure: another rank is lost already.
+        Raises `PeerFailure` if another rank is lost already.
         """
         assert self.watch is not None
         with self._lock:
-            if self.member.is_called:
-                assert self.error is not None
-                raise self.error
+            self._check_called()
             self.error = None
             self._gone_on_in = self.member.generation
         self._alarm.arm()

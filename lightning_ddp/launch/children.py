@@ -17,13 +17,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_ddp.launch.orphan_guard import Guard
-from lightning_ddp.launch.prelude import child_environment
+from lightning_ddp.launch.child_process import Guard, child_environment
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 from lightning_ddp.launch.supervisor import ForkedChild, fork_child
-from lightning_ddp.supervise.failure_record import describe_exit
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
+from lightning_ddp.supervise.members import LocalProcesses
 
-__all__ = ["ChildExit", "Children"]
+__all__ = ["ChildCommand", "Children"]
 
 _LAST_LINES = 30
 _STOP_GRACE_S = 5.0
@@ -33,29 +33,21 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChildExit:
-    """A child that ended without success."""
+class ChildCommand:
+    """How the children of a run are started. Made before anything is, so that an error leaves nothing."""
 
-    local_rank: int
-    """Its rank on this node."""
-    pid: int
-    """Its process id."""
-    code: int
-    """Its exit code; negative is the number of the signal that killed it."""
-    log: Path | None
-    """The file with what it has printed; None for this process's terminal."""
+    arguments: Sequence[str]
+    """The command line."""
+    cwd: str | None = None
+    """The working directory; None for this process's."""
+    handed: IO[bytes] | None = None
+    """The file with what Hydra has composed, which the children inherit; None without Hydra."""
+    logs: Path | None = None
+    """The folder for what the children print; None for this process's terminal."""
 
-    def describe(self) -> str:
-        """How it ended, and where what it has printed is."""
-        how = describe_exit(self.code) + (" before it had joined the others" if self.code == 0 else "")
-        printed = "what it printed stands above" if self.log is None else f"what it printed is in {self.log}"
-        return f"the process {how}; {printed}"
-
-    def last_lines(self) -> str | None:
-        """The end of what it has printed, where that is in a file."""
-        if self.log is None:
-            return None
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]) or None
+    def log_of(self, rank: int) -> Path | None:
+        """The file to which the output of a rank is appended, or None."""
+        return None if self.logs is None else self.logs / f"{rank}.log"
 
 
 @dataclass(eq=False)
@@ -68,8 +60,18 @@ class _Child:
     end: int | socket.socket | None
     """Becomes readable when it ends."""
 
+    def exited(self, identity: Identity, code: int) -> FailureRecord:
+        """How it has ended, with the last that it has printed, if that is in a file."""
+        how = describe_exit(code) + (" before it had joined the others" if code == 0 else "")
+        printed, last_lines = "what it printed stands above", None
+        if self.log is not None:
+            printed = f"what it printed is in {self.log}"
+            last_lines = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]) or None
+        message = f"the process {how}; {printed}"
+        return FailureRecord.of_identity(identity, message, exit_code=code, traceback=last_lines)
 
-class Children:
+
+class Children(LocalProcesses):
     """Processes that run next to this one; none until the first is started.
 
     Args:
@@ -79,11 +81,12 @@ class Children:
     """
 
     def __init__(
-        self, on_failure: Callable[[ChildExit], None], has_met: Callable[[], bool] = lambda: True
+        self, on_failure: Callable[[FailureRecord], None], has_met: Callable[[], bool] = lambda: True
     ) -> None:
         self.procs: list[subprocess.Popen[bytes] | ForkedChild] = []
         self.first_rank: int | None = None
         """The rank of this process, if it is the one that starts the others of its node."""
+        self.node_rank = 0
         self.ending = threading.Lock()
         """Held by the thread that ends them."""
         self.tells_all = False
@@ -103,31 +106,20 @@ class Children:
         """Local ranks that were not started with this process, such as those of spares."""
         self._new: dict[int, int] = {}
         """Process ids of those that were started in the place of lost ones -> local rank."""
-        self._first: ChildExit | None = None
+        self._first: FailureRecord | None = None
 
     def start(
-        self,
-        local_rank: int,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        cwd: str | None = None,
-        *,
-        log: Path | None = None,
-        inherited: IO[bytes] | None = None,
-        is_later: bool = False,
+        self, local_rank: int, command: ChildCommand, env: Mapping[str, str], *, is_later: bool = False
     ) -> None:
         """Starts one child, of whose end a thread hears.
 
         Args:
             local_rank: its rank on this node.
-            command: its command line.
+            command: how it is started.
             env: all of its environment.
-            cwd: its working directory; None for this process's.
-            log: a file to which its output is appended; None for this process's terminal.
-            inherited: a file that it inherits under its descriptor.
             is_later: whether it is started only by `start_again`: a spare, or as the run has begun already.
         """
-        begin = functools.partial(self._start, local_rank, command, cwd=cwd, log=log, inherited=inherited)
+        begin = functools.partial(self._start, local_rank, command)
         self._again[local_rank] = functools.partial(begin, {**env, JOIN_VARIABLE: "1"}, is_new=True)
         if is_later:
             self._later.add(local_rank)
@@ -135,30 +127,15 @@ class Children:
             begin(env)
 
     def _start(
-        self,
-        local_rank: int,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        cwd: str | None,
-        log: Path | None,
-        inherited: IO[bytes] | None,
-        is_new: bool = False,
+        self, local_rank: int, command: ChildCommand, env: Mapping[str, str], *, is_new: bool = False
     ) -> None:
-        options: dict[str, Any] = {}
         self._may_leave.clear()
-        if inherited is not None:
-            options["pass_fds"] = (inherited.fileno(),)
-        with contextlib.ExitStack() as stack:
-            if log is not None:
-                options["stdout"] = stack.enter_context(log.open("ab"))
-            proc = fork_child(command, env=env, cwd=cwd, **options) or _start_for_good(
-                self._may_leave,
-                command,
-                env=child_environment(env),
-                cwd=cwd,
-                stderr=options.get("stdout"),
-                **options,
+        arguments, log = command.arguments, command.log_of((self.first_rank or 0) + local_rank)
+        handed = () if command.handed is None else (command.handed.fileno(),)
+        options: dict[str, Any] = {"cwd": command.cwd, "pass_fds": handed}
+        with contextlib.nullcontext() if log is None else log.open("ab") as out:
+            proc = fork_child(arguments, env=env, stdout=out, **options) or _start_for_good(
+                self._may_leave, arguments, env=child_environment(env), stdout=out, stderr=out, **options
             )
         with self._changed:
             self.procs.append(proc)
@@ -203,8 +180,7 @@ class Children:
     def start_again(self, place: int) -> None:
         """Starts a child in the place of one that is lost, to join the run. Any thread.
 
-        Args:
-            place: the rank that the lost one had in the beginning. If it only stands still it is killed.
+        If that only stands still it is killed. `place` is the rank that it had in the beginning.
         """
         local_rank = place - (self.first_rank or 0)
         if local_rank not in self._again or self.ending.locked():
@@ -234,7 +210,7 @@ class Children:
         Spares that wait have heard that it is over, and end by themselves.
 
         Args:
-            is_left_out: whether a place has no member, by the rank that the lost one had in the beginning.
+            is_left_out: whether a place has no member.
         """
         with self._changed:
             self._changed.wait_for(
@@ -271,21 +247,24 @@ class Children:
             return None
 
     def _ended(self, child: _Child, code: int) -> None:
-        ended = ChildExit(local_rank=child.local_rank, pid=child.process.pid, code=code, log=child.log)
-        has_failed, is_first = code != 0 or not self._has_met(), False
+        has_failed, record = code != 0 or not self._has_met(), None
+        if has_failed or self.tells_all:
+            rank, pid = (self.first_rank or 0) + child.local_rank, child.process.pid
+            record = child.exited(Identity(rank=rank, node_rank=self.node_rank, pid=pid), code)
         with self._changed:
             self._alive.remove(child)
             if isinstance(child.end, int):
                 os.close(child.end)
-            if has_failed and self._first is None and not self._is_stopping:
-                self._first, is_first = ended, True
+            is_first = has_failed and self._first is None and not self._is_stopping
+            if is_first:
+                self._first = record
             if not self._alive:
                 self._may_leave.set()
             self._changed.notify_all()
-        if self.tells_all or is_first:
-            self._on_failure(ended)
+        if record is not None and (self.tells_all or is_first):
+            self._on_failure(record)
 
-    def first_failure(self, wait_s: float = 0.0) -> ChildExit | None:
+    def first_failure(self, wait_s: float = 0.0) -> FailureRecord | None:
         """The first child that failed, waiting up to `wait_s` seconds for one to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._first is not None, timeout=wait_s)
@@ -356,15 +335,10 @@ def _open_end(process: subprocess.Popen[bytes] | ForkedChild) -> int | socket.so
 def _start_for_good(
     may_leave: threading.Event, command: Sequence[str], **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Starts a process from a thread that does not end before that has joined the run, or has ended.
+    """Starts a process from a thread that does not end before `may_leave` is set.
 
     Linux sends the death signal of a process when the thread that has started it ends. That of the caller may
     end long before the run does, where the Trainer is not called in the main thread.
-
-    Args:
-        may_leave: set when the thread may end.
-        command: the command line of the process.
-        options: of `subprocess.Popen`.
     """
     if sys.platform != "linux" or threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **options)
@@ -372,12 +346,11 @@ def _start_for_good(
 
     def start_and_stay() -> None:
         try:
-            proc = subprocess.Popen(command, **options)
+            started.set_result(subprocess.Popen(command, **options))
         except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
             started.set_exception(error)
-            return
-        started.set_result(proc)
-        may_leave.wait()
+        else:
+            may_leave.wait()
 
     threading.Thread(target=start_and_stay, daemon=True, name="child-parent").start()
     return started.result()

@@ -1,8 +1,7 @@
 """The control process of `python -m lightning_ddp run`: it hosts a run's store and control server.
 
 The supervisor forks it when rank 0 asks for it, and hosts nothing itself, so that its later forks are sound.
-To rank 0 the server is then as to any other rank: in another process, which outlives it. Rank 0 asks for what
-it would do itself under `python`; the supervisor tells of ranks that have ended, and is asked to signal some.
+To rank 0 the server is then as to any other rank: in another process, which outlives it.
 """
 
 from __future__ import annotations
@@ -23,24 +22,13 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ddp.launch.rendezvous import HostedStore
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
-from lightning_ddp.supervise.failure_report import render
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit, render
+from lightning_ddp.supervise.members import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Message
-from lightning_ddp.supervise.server import ControlServer
+from lightning_ddp.supervise.server import ECHO_WAIT_S, EXIT_WAIT_S, ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
-__all__ = [
-    "ALL_ENDED",
-    "LONGEST_MESSAGE",
-    "MOVE",
-    "REPORTED",
-    "START",
-    "WENT_ON",
-    "ControlProcess",
-    "ServerElsewhere",
-    "serve",
-]
+__all__ = ["ALL_ENDED", "LONGEST_MESSAGE", "MOVE", "REPORTED", "START", "WENT_ON", "ControlProcess", "serve"]
 
 LONGEST_MESSAGE = 150_000
 START, MOVE = 0, -1
@@ -95,7 +83,7 @@ def _receive(connection: socket.socket) -> bytes:
     return b""
 
 
-class _Host:
+class _Host(LocalProcesses):
     """What rank 0 would host under `python`; its public methods without a docstring are called for that."""
 
     def __init__(self, supervisor: socket.socket) -> None:
@@ -129,15 +117,7 @@ class _Host:
         self.close_server()
         self._grace_s = settings.failure_grace_s
         self._is_failing = False
-        self._server = ControlServer(
-            address,
-            settings=settings,
-            on_failure=self._failed,
-            on_condemned=lambda identity: self._signal(signal.SIGKILL, [identity]),
-            on_vacant=lambda place: self._ask(START, [place]),
-            on_called=lambda identity, place: self._ask(MOVE, [identity.pid, place]),
-            **options,
-        )
+        self._server = ControlServer(address, settings=settings, processes=self, **options)
         return self._server.port
 
     def close_server(self) -> None:
@@ -158,23 +138,23 @@ class _Host:
         if is_rank_0:
             self._rank_0_pid = pid
             self._rank_0_has_ended.set()
-        if self._server is None:
+        server = self._server
+        if server is None:
             return
-        if self._server.goes_on and (not is_rank_0 or (code == 0 and self._server.has_met)):
-            identity = Identity(rank=place, node_rank=0, pid=pid)
-            message = f"the process {describe_exit(code)}; what it printed stands above"
-            self._server.tell(Exited(FailureRecord.of_identity(identity, message, exit_code=code)))
+        how, is_well = describe_exit(code), code == 0 and server.has_met
+        if server.goes_on and (not is_rank_0 or is_well):
+            identity: Identity | None = Identity(rank=place, node_rank=0, pid=pid)
+        elif is_well or not (is_rank_0 or self._rank_0_has_ended.is_set()):  # rank 0 knows of it
             return
-        is_known_to_rank_0 = not is_rank_0 and not self._rank_0_has_ended.is_set()
-        if is_known_to_rank_0 or (code == 0 and self._server.has_met):
-            return
-        known = self._server.member(pid, node_rank=0)
-        if known or is_rank_0:
-            identity = known or Identity(rank=0, node_rank=0, pid=pid)
-            how = describe_exit(code) + (" before it had joined the others" if code == 0 else "")
+        else:
+            identity = server.member(pid, node_rank=0)
+            if identity is None and is_rank_0:
+                identity = Identity(rank=0, node_rank=0, pid=pid)
+            how += " before it had joined the others" if code == 0 else ""
+            self._is_failing |= identity is not None
+        if identity is not None:
             message = f"the process {how}; what it printed stands above"
-            self._is_failing = True
-            self._server.tell(Exited(FailureRecord.of_identity(identity, message, exit_code=code)))
+            server.tell(Exited(FailureRecord.of_identity(identity, message, exit_code=code)))
 
     def report(self) -> int:
         """All ranks have ended; says which one failed first, if rank 0 has not. Returns the exit code."""
@@ -193,8 +173,19 @@ class _Host:
         print(render(failure), file=sys.stderr, end="", flush=True)
         return REPORTED
 
-    def _failed(self, failure: FailureRecord) -> None:
-        """In the server's thread: all ranks are to end; those that are stopped are continued for that."""
+    # ------------------------------------------------------------------ in the server's thread
+
+    def kill_one(self, pid: int) -> None:
+        self._ask(signal.SIGKILL, [pid])
+
+    def start_again(self, place: int) -> None:
+        self._ask(START, [place])
+
+    def move(self, pid: int, place: int) -> None:
+        self._ask(MOVE, [pid, place])
+
+    def failed(self, record: FailureRecord) -> None:
+        """All ranks are to end; those that are stopped are continued for that."""
         assert self._server is not None
         self._signal(signal.SIGCONT, self._here(self._server))
         threading.Thread(target=self._end_late, args=(self._server,), daemon=True).start()
@@ -235,7 +226,7 @@ def _is_alive(pid: int) -> bool:
 
 
 class ControlProcess:
-    """The control process, as rank 0 has it.
+    """The control process, as rank 0 has it: in the place of a `ControlServer` of its own, once that is open.
 
     Args:
         pid: its process id.
@@ -244,6 +235,7 @@ class ControlProcess:
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.identity = Identity(rank=-1, node_rank=0, pid=pid)
+        self.token, self.port = "", 0
         self._connection = connection
         self._lock = threading.Lock()
         self._num_asked = 0
@@ -259,15 +251,14 @@ class ControlProcess:
 
     def close_store(self) -> None:
         """Frees its port."""
-        with suppress(OSError):
-            self._ask("close_store")
+        self._try_to_ask("close_store")
 
-    def open_server(self, address: str, **options: Any) -> ServerElsewhere:
+    def open_server(self, address: str, **options: Any) -> None:
         """Opens a control server in the place of the one before; arguments as of `ControlServer`."""
-        return ServerElsewhere(self, options["token"], self._ask("open_server", address, **options))
+        self.token, self.port = options["token"], self._ask("open_server", address, **options)
 
-    def ask(self, name: str, *args: Any) -> Any:
-        """Has it do something with its server; None if it is gone, which all ranks are told as a failure."""
+    def _try_to_ask(self, name: str, *args: Any) -> Any:
+        """None if it is gone, which all ranks are told as a failure."""
         with suppress(OSError):
             return self._ask(name, *args)
         return None
@@ -286,45 +277,31 @@ class ControlProcess:
             raise result
         return result
 
-    def close_sockets(self) -> None:
-        """Called in a forked process."""
-        self._connection.close()
-
-
-class ServerElsewhere:
-    """What rank 0 uses of a `ControlServer`, where that runs in the control process."""
-
-    def __init__(self, process: ControlProcess, token: str, port: int) -> None:
-        self.token, self.port = token, port
-        self._process = process
+    # ------------------------------------------------------------------ as `ControlServer`
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """As `ControlServer.first_failure`."""
-        failure: FailureRecord | None = self._process.ask("first_failure")
+        failure: FailureRecord | None = self._try_to_ask("first_failure")
         return failure
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
-        """As `ControlServer.wait_for_verdict`."""
         deadline = time.monotonic() + timeout_s
         while (failure := self.first_failure) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
         return failure
 
     def tell(self, message: Message) -> None:
-        """As `ControlServer.tell`."""
-        self._process.ask("tell", message)
+        self._try_to_ask("tell", message)
 
     def rest(self) -> None:
-        """As `ControlServer.rest`, but its thread is none of this process's, and goes on."""
+        """Its thread is none of this process's, and goes on."""
 
     def resume(self) -> None:
-        """As `ControlServer.resume`: there is nothing to do."""
+        """There is nothing to do."""
 
     def close(self) -> None:
-        """As `ControlServer.close`; the failure, if there was one, is this process's to report."""
-        self._process.ask("close_server")
+        """The failure, if there was one, is this process's to report."""
+        self._try_to_ask("close_server")
 
     def close_sockets(self) -> None:
-        """As `ControlServer.close_sockets`."""
-        self._process.close_sockets()
+        self._connection.close()

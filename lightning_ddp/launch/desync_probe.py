@@ -1,7 +1,6 @@
 """This rank's part in questions between ranks: it says what it is doing, and asks what the others do.
 
-Everything goes through the control channel. The answers come in its thread, so that a rank answers while its
-main thread waits, computes or hangs.
+All goes through the control channel, in whose thread a rank answers while its main one waits or hangs.
 """
 
 from __future__ import annotations
@@ -9,35 +8,39 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 import types
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp.comm.activity import Entry, Lane, Waiting
-from lightning_ddp.comm.interrupt import Interrupt
-from lightning_ddp.comm.waits import SLICE_S
+from lightning_ddp.comm.activity import Entry, Interrupt, Waiting
+from lightning_ddp.comm.group import SLICE_S
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
 from lightning_ddp.supervise.client import Watch
-from lightning_ddp.supervise.desync import ANSWER_WAIT_S
+from lightning_ddp.supervise.desync import ANSWER_WAIT_S, join_ranks
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import (
     Active,
     Announce,
     Ask,
+    Findings,
     Found,
     Go,
+    GroupStatus,
     Message,
+    RankStatus,
     RollCall,
+    State,
     Status,
     Tell,
     Told,
 )
-from lightning_ddp.supervise.status import Findings, GroupStatus, RankStatus, State, join_ranks
 
 __all__ = ["Inspector"]
 
@@ -49,7 +52,7 @@ _MOST_FRAMES = 200
 
 
 class _Answer:
-    """What a thread waits for from the server."""
+    """Comes from the server, for a thread that waits."""
 
     def __init__(self) -> None:
         self.has_come = threading.Event()
@@ -75,6 +78,10 @@ class Inspector:
         self._is_active = False
         self._run_name = "its run"
         self._left_at = time.monotonic()
+
+    @property
+    def _rank(self) -> int:
+        return self._watch.identity.rank if self._watch is not None else 0
 
     def attach(self, watch: Watch) -> None:
         """There is a control channel: a wait that takes too long can be explained from now on."""
@@ -141,12 +148,11 @@ class Inspector:
         """What this rank is doing. Any thread."""
         activity, where = self._interrupt.activity, self._where()
         wait, now = activity.wait(), time.monotonic()
-        is_main = wait is not None and not wait.is_side
         state: State
         label: str | None
         if self._interrupt.error is not None:
             state, label, since = "ending", None, activity.since
-        elif wait is not None and is_main:
+        elif wait is not None and not wait.is_side:
             state, label, since = "starts" if wait.is_start else "waits", wait.label, wait.since
         elif not self._is_active and self._num_runs:
             state, label, since = "finished", self._run_name, self._left_at
@@ -156,7 +162,7 @@ class Inspector:
             state, label, since = "runs", wait.label if wait is not None else None, activity.since
         entry = activity.entry()
         return RankStatus(
-            rank=self._watch.identity.rank if self._watch is not None else 0,
+            rank=self._rank,
             state=state,
             label=None if label is None else _cut(label),
             group=entry.lane.name if entry is not None else None,
@@ -165,21 +171,27 @@ class Inspector:
             step=where.step,
             phase=where.phase,
             at=self._place() if state == "runs" else None,
-            groups=tuple(_group_status(lane) for lane in activity.lanes[-_MOST_LANES:]),
+            groups=tuple(
+                GroupStatus(
+                    name=lane.name,
+                    ranks=_cut(join_ranks(lane.ranks)),
+                    number=lane.number,
+                    calls={entry.number: _cut(entry.text()) for entry in list(lane.recent)},
+                )
+                for lane in activity.lanes[-_MOST_LANES:]
+            ),
             blocked_on=tuple(activity.blocked_on()[:_MOST_LANES]),
         )
 
     def _place(self) -> str | None:
         """The line of the user's program at which the main thread is."""
-        frame: types.FrameType | None = sys._current_frames().get(self._main)
-        innermost = frame
-        for _ in range(_MOST_FRAMES):
-            if frame is None:
-                break
-            if not any(part in frame.f_code.co_filename for part in _OF_OTHERS):
-                return _name_of(frame)
-            frame = frame.f_back
-        return _name_of(innermost) if innermost is not None else None
+        innermost: types.FrameType | None = sys._current_frames().get(self._main)
+        if innermost is None:
+            return None
+        frames = (frame for frame, _ in islice(traceback.walk_stack(innermost), _MOST_FRAMES))
+        frame = next((each for each in frames if not _is_of_others(each.f_code.co_filename)), innermost)
+        name = Path(frame.f_code.co_filename).name
+        return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"[:_LONGEST_TEXT]
 
     # ------------------------------------------------------------------ asked by a thread that waits
 
@@ -193,14 +205,13 @@ class Inspector:
         waited_s = time.monotonic() - waiting.begun_at
         missing = list(found.missing)
         absent = f"; missing: rank{'s' * (len(missing) > 1)} {join_ranks(missing)}" if missing else ""
-        rank = self._watch.identity.rank if self._watch is not None else 0
         limit_s = self._interrupt.deadline_s
         return CollectiveTimeoutError(
-            f"rank {rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"
+            f"rank {self._rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"
             f" deadline of {limit_s:g} s{absent}\n{_tell(found)}\nLook at what the missing ranks do there. If"
             " they only need longer, give the strategy a longer timeout.",
             label=waiting.label,
-            rank=rank,
+            rank=self._rank,
             waited_s=waited_s,
             missing=missing,
         )
@@ -220,8 +231,7 @@ class Inspector:
     def look(self, entry: Entry) -> CollectiveMismatchError | None:
         """The error of ranks that wait for different collectives; asks all ranks, from one of them.
 
-        Raises:
-            PeerFailure: the run has failed meanwhile.
+        Raises `PeerFailure` if the run has failed meanwhile.
         """
         if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
             return None
@@ -239,14 +249,13 @@ class Inspector:
         return self._mismatch(entry, self._ask(entry))
 
     def _mismatch(self, entry: Entry | None, found: Findings) -> CollectiveMismatchError:
-        rank = self._watch.identity.rank if self._watch is not None else 0
         return CollectiveMismatchError(
-            f"rank {rank}: the ranks have called different collectives.\n{_tell(found)}\nAll ranks have to"
-            " call the same ones in the same order: look for self.log(..., sync_dist=True), a barrier or an"
-            ' all_gather that only some of them reach. CustomDDPStrategy(debug="detail") names the first'
+            f"rank {self._rank}: the ranks have called different collectives.\n{_tell(found)}\nAll ranks have"
+            " to call the same ones in the same order: look for self.log(..., sync_dist=True), a barrier or"
+            ' an all_gather that only some of them reach. CustomDDPStrategy(debug="detail") names the first'
             " difference before any data moves.",
             label=entry.name() if entry is not None else "collective",
-            rank=rank,
+            rank=self._rank,
             waited_s=time.monotonic() - entry.since if entry is not None else 0.0,
             missing=list(found.missing),
         )
@@ -264,26 +273,24 @@ class Inspector:
             return
         answer = self._answers[lane.name, entry.number] = _Answer()
         run = self._num_runs + (not self._is_active)  # between two runs the next one counts
-        activity = self._interrupt.activity
-        activity.begin(entry.name(), entry, is_start=True)
         try:
-            ranks = _cut(join_ranks(lane.ranks))
-            watch.post(Announce(lane.name, ranks, entry.number, _cut(entry.text()), run))
-            while not answer.has_come.wait(SLICE_S):
-                self._interrupt.check()
-                self._interrupt.check_deadline()
+            with self._interrupt.activity.waiting(entry.name(), entry, is_start=True):
+                ranks = _cut(join_ranks(lane.ranks))
+                watch.post(Announce(lane.name, ranks, entry.number, _cut(entry.text()), run))
+                while not answer.has_come.wait(SLICE_S):
+                    self._interrupt.check()
+                    self._interrupt.check_deadline()
         finally:
-            activity.advance()
             self._answers.pop((lane.name, entry.number), None)
         if isinstance(answer.message, Go):
             return
         found = _findings(answer.message)
         raise CollectiveMismatchError(
-            f"rank {watch.identity.rank}: the ranks are about to call different collectives; none of them"
+            f"rank {self._rank}: the ranks are about to call different collectives; none of them"
             f" was started.\n{_tell(found)}\nAll ranks have to call the same collectives, in the"
             " same order, on tensors of the same shapes and dtypes.",
             label=entry.name(),
-            rank=watch.identity.rank,
+            rank=self._rank,
             waited_s=time.monotonic() - entry.since,
             missing=list(found.missing),
         )
@@ -307,6 +314,10 @@ class Inspector:
             self._listeners[topic] = listener
 
 
+def _is_of_others(file: str) -> bool:
+    return any(part in file for part in _OF_OTHERS)
+
+
 def _findings(message: Message | None) -> Findings:
     if isinstance(message, Found):
         return message.findings
@@ -322,17 +333,3 @@ def _cut(text: str) -> str:
     if len(text) <= _LONGEST_TEXT:
         return text
     return f"{text[: _LONGEST_TEXT - 12]}... {zlib.crc32(text.encode()):08x}"[:_LONGEST_TEXT]
-
-
-def _group_status(lane: Lane) -> GroupStatus:
-    recent = list(lane.recent)
-    return GroupStatus(
-        name=lane.name,
-        ranks=_cut(join_ranks(lane.ranks)),
-        number=lane.number,
-        calls={entry.number: _cut(entry.text()) for entry in recent},
-    )
-
-
-def _name_of(frame: types.FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"[:_LONGEST_TEXT]

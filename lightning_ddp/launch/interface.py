@@ -73,11 +73,7 @@ def _text_of(address: int | None) -> str | None:
 
 
 def route_to(address: str) -> tuple[str | None, str]:
-    """The interface that leads to a host, or None, and this host's address on it.
-
-    Raises:
-        OSError: the name cannot be resolved, or no route leads there.
-    """
+    """The interface that leads to a host, or None, and this host's address on it; OSError if none does."""
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # of a datagram socket: sends nothing
@@ -177,14 +173,11 @@ def is_own_address(address: str) -> bool:
 
 
 def require_resolvable(address: str, named_by: str = "MASTER_ADDR") -> None:
-    """Returns once the name of the first node can be resolved, which a cluster may publish late.
+    """Returns once the first node's name can be resolved, which a cluster may publish late; or raises.
 
     Args:
         address: name or address.
-        named_by: where the user has named it, for the error.
-
-    Raises:
-        RendezvousError: it cannot be.
+        named_by: where the user has named it, for the `RendezvousError`.
     """
     deadline = time.monotonic() + _RESOLVED_WITHIN_S
     is_told = False

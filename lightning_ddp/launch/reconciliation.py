@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -28,39 +29,33 @@ import lightning_ddp.comm as comm
 import lightning_ddp.encoding as encoding
 import lightning_ddp.shm as shm
 from lightning_ddp._lightning import Trainer, running_hook, stop_exceptions
-from lightning_ddp.comm.abort import abort_groups
+from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.device_watch import DeviceWatch
-from lightning_ddp.comm.gloo_terminate import before_gloo_ends_the_process
-from lightning_ddp.comm.interrupt import Interrupt
-from lightning_ddp.comm.retired import explain_retired
+from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_process, explain_retired
 from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.calls import Calls
+from lightning_ddp.launch.child_process import launcher_pid, tell_guard
 from lightning_ddp.launch.children import Children
-from lightning_ddp.launch.control_process import ServerElsewhere
+from lightning_ddp.launch.control_process import ControlProcess
 from lightning_ddp.launch.desync_probe import Inspector
-from lightning_ddp.launch.orphan_guard import tell_guard
-from lightning_ddp.launch.parent_death import launcher_pid
-from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
+from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervisor import was_passed_on
-from lightning_ddp.launch.terminal import show_report, tell_long_wait
-from lightning_ddp.shm.background import end_idle_workers
+from lightning_ddp.shm.shared_memory import end_idle_workers
 from lightning_ddp.supervise.client import ServerAddress, Watch
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
-from lightning_ddp.supervise.failure_report import write_error_file
-from lightning_ddp.supervise.graceful_stop import StepBoundary
-from lightning_ddp.supervise.interrupt_main import Alarm
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
 from lightning_ddp.supervise.protocol import Exited, Leave, Message, Moved, Saved, Start, Stop, Stopped
-from lightning_ddp.supervise.server import ControlServer
+from lightning_ddp.supervise.server import ECHO_WAIT_S, EXIT_WAIT_S, ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
+from lightning_ddp.supervise.stop_main import Alarm, StepBoundary
 
 __all__ = [
     "LAST_WORDS_S",
     "Reconciliation",
     "is_enabled",
     "limit_last_words",
+    "show_report",
 ]
 
 SWITCH_VARIABLE = "PL_RECONCILE_PROCESS"
@@ -82,6 +77,8 @@ LAST_WORDS_S = 15.0
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
 _COMMUNICATE = tuple(os.path.dirname(str(room.__file__)) + os.sep for room in (comm, shm, encoding, dist))
+_WIDTH = 100
+_BOLD_RED, _FAINT, _PLAIN = "\033[1;31m", "\033[2m", "\033[0m"
 _RUNS_JOBS = side_stream.__file__
 
 
@@ -101,7 +98,7 @@ class Reconciliation:
         self.interrupt = Interrupt()
         self.alarm = Alarm()
         self.boundary = StepBoundary()
-        self.server: ControlServer | ServerElsewhere | None = None
+        self.server: ControlServer | ControlProcess | None = None
         self.watch: Watch | None = None
         self.calls: Calls | None = None
         """Where the run goes on without ranks that it loses."""
@@ -152,7 +149,7 @@ class Reconciliation:
         *,
         is_new: bool = False,
     ) -> None:
-        """Connects to the control server.
+        """Connects to the control server. Raises `RendezvousError` if that cannot be reached.
 
         Args:
             server: where it is.
@@ -160,9 +157,6 @@ class Reconciliation:
             settings: times.
             parent_pid: the process that has started this one, if it is ours.
             is_new: whether this process is in the place of a lost one.
-
-        Raises:
-            RendezvousError: the server cannot be reached.
         """
         self._settings, self._parent_pid = settings, parent_pid
         parent = None
@@ -204,9 +198,7 @@ class Reconciliation:
     def wait_for_all(self, timeout_s: float) -> None:
         """Waits until all ranks have connected.
 
-        Raises:
-            RendezvousError: not all came in time.
-            PeerFailure: a rank failed before.
+        Raises `RendezvousError` if not all came in time, `PeerFailure` if a rank failed before.
         """
         if self.watch is not None:
             self.watch.wait_for_all(timeout_s, self.interrupt.check)
@@ -242,19 +234,14 @@ class Reconciliation:
             self._device_watch.forget()
 
     def check_end(self) -> None:
-        """Raises if the run has ended with a failure.
-
-        Raises:
-            PeerFailure: it has.
-        """
+        """Raises `PeerFailure` if the run has ended with a failure."""
         if self.watch is not None and self.watch.failure is not None:
             raise self.watch.failure.to_error(self.watch.identity.rank)
 
     def check_whether_late(self) -> None:
         """In a process that is to join: ends it, with code 0, if the others have ended their run.
 
-        Raises:
-            PeerFailure: the run has ended with a failure.
+        Raises `PeerFailure` if they have done so with a failure.
         """
         self.interrupt.check()
         if self.watch is not None and self.watch.has_been_left:
@@ -295,7 +282,7 @@ class Reconciliation:
 
     def _may_go_alone(self, number: int) -> bool:
         """In rank 0 of a script: whether the others of its node live on, and the signal was to it alone."""
-        outlives_it = isinstance(self.server, ServerElsewhere) and self._children.are_forked
+        outlives_it = isinstance(self.server, ControlProcess) and self._children.are_forked
         return outlives_it and not was_passed_on(number)
 
     @property
@@ -305,11 +292,7 @@ class Reconciliation:
     # ------------------------------------------------------------------ running
 
     def run(self, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function in which this rank counts as running: its end without a word is a failure.
-
-        Args:
-            trainer: the Trainer whose function it is.
-            function: called with `args` and `kwargs`.
+        """Calls a function of a Trainer, in which this rank counts as running: its silent end is a failure.
 
         Raises:
             PeerFailure: another rank failed; also where `function` raised an echo of that, and where another
@@ -406,22 +389,17 @@ class Reconciliation:
         os.environ.update(variables)
 
     def outlive_watchdog(self) -> None:
-        """Keeps NCCL's own watchdog from ending this process when it finds that another one is gone.
+        """Keeps the watchdog of NCCL groups made from now on from ending this process when another is gone.
 
-        For groups that are made after it, unless the user has set what it does.
+        It does what the user has set, if anything.
         """
         self.set_while_running({_WATCHDOG_VARIABLE: os.environ.get(_WATCHDOG_VARIABLE, "0")})
 
     def _leave_together(self) -> None:
-        """Waits until the run has ended on all ranks: what this one does next may build on that.
-
-        Raises:
-            PeerFailure: a rank has failed at its end.
-        """
+        """Waits until the run has ended on all ranks: what this one does next may build on that."""
         if self.watch is not None and self._depth == 1:
             self.watch.leave_run(self.inspector.leave, min(self.interrupt.deadline_s, _LONGEST_END_S))
-        if self.watch is not None and self.watch.failure is not None:  # told a moment ago, perhaps
-            raise self.watch.failure.to_error(self.watch.identity.rank)
+        self.check_end()  # it was told of a failure a moment ago, perhaps
         self.interrupt.check()
 
     def _leave(self) -> None:
@@ -446,7 +424,10 @@ class Reconciliation:
             except BaseException:  # noqa: BLE001 (what a signal handler raised: a data loader's, Ctrl-C)
                 continue
         else:  # not a handler, but where or how it was raised: the others have to hear of it all the same
-            self._report_type(error)
+            if self.watch is not None:
+                kind = type(error).__name__
+                record = FailureRecord.of_identity(self.watch.identity, "", exception_type=kind)
+                self.watch.report(record, is_echo=False)
         if self.watch is not None:
             self.is_over = True
             abort_groups()
@@ -468,9 +449,7 @@ class Reconciliation:
     def _save_last(self, error: BaseException, *, is_own: bool) -> None:
         """Saves a checkpoint, if this is the lowest rank that has not failed first.
 
-        Args:
-            error: what has ended the run here.
-            is_own: whether that is this rank's own; a process that died meanwhile is no better reason.
+        Where `error` is this rank's own, a process that died meanwhile is no better reason.
         """
         if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
             return
@@ -535,12 +514,6 @@ class Reconciliation:
             cause = cause.__cause__ or cause.__context__
         return None
 
-    def _report_type(self, error: BaseException) -> None:
-        if self.watch is not None:
-            kind = type(error).__name__
-            record = FailureRecord.of_identity(self.watch.identity, "", exception_type=kind)
-            self.watch.report(record, is_echo=False)
-
     def reached_step_boundary(self) -> bool:
         """Whether all ranks stop here, because one was asked to by a signal. Called at each step boundary."""
         self.interrupt.check()
@@ -577,10 +550,10 @@ class Reconciliation:
         """A child of this launching process ended without success. Any thread."""
         if self.watch is not None:
             self.watch.post(Exited(record.cut()))
-        elif self.server is not None:
+            return
+        if self.server is not None:
             self.server.tell(Exited(record))
-        if self.watch is None:
-            self.interrupt.set(record.to_error())
+        self.interrupt.set(record.to_error())
 
     def first_failure(self) -> FailureRecord | None:
         """The first failure of the run, as far as this process knows."""
@@ -589,10 +562,9 @@ class Reconciliation:
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
         """As `first_failure`, waiting up to `timeout_s` seconds for it."""
-        if self.watch is not None:
-            self.watch.wait_for_verdict(timeout_s)
-        elif self.server is not None:
-            self.server.wait_for_verdict(timeout_s)
+        heard_by = self.watch or self.server
+        if heard_by is not None:
+            heard_by.wait_for_verdict(timeout_s)
         return self.first_failure()
 
     def may_begin_anew(self) -> bool:
@@ -683,10 +655,7 @@ class Reconciliation:
             self._ring(error)
 
     def _gloo_failed(self) -> None:
-        """In the thread of gloo, which ends the process after this: the ranks call different collectives.
-
-        Or a peer has failed, and gloo finds its connections broken.
-        """
+        """In gloo's thread, which then ends the process: collectives differ, or a connection has broken."""
         with suppress(PeerFailure):
             self._device_failed(self.inspector.mismatch())
         time.sleep(self._settings.failure_grace_s)  # meanwhile the main thread unwinds and ends the process
@@ -707,11 +676,8 @@ class Reconciliation:
             self._timer.start()
 
     def _end_late(self) -> None:
-        """In a thread: the time of this launching process is over; ends its children first, and then it.
-
-        Where the main thread waits for the children already it does the same.
-        """
-        if not self._children.ending.acquire(blocking=False):
+        """In a thread: the time of this launching process is over; ends its children first, and then it."""
+        if not self._children.ending.acquire(blocking=False):  # the main thread does the same
             return
         limit_last_words(LAST_WORDS_S)
         rank, grace_s = self._children.first_rank, self._settings.failure_grace_s
@@ -782,10 +748,7 @@ def _is_of_backend(error: BaseException, text: str) -> bool:
 
 
 def limit_last_words(limit_s: float) -> None:
-    """Ends this process after so many seconds, in C and without the GIL, whatever holds that.
-
-    All stacks are printed before.
-    """
+    """Prints all stacks and ends this process after so long, in C, without the GIL, whatever holds that."""
     faulthandler.dump_traceback_later(limit_s, exit=True, file=_standard_error())
 
 
@@ -796,3 +759,26 @@ def _standard_error() -> Any:
             stream.fileno()  # type: ignore[union-attr]
             return stream
     return 2
+
+
+def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
+    """Prints the report of a failure to standard error; on a terminal in colours and within 100 columns."""
+    stream = stream or sys.stderr
+    text = render(record)
+    if stream.isatty():
+        text = _dressed(text, is_coloured="NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb")
+    print(text, file=stream, end="", flush=True)
+
+
+def _dressed(text: str, *, is_coloured: bool) -> str:
+    """The lines before the traceback wrapped, the first one in red, the frames of a traceback faint."""
+    head, mark, trace = text.partition("Traceback of ")
+    lines = [
+        part
+        for line in head.splitlines()
+        for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [line]
+    ]
+    if is_coloured:
+        lines[0] = f"{_BOLD_RED}{lines[0]}{_PLAIN}"
+        trace = re.sub(r"^(  .*)$", rf"{_FAINT}\1{_PLAIN}", trace, flags=re.MULTILINE)
+    return "\n".join(lines) + "\n" + mark + trace

@@ -1,7 +1,8 @@
 """Rendezvous of the processes of a run: the key-value store, and the default process group from it.
 
 The launcher binds the store's port before it starts a child, so that no port is ever chosen and then taken by
-somebody else. Processes that something else started (torchrun, SLURM) meet at `env://`, as in torch.
+somebody else. Processes that something else started (torchrun, SLURM) meet at `env://`, as in torch; all of
+them where the user says so, at `tcp://` or in a file. These are ways to one store, and in one file for that.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import atexit
 import os
 import secrets
 import socket
+import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._lightning import ClusterEnvironment
-from lightning_ddp.comm.abort import remember_connections
-from lightning_ddp.comm.elastic_restart import store_of_attempt
+from lightning_ddp._lightning import ClusterEnvironment, LightningEnvironment
+from lightning_ddp.comm.barrier import store_of_attempt
+from lightning_ddp.comm.teardown import remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch.interface import (
     backend_names,
@@ -28,20 +34,27 @@ from lightning_ddp.launch.interface import (
     require_resolvable,
 )
 
+if sys.platform != "win32":
+    import fcntl
+
 __all__ = [
     "JOIN_VARIABLE",
     "STORE_VARIABLE",
     "TOKEN_VARIABLE",
     "HostedStore",
     "Rendezvous",
+    "check_meeting_place",
     "existing_group",
     "join_default_group",
     "leave_default_group",
+    "meet",
+    "meet_at_file",
     "named_port",
     "note_met",
     "require_backend",
     "run_store",
     "running",
+    "tcp_address",
 ]
 
 STORE_VARIABLE = "LIGHTNING_DDP_STORE"
@@ -55,26 +68,25 @@ TOKEN_VARIABLE = "LIGHTNING_DDP_TOKEN"
 On one node the launcher draws it. Elsewhere the user may set it, the same for all processes; where nobody
 has, rank 0 draws one and leaves it in the store, where it is as readable as that is."""
 
-
 JOIN_VARIABLE = "LIGHTNING_DDP_JOIN"
 """Environment variable by which a process knows that it comes in the place of one that a run has lost."""
-
 
 _RUN_KEY = "lightning_ddp/run"
 """In a store of several runs: the number of the present one."""
 _MET_KEY = "lightning_ddp/has_met"
 """In the store of a run that goes on without ranks that it loses: all have been there."""
 _PROBE_S = 2.0
+_LEFT_OVER = b"left over"
 
 
 class HostedStore:
-    """A store that listens in this process, and the environment variables that lead to it.
+    """A store that listens in this process, or in its control process.
 
     Args:
         address: name or address under which the other processes reach this one.
         port: port to bind; None for any free one.
         named_by: where the user has named the port, for the error.
-        control: the control process that is to host it instead.
+        control: the control process, if that is to host it.
 
     Raises:
         RendezvousError: the port is taken, or the address is none of this host.
@@ -129,28 +141,28 @@ class Rendezvous:
 
     def host(
         self,
-        address: str,
+        environment: ClusterEnvironment,
+        init_method: str | None,
         *,
         num_nodes: int,
         node_rank: int,
-        port: int | None,
-        named_by: str = "MASTER_PORT",
         control: Any = None,
     ) -> dict[str, str]:
         """On the first node, opens the store of this run; returns torch's variables for it.
 
         Args:
-            address: where the first node is reached.
+            environment: tells where the first node is reached.
+            init_method: a `tcp://` URL tells so instead.
             num_nodes: nodes of the run.
             node_rank: this node.
-            port: port that the user named, or None.
-            named_by: where, for errors.
-            control: the control process that hosts store and control server; None for this process.
+            control: as of `HostedStore`.
 
         Raises:
             ConfigurationError: several nodes, and no port that all of them know.
             RendezvousError: the named port is taken.
         """
+        named = tcp_address(init_method)
+        address, port = named or (environment.main_address, _port_of(environment))
         if num_nodes > 1 and port is None:
             raise ConfigurationError(
                 f"num_nodes={num_nodes}, but no port is named: set MASTER_ADDR and MASTER_PORT to the same"
@@ -160,6 +172,7 @@ class Rendezvous:
         self.control = control
         if node_rank == 0:
             if self._hosted is None or not self._is_hosted(address, port):
+                named_by = "MASTER_PORT" if named is None else "init_method"
                 self._hosted = HostedStore(address, port, named_by, self.control)
             port = int(self._hosted.store.port)
             self._hosted.store.set(_RUN_KEY, str(self._num_runs))
@@ -183,7 +196,6 @@ class Rendezvous:
         return True
 
     def _is_hosted(self, address: str, port: int | None) -> bool:
-        """Whether this process has a store there already."""
         hosted = self._hosted
         return hosted is not None and hosted.address == address and hosted.store.port == port
 
@@ -206,12 +218,7 @@ class Rendezvous:
     def find(self, environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
         """The store of the run: the launcher's if there is one, else the one of `env://`.
 
-        Args:
-            environment: tells rank, world size and the address of the first node.
-            timeout: how long to wait for it; None for torch's own.
-
-        Raises:
-            RendezvousError: it cannot be reached.
+        Raises `RendezvousError` if it cannot be reached in time; a timeout of None is torch's own.
         """
         with remember_connections():  # a store on a node that is unreachable blocks as collectives do
             if self.where is None:
@@ -232,17 +239,20 @@ class Rendezvous:
 
 
 def named_port() -> int | None:
-    """The port that the user named in MASTER_PORT, or None.
-
-    Raises:
-        ConfigurationError: the variable holds no port number.
-    """
+    """The port that the user named in MASTER_PORT, or None; `ConfigurationError` if it is no port number."""
     text = os.environ.get("MASTER_PORT")
     if not text:
         return None
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ConfigurationError(f"MASTER_PORT={text!r} is no port number (1 to 65535)")
     return int(text)
+
+
+def _port_of(environment: ClusterEnvironment) -> int | None:
+    """The port that the user or the cluster named; None where Lightning would draw one at random."""
+    if isinstance(environment, LightningEnvironment) and "STANDALONE_PORT" not in os.environ:
+        return named_port()
+    return int(environment.main_port)
 
 
 def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
@@ -271,15 +281,11 @@ def join_default_group(
     """Makes the default process group of this process. All ranks call it; it returns once all have.
 
     Args:
-        backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...
+        backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...; `ConfigurationError` if it is not known here.
         store: the store of the run.
-        rank: of this process.
-        world_size: number of ranks.
+        rank, world_size: of this process, and of the run.
         timeout: of collectives; None for the backend's own.
         device: this process's device; NCCL is bound to it.
-
-    Raises:
-        ConfigurationError: there is no such backend in this process.
     """
     require_backend(backend)
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
@@ -294,11 +300,7 @@ def join_default_group(
 
 
 def require_backend(backend: str) -> None:
-    """Refuses a name, or several in torch's spelling, of which this process knows no backend.
-
-    Raises:
-        ConfigurationError: says which there are.
-    """
+    """Raises `ConfigurationError` for a backend, or several in torch's spelling, that are not known here."""
     known = dist.Backend.backend_list
     for name in sorted(backend_names(backend)):
         if name not in known:
@@ -310,11 +312,7 @@ def require_backend(backend: str) -> None:
 
 
 def existing_group(world_size: int) -> Any | None:
-    """The default process group that a Trainer of this process has made before; None if there is none.
-
-    Raises:
-        ConfigurationError: it has another size.
-    """
+    """The default process group of this process; None if there is none, an error if it has another size."""
     if not dist.is_initialized():
         return None
     if dist.get_world_size() != world_size:
@@ -326,14 +324,9 @@ def existing_group(world_size: int) -> Any | None:
 
 
 def run_store(where: str, timeout: timedelta | None) -> Any:
-    """The store of a run that a launcher of ours has opened.
+    """The store of a run that a launcher of ours has opened; `where` is the value of STORE_VARIABLE.
 
-    Args:
-        where: the value of STORE_VARIABLE.
-        timeout: how long to wait for it; None for torch's own.
-
-    Raises:
-        RendezvousError: it cannot be reached.
+    Raises `RendezvousError` if it cannot be reached in time; a timeout of None is torch's own.
     """
     address, port, run = _parts_of(where)
     require_resolvable(address)
@@ -376,3 +369,177 @@ def leave_default_group() -> None:
     if dist.is_initialized():
         with suppress(RuntimeError):  # a peer may be gone already, and this process is about to be
             dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- where the user says
+
+
+def check_meeting_place(init_method: str | None, store: Any | None, sent_by: str | None) -> None:
+    """Refuses what cannot be where ranks meet. Does not communicate.
+
+    Args:
+        init_method: a URL; None for where the launcher says.
+        store: one that the script has made.
+        sent_by: the start method, if it sends the strategy to the processes.
+
+    Raises:
+        ConfigurationError: no URL, `tcp://` without host and port, `file://` without an absolute path, both
+            of the two, or a store that the processes cannot have.
+    """
+    if init_method is not None:
+        _check_init_method(init_method)
+    if store is None:
+        return
+    if init_method is not None:
+        raise ConfigurationError(f"init_method={init_method!r} and a store: the ranks meet in one place only")
+    if not isinstance(store, dist.Store):
+        raise ConfigurationError(f"store={store!r} is no torch.distributed.Store")
+    if sent_by is not None:
+        raise ConfigurationError(
+            f"store with start_method={sent_by!r}: a store cannot be sent to a new process. Use"
+            " start_method='popen', where each process runs the script and makes its own, or init_method."
+        )
+
+
+def _check_init_method(init_method: str) -> None:
+    url = urlparse(init_method)
+    if not url.scheme or "://" not in init_method:
+        raise ConfigurationError(
+            f"init_method={init_method!r}: expected 'env://', 'tcp://host:port' or 'file:///path'"
+        )
+    if url.scheme == "tcp":
+        tcp_address(init_method)
+    if url.scheme == "file" and (url.netloc or not url.path.startswith("/") or url.path.endswith("/")):
+        raise ConfigurationError(
+            f"init_method={init_method!r}: expected the absolute path of a file, as in 'file:///shared/run-7',"
+            " with three slashes"
+        )
+
+
+def tcp_address(init_method: str | None) -> tuple[str, int] | None:
+    """Host and port of a `tcp://` URL, `ConfigurationError` if one is missing; None for any other URL."""
+    if init_method is None or not init_method.startswith("tcp://"):
+        return None
+    url = urlparse(init_method)
+    try:
+        host, port = url.hostname, url.port
+    except ValueError:  # no number, or too large
+        host, port = None, None
+    if not host or not port:
+        raise ConfigurationError(
+            f"init_method={init_method!r}: expected the first node's name or address and a free port, as in"
+            " 'tcp://10.0.0.1:29500'"
+        )
+    return host, port
+
+
+def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
+    """The store at a URL that `torch.distributed.rendezvous` knows. All ranks call it.
+
+    Raises:
+        ConfigurationError: torch does not know the scheme.
+        RendezvousError: the place cannot be used.
+    """
+    if init_method.startswith("file://"):
+        return meet_at_file(Path(urlparse(init_method).path), rank, world_size, timeout)
+    address = tcp_address(init_method)
+    if address is not None:
+        require_resolvable(address[0], "init_method")
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    try:
+        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, **options))
+    except (RuntimeError, ValueError) as error:
+        if "No rendezvous handler" in str(error):
+            raise ConfigurationError(f"init_method={init_method!r}: {error}") from error
+        raise RendezvousError(
+            f"rank {rank} cannot meet the others at {init_method}: {error}. Check that the host is the first"
+            " node's, that it is up, and that the port is free there."
+        ) from error
+    return store
+
+
+def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | None) -> Any:
+    """A store in a file that all ranks reach. Refuses what an earlier run has left there.
+
+    A crashed run leaves its file behind, and ranks that read the old entries hang. So each process holds a
+    shared lock on `<path>.lock` as long as it lives. Whoever gets it exclusively is the first of its run:
+    nobody alive has written the file, and if there is something in it, that is left over. The kernel gives
+    the locks back however a process ends, on NFS too. At exit, the last process removes both files.
+
+    Raises:
+        RendezvousError: the file is left over or used by another run, or it cannot be locked.
+    """
+    if sys.platform == "win32":
+        raise RendezvousError(f"file://{path}: needs file locks as Linux and macOS have them")
+    if not path.parent.is_dir():
+        raise RendezvousError(f"file://{path}: rank {rank} finds no folder {path.parent}")
+    lock = _lock(path, rank)
+    # it holds the lock until then; unlike atexit it also runs where multiprocessing ends its processes
+    Finalize(None, _leave, args=(path, lock), exitpriority=0)
+    store: Any = dist.FileStore(str(path), world_size)
+    if timeout is not None:
+        store.set_timeout(timeout)
+    if store.add(f"lightning_ddp/rank/{rank}", 1) > 1:
+        raise RendezvousError(
+            f"file://{path}: rank {rank} is there already: another run that goes on uses this file, or two"
+            " processes have the same rank. Name a file of its own for each run."
+        )
+    return store
+
+
+def _lock(path: Path, rank: int) -> IO[bytes]:
+    """Takes the shared lock; the first process of the run looks at the file before."""
+    name = Path(f"{path}.lock")
+    while True:
+        try:
+            lock = name.open("a+b")
+            if _try_lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(lock, name):
+                # what the first one finds is what the others find, who wait for it in the line after
+                lock.truncate(0)
+                lock.write(_LEFT_OVER if path.exists() and path.stat().st_size else b"fresh")
+                lock.flush()
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            lock.seek(0)
+            found = lock.read()
+            if not _is_at(lock, name):  # the last process of a run that ended just now has removed it
+                lock.close()
+                continue
+        except OSError as error:
+            raise RendezvousError(f"file://{path}: rank {rank} cannot lock {name}: {error}") from error
+        if found == _LEFT_OVER:
+            lock.close()
+            raise RendezvousError(
+                f"file://{path} is left over from an earlier run{_age(path)}: no process of that run lives,"
+                f" and its entries would make rank {rank} hang. Delete it, or name another one for each run."
+            )
+        return lock
+
+
+def _is_at(lock: IO[bytes], name: Path) -> bool:
+    """Whether an open file is still the one of that name."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(lock.fileno()), name.stat())
+    return False
+
+
+def _try_lock(lock: IO[bytes], how: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(lock, how)
+        return True
+    return False
+
+
+def _age(path: Path) -> str:
+    with suppress(OSError):
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+        return f" (last written {stamp})"
+    return ""
+
+
+def _leave(path: Path, lock: IO[bytes]) -> None:
+    """Gives the lock back; the last process removes the files, so that a run leaves none behind."""
+    with suppress(OSError, ValueError):
+        if _try_lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            path.unlink(missing_ok=True)
+            Path(lock.name).unlink(missing_ok=True)
+        lock.close()

@@ -1,6 +1,6 @@
 """SIGTERM stops all ranks at one step boundary, or has one leave there; a second one ends it at once.
 
-While a rank still waits for others SIGTERM and Ctrl-C end it at once.
+While a rank still waits for others, which it says in a line, SIGTERM and Ctrl-C end it at once.
 """
 
 from __future__ import annotations
@@ -12,20 +12,43 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.client import Watch
-from lightning_ddp.supervise.interrupt_main import Alarm
 from lightning_ddp.supervise.protocol import Message
+from lightning_ddp.supervise.stop_main import Alarm
 
-__all__ = ["StopSignals", "WaitSignals", "second_interrupt_ends"]
+__all__ = ["StopSignals", "WaitSignals", "describe_rank", "second_interrupt_ends", "tell_long_wait"]
 
+LONG_S = 5.0
 _REACTS_WITHIN_S = 1.0
 _IGNORED_WITHIN_S = 60.0
 _POLL_S = 0.02
+
+
+def describe_rank(rank: int) -> str:
+    """This process, for people."""
+    return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+
+
+@contextmanager
+def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, None]:
+    """Says in one line for what this rank waits, once that has taken 5 s; `what` is called in a thread."""
+
+    def tell() -> None:
+        who = describe_rank(rank)
+        print(f"lightning_ddp: {who} has waited {LONG_S:g} s for {what()}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(LONG_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class WaitSignals:
@@ -80,12 +103,7 @@ class WaitSignals:
                 signal.signal(number, previous)
 
     def on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """The handler.
-
-        Raises:
-            RendezvousError: for SIGTERM.
-            KeyboardInterrupt: for SIGINT.
-        """
+        """The handler: raises `RendezvousError` for SIGTERM, `KeyboardInterrupt` for SIGINT."""
         self._has_reacted.set()
         if number == signal.SIGINT:
             raise KeyboardInterrupt(self._message(number))

@@ -1,4 +1,4 @@
-"""`python -m lightning_ddp run`: imports once, and forks the ranks of this node.
+"""The supervisor of `python -m lightning_ddp run`: imports once, and forks the ranks of this node.
 
 The supervisor is no rank. It imports torch, Lightning and this package, starts no thread of its own, opens no
 store and touches no device, so that a fork of it is as a new interpreter which has imported them. The first
@@ -6,18 +6,17 @@ fork is rank 0, and runs the program. Where a launcher there would open a store 
 control process, and where it would start a child for that, of which it is told how it ends. The supervisor
 ends last, in the way in which rank 0 has ended.
 
-How a fork differs from a new interpreter is listed, and tested, in `tests/test_run.py`.
+How a fork differs from a new interpreter is listed, and tested, in `tests/test_run.py`. Both ends of what the
+supervisor and a rank say to each other are here, and so this file is long.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import builtins
 import contextlib
 import fcntl
 import functools
-import gc
 import importlib
 import importlib.util
 import json
@@ -42,8 +41,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_ddp._lightning import ROOTS, read_rank_again
+from lightning_ddp._lightning import read_rank_again
 from lightning_ddp.hydra_jobs.jobs import STARTER
+from lightning_ddp.launch.child_process import (
+    end_with,
+    keep_files,
+    supervisor_of_rank,
+    tie_first_rank,
+    tie_to_supervisor,
+)
 from lightning_ddp.launch.control_process import (
     ALL_ENDED,
     LONGEST_MESSAGE,
@@ -54,18 +60,10 @@ from lightning_ddp.launch.control_process import (
     ControlProcess,
     serve,
 )
-from lightning_ddp.launch.parent_death import end_with, tie_to_supervisor
-from lightning_ddp.launch.prelude import keep_files
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 
-__all__ = ["ForkedChild", "add_arguments", "control_process", "fork_child", "run", "was_passed_on"]
+__all__ = ["ForkedChild", "Program", "Supervisor", "control_process", "fork_child", "was_passed_on"]
 
-_IMPORTED = (
-    "lightning_ddp.ddp.module",
-    "lightning_ddp.launch.launcher",
-    "lightning_ddp.launch.init_process_group",
-)
-_RARE = (100_000, 10, 10)
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "LD_", "PYTHON")
 """Variables that the interpreter, torch, OpenMP or the allocator have read when the supervisor began."""
 _SET_BY_IMPORTS = {
@@ -84,72 +82,6 @@ _MOST_DESCRIPTORS = 64
 _CANNOT_BEGIN = 127
 _LAST_REPORT_S = 15.0
 _CHILD, _CONTROL = b"child", b"control process"
-_passed_on: mmap.mmap | None = None
-"""In a supervisor and in its forks: the byte of the last signal that it has passed on."""
-
-
-# ---------------------------------------------------------------------- the command
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options; all that follows the program belongs to that."""
-    parser.add_argument(
-        "--preload",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import this as well, once for all ranks; may be given several times",
-    )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module")
-    parser.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="the script, and its arguments"
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs a program; ends as its rank 0 does, with the exit code or by the signal. Returns in ranks only."""
-    if not args.program or sys.platform != "linux":
-        why = "which program?" if sys.platform == "linux" else "forking torch is safe on Linux alone"
-        print(f"error: python -m lightning_ddp run: {why}", file=sys.stderr)
-        return 2
-    name, *arguments = args.program
-    if not args.is_module and not os.path.exists(name):
-        path = os.path.abspath(name)
-        print(
-            f"{sys.executable}: can't open file {path!r}: [Errno 2] No such file or directory",
-            file=sys.stderr,
-        )
-        return 2
-    program = _Program("module" if args.is_module else "script", name, arguments)
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the folder of what Python was started with
-    _import_once([*_namespaces(program), *_IMPORTED, *args.preload])
-    from lightning_ddp.launch.slurm import launch_on_each_node  # which needs the right Lightning
-
-    launch_on_each_node()
-    return _Supervisor().run(program)
-
-
-def _import_once(modules: Sequence[str]) -> None:
-    """Imports, and keeps what that makes out of the collections of the ranks, which would copy it."""
-    usual = gc.get_threshold()
-    gc.set_threshold(*_RARE)
-    for name in modules:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.set_threshold(*usual)
-
-
-def _namespaces(program: _Program) -> list[str]:
-    """Those of Lightning that the program names; if it names none, one that is installed."""
-    path = Path(program.name)
-    if program.kind == "module":
-        path = Path(*program.name.split(".")).with_suffix(".py")
-    text = path.read_text(errors="replace") if path.is_file() else ""
-    patterns = (r"\bpytorch_lightning\b", r"\b(import|from) lightning\b|\blightning\.pytorch\b")
-    is_named = {root: re.search(pattern, text) for root, pattern in zip(ROOTS, patterns, strict=True)}
-    there = [root for root in ROOTS if importlib.util.find_spec(root.partition(".")[0]) is not None]
-    return [root for root in there if is_named[root]] or there[:1]
 
 
 # ---------------------------------------------------------------------- the supervisor
@@ -167,7 +99,7 @@ class _Child:
     """Whose byte the child sets once it hears of rank 0's end from the control channel, and unwinds."""
 
 
-class _Supervisor:
+class Supervisor:
     """Forks the ranks, passes signals on to rank 0, and ends last."""
 
     def __init__(self) -> None:
@@ -176,8 +108,7 @@ class _Supervisor:
         self._mask: set[Any] = set()
         self._rank_0 = 0
         self._code: int | None = None
-        global _passed_on
-        _passed_on = mmap.mmap(-1, 1)
+        self._passed_on = mmap.mmap(-1, 1)
         self._is_over = mmap.mmap(-1, 1)
         self._children: dict[int, _Child] = {}
         self._orders: dict[int, tuple[dict[str, Any], Sequence[int]]] = {}
@@ -186,7 +117,7 @@ class _Supervisor:
         self._control: socket.socket | None = None
         self._control_pid = 0
 
-    def run(self, program: _Program) -> NoReturn:
+    def run(self, program: Program) -> NoReturn:
         """Forks rank 0 and serves it until all ranks have ended. In a rank it raises `SystemExit`."""
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
         self._listen_to(self._requests)
@@ -209,10 +140,9 @@ class _Supervisor:
         fcntl.fcntl(ours, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
 
     def _become_rank_0(self) -> None:
-        global _rank_0
         end_with(self._pid)
         self._requests.close()
-        _rank_0 = _Rank0(self._asking, os.getpid(), dict(os.environ))
+        tie_first_rank(_Rank0(self._asking, os.getpid(), dict(os.environ), self._passed_on))
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _handle(self, info: signal.struct_siginfo) -> None:
@@ -226,9 +156,13 @@ class _Supervisor:
             if not first:  # nobody is left who would hear it
                 _kill(self._children)
             for pid in first:
-                _pass_on(pid, info.si_signo)
+                self._pass_on(pid, info.si_signo)
         elif info.si_code != _BY_KERNEL:
-            _pass_on(self._rank_0, info.si_signo)
+            self._pass_on(self._rank_0, info.si_signo)
+
+    def _pass_on(self, pid: int, number: int) -> None:
+        self._passed_on[0] = number
+        os.kill(pid, number)
 
     def _reap(self) -> None:
         if self._code is None:
@@ -279,12 +213,7 @@ class _Supervisor:
             os.close(told)
 
     def _fork(self, place: int, told: int | None) -> int:
-        """Forks a rank, as rank 0 has asked for; returns its process id, or the negative number of an error.
-
-        Args:
-            place: its local rank.
-            told: where rank 0 hears of its end; None for a process in the place of a lost one.
-        """
+        """Forks a rank; returns its process id, or the negative number of an error. Args: as of `_Child`."""
         start, files = self._order_of(place)
         child = _Child(told, place, mmap.mmap(-1, 1))
         pid = _try_to_fork()
@@ -305,24 +234,23 @@ class _Supervisor:
             return self._orders[place]
         start, files = self._orders[min(self._orders)]
         start = {**start, "env": {**start["env"], "LOCAL_RANK": str(place)}}
-        outputs = [
-            number if number in (1, 2) else file for number, file in zip(start["files"], files, strict=True)
-        ]
-        return start, outputs
+        numbered = zip(start["files"], files, strict=True)
+        return start, [number if number in (1, 2) else file for number, file in numbered]
 
-    def _become_child(self, child: _Child, start: dict[str, Any], files: Sequence[int]) -> _Program:
+    def _become_child(self, child: _Child, start: dict[str, Any], files: Sequence[int]) -> Program:
         """Takes over from rank 0 what a process that it starts would inherit; returns what is to be run."""
         end_with(self._pid)
         self._requests.close()
         for name, limits in start["limits"].items():
             with contextlib.suppress(OSError, ValueError):  # a higher one is not ours to set
                 resource.setrlimit(getattr(resource, name), limits)
-        with contextlib.suppress(OSError):
-            os.setpgid(0, start["group"])
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, start["nice"])
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, start["processors"])
+        for take_over, *arguments in (
+            (os.setpgid, 0, start["group"]),
+            (os.setpriority, os.PRIO_PROCESS, 0, start["nice"]),
+            (os.sched_setaffinity, 0, start["processors"]),
+        ):
+            with contextlib.suppress(OSError):
+                take_over(*arguments)
         os.umask(start["umask"])
         keep_files(dict(zip(start["files"], files, strict=True)))
         os.chdir(start["cwd"])
@@ -340,7 +268,7 @@ class _Supervisor:
             local_rank = max(1, local_rank)
         read_rank_again(int(os.environ.get("RANK", local_rank)), local_rank)
         signal.pthread_sigmask(signal.SIG_SETMASK, start["mask"])
-        return _Program(**start["program"])
+        return Program(**start["program"])
 
     # ------------------------------------------------------------------ the control process
 
@@ -370,18 +298,19 @@ class _Supervisor:
                 data = self._control.recv(LONGEST_MESSAGE)
             except OSError:
                 return
-            number, pids = json.loads(data) if data else (0, [])
-            if number == MOVE:
-                pid, place = pids
+            what, about = json.loads(data) if data else (START, [])
+            if what == MOVE:
+                pid, place = about
                 if pid in self._children:
                     self._children[pid] = replace(self._children[pid], place=place)
-                continue
-            for pid in pids:
-                if number == START:
-                    if not self._orders or self._fork(pid, None) < 0:
-                        self._tell_control(-1, _CANNOT_BEGIN, pid)
-                elif pid in self._children or (pid == self._rank_0 and self._code is None):
-                    os.kill(pid, number)
+            elif what == START:
+                for place in about:
+                    if not self._orders or self._fork(place, None) < 0:
+                        self._tell_control(-1, _CANNOT_BEGIN, place)
+            else:
+                for pid in about:
+                    if pid in self._children or (pid == self._rank_0 and self._code is None):
+                        os.kill(pid, what)
 
     def _end_control(self) -> int:
         """Has it report what ended the run, if rank 0 could not; returns its exit code."""
@@ -410,17 +339,6 @@ class _Supervisor:
         os.kill(self._pid, -code)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os._exit(128 - code)
-
-
-def _pass_on(pid: int, number: int) -> None:
-    assert _passed_on is not None
-    _passed_on[0] = number
-    os.kill(pid, number)
-
-
-def was_passed_on(number: int) -> bool:
-    """Whether a signal that this process has got was to its supervisor, and so to the whole run."""
-    return _passed_on is not None and _passed_on[0] == number
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:
@@ -463,7 +381,7 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 @dataclass(frozen=True)
-class _Program:
+class Program:
     """What a rank runs."""
 
     kind: str
@@ -474,17 +392,17 @@ class _Program:
     """The descriptor of what Hydra has composed for it."""
 
     @staticmethod
-    def of(command: Sequence[str]) -> _Program | None:
+    def of(command: Sequence[str]) -> Program | None:
         """What a launcher's command line runs; None if it is no such one."""
         if len(command) < 2 or command[0] != sys.executable:
             return None
         first, *rest = command[1:]
         if first == STARTER:
             job, kind, name, *arguments = rest
-            return _Program(kind, name, arguments, int(job))
+            return Program(kind, name, arguments, int(job))
         if first == "-m" and rest:
-            return _Program("module", rest[0], rest[1:])
-        return None if first.startswith("-") else _Program("script", first, rest)
+            return Program("module", rest[0], rest[1:])
+        return None if first.startswith("-") else Program("script", first, rest)
 
 
 @contextlib.contextmanager
@@ -498,7 +416,7 @@ def _last_resort() -> Any:
         os._exit(_CANNOT_BEGIN)
 
 
-def _run_as_main(program: _Program) -> NoReturn:
+def _run_as_main(program: Program) -> NoReturn:
     """Runs a program as the interpreter does, and has the interpreter end as it does after that.
 
     Raises:
@@ -507,7 +425,13 @@ def _run_as_main(program: _Program) -> NoReturn:
     code: Any = 0
     try:
         _prepare(program)
-        _execute(program)
+        if program.job is None:
+            _execute(program)
+        else:
+            from lightning_ddp.hydra_jobs.child import handed_job
+
+            with handed_job(program.job):
+                _execute(program)
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 (what the interpreter does at the top)
@@ -522,7 +446,7 @@ def _run_as_main(program: _Program) -> NoReturn:
     raise SystemExit(code)
 
 
-def _prepare(program: _Program) -> None:
+def _prepare(program: Program) -> None:
     """What belongs to each process by itself, and the supervisor has."""
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
@@ -539,18 +463,7 @@ def _prepare(program: _Program) -> None:
         sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
 
 
-def _execute(program: _Program) -> None:
-    with contextlib.nullcontext() if program.job is None else _hydra_job(program.job):
-        _execute_program(program)
-
-
-def _hydra_job(descriptor: int) -> contextlib.AbstractContextManager[None]:
-    from lightning_ddp.hydra_jobs.child import handed_job
-
-    return handed_job(descriptor)
-
-
-def _execute_program(program: _Program) -> None:
+def _execute(program: Program) -> None:
     path = os.path.abspath(program.name)
     if program.kind == "module":
         _put_first(os.getcwd())
@@ -595,16 +508,26 @@ class _Rank0:
     pid: int
     environment: Mapping[str, str]
     """When the program began."""
+    passed_on: mmap.mmap
+    """The byte of the last signal that the supervisor has passed on."""
 
 
-_rank_0: _Rank0 | None = None
+def _as_rank_0() -> _Rank0 | None:
+    """None where this is another process than a supervisor's rank 0, such as a fork of that."""
+    rank_0: _Rank0 | None = supervisor_of_rank()
+    return rank_0 if rank_0 is not None and rank_0.pid == os.getpid() else None
+
+
+def was_passed_on(number: int) -> bool:
+    """Whether a signal that this rank 0 has got was to its supervisor, and so to the whole run."""
+    rank_0 = _as_rank_0()
+    return rank_0 is not None and rank_0.passed_on[0] == number
 
 
 def control_process() -> ControlProcess | None:
     """The process that hosts store and control server for this rank 0; None where there is no supervisor."""
-    if _rank_0 is None or _rank_0.pid != os.getpid():
-        return None
-    return _ask_for_control(_rank_0.socket)
+    rank_0 = _as_rank_0()
+    return None if rank_0 is None else _ask_for_control(rank_0.socket)
 
 
 @functools.cache
@@ -627,41 +550,27 @@ class ForkedChild:
 
     Args:
         pid: its process id.
-        told: where the supervisor says how it has ended.
+        told: where the supervisor says how it has ended; readable then.
     """
 
     def __init__(self, pid: int, told: socket.socket) -> None:
-        self.pid = pid
+        self.pid, self.told = pid, told
         self.returncode: int | None = None
-        """As in `subprocess`, once `wait` or `poll` has seen the end."""
-        self.told = told
-        """Readable once it has ended."""
-
-    def wait(self) -> int:
-        """Waits for its end. Any number of threads."""
-        code = self._read()
-        assert code is not None
-        return code
 
     def poll(self) -> int | None:
-        """How it has ended; None if it has not."""
-        with contextlib.suppress(BlockingIOError):
-            return self._read(socket.MSG_DONTWAIT)
-        return None
+        """How it has ended; None if it has not. Any thread."""
+        if self.returncode is None:
+            with contextlib.suppress(BlockingIOError):
+                answer = self.told.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # others read it too
+                # without one the supervisor is gone, and all end
+                self.returncode = int(answer) if answer else -signal.SIGKILL
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         """Sends it a signal, if it has not ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-
-    def _read(self, flags: int = 0) -> int:
-        if self.returncode is None:
-            answer = self.told.recv(64, socket.MSG_PEEK | flags)  # left there for other threads
-            self.returncode = (
-                int(answer) if answer else -signal.SIGKILL
-            )  # the supervisor is gone, and all end
-        return self.returncode
 
 
 def fork_child(
@@ -672,25 +581,17 @@ def fork_child(
     stdout: Any = None,
     pass_fds: Sequence[int] = (),
 ) -> ForkedChild | None:
-    """Has the supervisor fork a child in the place of `subprocess.Popen`.
-
-    Args:
-        command: its command line.
-        env: all of its environment.
-        cwd: its working directory; None for this process's.
-        stdout: file for all its output; None for this process's.
-        pass_fds: descriptors that it inherits.
+    """Has the supervisor fork a child, as `subprocess.Popen` would start it; all of its output is `stdout`.
 
     Returns:
         None where the caller has to start it: there is no supervisor, or a fork would not do.
     """
-    program = _Program.of(command)
-    if _rank_0 is None or _rank_0.pid != os.getpid() or program is None:
+    program, rank_0 = Program.of(command), _as_rank_0()
+    if rank_0 is None or program is None:
         return None
-    names = {
-        name for name in {*env, *_rank_0.environment} - _SET_BY_IMPORTS if name.startswith(_READ_AT_IMPORT)
-    }
-    changed = tuple(sorted(name for name in names if env.get(name) != _rank_0.environment.get(name)))
+    names = {*env, *rank_0.environment} - _SET_BY_IMPORTS
+    differing = {name for name in names if env.get(name) != rank_0.environment.get(name)}
+    changed = tuple(sorted(name for name in differing if name.startswith(_READ_AT_IMPORT)))
     if changed:
         _explain_start(changed)
         return None
@@ -700,14 +601,18 @@ def fork_child(
     ignored = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
     start = {
         "program": vars(program),
-        "launcher": _rank_0.pid,
+        "launcher": rank_0.pid,
         "env": dict(env),
         "cwd": cwd or os.getcwd(),
         "files": list(files),
         "group": os.getpgid(0),
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "processors": sorted(os.sched_getaffinity(0)),
-        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in _limits()},
+        "limits": {
+            name: resource.getrlimit(getattr(resource, name))
+            for name in dir(resource)
+            if name.startswith("RLIMIT_")
+        },
         "umask": _umask(),
         "ignored": sorted(ignored - _RESET_BY_SUBPROCESS),
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
@@ -716,7 +621,7 @@ def fork_child(
     with theirs, open(os.memfd_create("order"), "wb") as order:
         order.write(json.dumps(start).encode())
         order.flush()
-        socket.send_fds(_rank_0.socket, [_CHILD], [order.fileno(), theirs.fileno(), *files.values()])
+        socket.send_fds(rank_0.socket, [_CHILD], [order.fileno(), theirs.fileno(), *files.values()])
     return ForkedChild(_forked(ours), ours)
 
 
@@ -735,10 +640,6 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _limits() -> list[str]:
-    return [name for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def _umask() -> int:

@@ -1,4 +1,4 @@
-"""Memory of one rank that all ranks of its host map.
+"""Memory of one rank that all ranks of its host map, POSIX semaphores in it, and who of them is alive.
 
 It lies in a memory file without a name (`memfd_create`): its size does not depend on /dev/shm, and it is gone
 with the last process that maps it, however that one dies. Peers open it through /proc while they connect.
@@ -11,6 +11,8 @@ import mmap
 import os
 import secrets
 import select
+import sys
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,21 +21,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Arena", "Lifeline", "OwnArena", "open_arena"]
-
 _NAME = "lightning_ddp"
 _TOKEN_BYTES = 16
 _ALIGNMENT = 64
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_SEMAPHORE_FUNCTIONS = ("sem_init", "sem_post", "sem_trywait", "sem_clockwait")
+_NS_PER_S = 1_000_000_000
 
 
 class Arena:
-    """Mapped memory, zero at first. Freed once neither this nor a tensor in it is left.
-
-    Args:
-        descriptor: of a memory file; it may be closed afterwards.
-        nbytes: its size.
-    """
+    """Mapped memory of a memory file, zero at first. Freed once neither this nor a tensor in it is left."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -59,9 +56,6 @@ class Arena:
 
 class OwnArena(Arena):
     """An arena that this rank makes, and lets its peers open until `close_descriptor`.
-
-    Args:
-        nbytes: its size; a multiple of 64 is taken.
 
     Raises:
         OSError: there is no such memory, or not so much.
@@ -93,11 +87,7 @@ class OwnArena(Arena):
 
 
 def open_arena(pid: int, ticket: tuple[int, int, bytes]) -> Arena:
-    """Maps an arena of another process of this host, or of this one.
-
-    Args:
-        pid: that process.
-        ticket: what `OwnArena.ticket` said there.
+    """Maps an arena of a process of this host, of which `OwnArena.ticket` there gave the ticket.
 
     Raises:
         OSError: it cannot be opened, as where this user may not, or the process is in another container.
@@ -133,11 +123,7 @@ def _map(descriptor: int, nbytes: int) -> Any:
 
 
 class Lifeline:
-    """Tells whether processes of this host are alive, also once their ids are given to others.
-
-    Args:
-        pids: the processes, by rank.
-    """
+    """Tells whether processes of this host are alive, also once their ids are given to others."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = tuple(pids)
@@ -152,7 +138,10 @@ class Lifeline:
         """Whether that process has not ended."""
         descriptor = self._descriptors[index]
         if descriptor is None:
-            return _is_running(self._pids[index])
+            with suppress(OSError):
+                status = Path(f"/proc/{self._pids[index]}/stat").read_text()
+                return status.rpartition(")")[2].split()[0] not in "ZX"
+            return False
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         return not poll.poll(0)
@@ -166,9 +155,63 @@ class Lifeline:
         self._descriptors = [None] * len(self._pids)
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
+# ---------------------------------------------------------------------- semaphores
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _load() -> tuple[Any, Any]:
+    """The C library, once keeping the GIL during a call and once not; None where it lacks a function."""
+    if sys.platform != "linux":
+        return None, None
+    keeping, releasing = ctypes.PyDLL(None), ctypes.CDLL(None)
+    if not all(hasattr(keeping, name) for name in _SEMAPHORE_FUNCTIONS):
+        return None, None
+    for library in (keeping, releasing):
+        library.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+        library.sem_post.argtypes = library.sem_trywait.argtypes = (ctypes.c_void_p,)
+        library.sem_clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    return keeping, releasing
+
+
+_libc, _libc_without_gil = _load()
+
+
+def are_semaphores_available() -> bool:
+    """Whether the C library has process-shared semaphores and waits by the monotonic clock."""
+    return _libc is not None
+
+
+class Semaphore:
+    """A semaphore at an address of shared memory, for all processes that map it."""
+
+    NBYTES = 64
+    """Room for one: more than a `sem_t`, and a cache line of its own."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def create(self) -> None:
+        """Makes it, with count 0."""
+        if _libc.sem_init(self._address, 1, 0):
+            raise OSError("sem_init failed")
+
+    def post(self) -> None:
+        """Adds one to the count and wakes who waits, who then sees what was written before. Never blocks."""
+        _libc.sem_post(self._address)
+
+    def try_wait(self) -> bool:
+        """Takes one off the count if it is above zero."""
+        return bool(_libc.sem_trywait(self._address) == 0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps, without the GIL, until the count is above zero, and takes one off.
+
+        False if that took longer than `timeout_s`, or a signal came.
+        """
+        deadline_ns = time.monotonic_ns() + int(timeout_s * _NS_PER_S)
+        until = _Timespec(deadline_ns // _NS_PER_S, deadline_ns % _NS_PER_S)
+        found = _libc_without_gil.sem_clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(until))
+        return bool(found == 0)

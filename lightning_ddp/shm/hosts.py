@@ -6,34 +6,26 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.shm.semaphore import are_semaphores_available
-
-__all__ = ["TRANSPORTS", "Hosts", "Transport", "check_transport", "find_hosts", "give_up"]
+from lightning_ddp.shm.arena import are_semaphores_available
 
 Transport = Literal["auto", "gloo", "shared_memory"]
 """How CPU ranks of one host send gradients and parameters to each other."""
-
-TRANSPORTS = ("auto", "gloo", "shared_memory")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _logger = logging.getLogger("lightning_ddp")
 
 
 def check_transport(name: str) -> None:
-    """Refuses an unknown transport.
-
-    Raises:
-        ConfigurationError: there is none of that name.
-    """
-    if name not in TRANSPORTS:
-        raise ConfigurationError(f"transport={name!r}; there are {', '.join(map(repr, TRANSPORTS))}")
+    """Raises `ConfigurationError` for an unknown transport."""
+    if name not in get_args(Transport):
+        raise ConfigurationError(f"transport={name!r}; there are {', '.join(map(repr, get_args(Transport)))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +68,7 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
 
     Communicates, unless the group's `transport` is gloo or rules it out already. Ranks are on one host if
     they run under one kernel in one pair of process and network namespaces: a container of its own, or a
-    network namespace that stands for a node in a test, is a host of its own.
-
-    Args:
-        group: the ranks; its `transport` says what is wanted.
-        device: of the tensors.
-        host: name of this rank's host; None to ask the kernel.
+    network namespace that stands for a node in a test, is a host of its own. `host` names another one.
 
     Returns:
         None where tensors go through the process group whatever hosts there are.
@@ -119,10 +106,7 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
 def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
     """Shared memory cannot be used, for a reason that all ranks have found alike.
 
-    Args:
-        group: the ranks.
-        reason: why.
-        is_fault: whether it was to be expected that it can; then the first rank says so in the log.
+    Where it was to be expected that it can (`is_fault`), the first rank says so in the log.
 
     Raises:
         ConfigurationError: it was asked for.

@@ -4,46 +4,42 @@ Each rank's tensors lie in arenas that all ranks of the host map. Once all have 
 share of the elements over the ranks, in rank order, and writes the sum into the tensors of all: every element
 is read once and written once on each rank, and all ranks get the same bits. Between hosts the first rank of
 each one all-reduces the host's sum with the others by gloo, and its neighbours copy the result.
+`Staging` takes tensors that lie elsewhere through it; a `Worker` reduces while its caller goes on.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
 
-from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.group import SLICE_S, Group
 from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.comm.subgroups import sub_group
-from lightning_ddp.comm.waits import SLICE_S
-from lightning_ddp.shm import semaphore as semaphores
-from lightning_ddp.shm.arena import Arena, Lifeline, OwnArena, open_arena
-from lightning_ddp.shm.background import check_not_ending
-from lightning_ddp.shm.hosts import Hosts, give_up
-
-__all__ = ["SharedMemory"]
+from lightning_ddp.shm.arena import Arena, Lifeline, OwnArena, Semaphore, open_arena
+from lightning_ddp.shm.hosts import Hosts, find_hosts, give_up
 
 _CPU = torch.device("cpu")
 _CHUNK_NUMEL = 32 * 1024
 """Elements that are added at a time: they stay in the cache, and torch starts no threads for them."""
 _SHARE_ALIGNMENT = 16
 _MAX_PLANS = 512
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NOTHING = -1
+_PIECE_BYTES = 2**20
+_LENT_BYTES = 2**23
+_IDLE_S = 5.0
+_END_S = 1.0
 # where things lie in a rank's control arena; a cache line each
 _CALL, _IS_CLOSED, _SEMAPHORES = 0, 64, 128
 
@@ -57,10 +53,6 @@ class SharedMemory:
     """All-reduces of the ranks of a group, one after the other; all ranks make the same calls in one order.
 
     Make tensors with `zeros`, then `connect`, then `all_reduce` them. Calls come from one thread at a time.
-
-    Args:
-        group: the ranks.
-        hosts: where they are.
     """
 
     def __init__(self, group: Group, hosts: Hosts) -> None:
@@ -68,27 +60,19 @@ class SharedMemory:
         self._hosts = hosts
         self._ranks = hosts.neighbours
         self._me = self._ranks.index(group.rank)
-        self._others = [i for i in range(len(self._ranks)) if i != self._me]
         self._arenas: list[list[Arena]] = [[] for _ in self._ranks]
         self._own: list[OwnArena] = []
         self._obstacle: str | None = None
-        self._has_more_hosts = len(hosts.by_host) > 1
+        self.is_one_host = len(hosts.by_host) == 1
+        """Whether all ranks are on this host, so that an all-reduce is a matter of memory alone."""
+        self.has_spare_processor = hosts.has_spare_processor
+        """Whether a thread that reduces finds a processor that nobody computes on."""
         self._leaders: Group | None = None
         self._timeout_s = group.timeout_s(_CPU)
         self._plans: dict[Any, _Chunks] = {}
         self._number = 0
         self._failure: BaseException | None = None
         self._on_slice: Callable[[float], None] | None = None
-
-    @property
-    def is_one_host(self) -> bool:
-        """Whether all ranks are on this host, so that an all-reduce is a matter of memory alone."""
-        return not self._has_more_hosts
-
-    @property
-    def has_spare_processor(self) -> bool:
-        """Whether a thread that reduces finds a processor that nobody computes on."""
-        return self._hosts.has_spare_processor
 
     # ------------------------------------------------------------------ set-up
 
@@ -111,7 +95,7 @@ class SharedMemory:
         Raises:
             ConfigurationError: they could not, and shared memory was asked for.
         """
-        if self._has_more_hosts and self._group.store is None:
+        if not self.is_one_host and self._group.store is None:
             self._obstacle = "the group has no store for a group of one rank a host"
         try:
             self._own.insert(0, self._make_control())
@@ -126,7 +110,7 @@ class SharedMemory:
             offers = self._tell([])
         for arena in self._own:
             arena.close_descriptor()
-        if offers is not None and self._has_more_hosts:
+        if offers is not None and not self.is_one_host:
             self._leaders = sub_group(self._group, self._hosts.leaders, _CPU)
         return offers is not None
 
@@ -140,9 +124,9 @@ class SharedMemory:
         return [offered for _, offered in answers]
 
     def _make_control(self) -> OwnArena:
-        control = OwnArena(_SEMAPHORES + len(self._ranks) * semaphores.SEMAPHORE_BYTES)
+        control = OwnArena(_SEMAPHORES + len(self._ranks) * Semaphore.NBYTES)
         for index in range(len(self._ranks)):
-            semaphores.create(control.address + _semaphore(index))
+            _semaphore(control, index).create()
         weakref.finalize(self, _close, control.integers(_IS_CLOSED, 1), os.getpid())
         return control
 
@@ -158,8 +142,9 @@ class SharedMemory:
         controls = [arenas[0] for arenas in self._arenas]
         self._calls = [control.integers(_CALL, 5) for control in controls]
         self._are_closed = [control.integers(_IS_CLOSED, 1) for control in controls]
-        self._posts = [controls[i].address + _semaphore(self._me) for i in self._others]
-        self._waits = [(controls[self._me].address + _semaphore(i), i) for i in self._others]
+        others = [i for i in range(len(self._ranks)) if i != self._me]
+        self._posts = [_semaphore(controls[i], self._me) for i in others]
+        self._waits = [(_semaphore(controls[self._me], i), i) for i in others]
 
     # ------------------------------------------------------------------ all-reduce
 
@@ -174,11 +159,8 @@ class SharedMemory:
     def all_reduce(self, tensor: torch.Tensor, on_slice: Callable[[float], None] | None = None) -> None:
         """Replaces a contiguous tensor from `zeros`, or a part of one, by the sum over the ranks.
 
-        Waits for the other ranks. Numbers of 16 bits are added in float32 from three ranks on.
-
-        Args:
-            tensor: what is added.
-            on_slice: called now and then with the seconds for which another rank is waited for; may raise.
+        Waits for the other ranks; `on_slice` is called meanwhile, now and then, with the seconds waited, and
+        may raise. Numbers of 16 bits are added in float32 from three ranks on.
 
         Raises:
             ValueError: it lies elsewhere.
@@ -194,16 +176,7 @@ class SharedMemory:
     def all_reduce_nothing(
         self, numel: int, dtype: torch.dtype, on_slice: Callable[[float], None] | None = None
     ) -> None:
-        """Takes part in an all-reduce of the others to which this rank has nothing to add.
-
-        Args:
-            numel: elements of their tensors.
-            dtype: type of their tensors.
-            on_slice: as of `all_reduce`.
-
-        Raises:
-            RuntimeError, BaseException: as `all_reduce`.
-        """
+        """Takes part in an `all_reduce` of tensors of the others to which this rank has nothing to add."""
         if dtype.is_complex:
             numel, dtype = 2 * numel, dtype.to_real()
         self._call((_NOTHING, 0, numel, _DTYPES.index(dtype)), on_slice)
@@ -213,25 +186,22 @@ class SharedMemory:
             raise self._failure
         self._number += 1
         self._on_slice = on_slice
+        mine = self._calls[self._me]
         try:
-            self._run(call)
+            for position, value in enumerate((self._number, *call)):
+                mine[position] = value
+            self._meet()
+            calls = [tuple(other) for other in self._calls]
+            self._check_same(calls)
+            self._add_share(calls)
+            self._meet()
+            if not self.is_one_host:
+                self._sum_over_hosts(calls)
         except BaseException as error:
             self._failure = error  # the ranks no longer agree on what comes next
             raise
         finally:
             self._on_slice = None
-
-    def _run(self, call: tuple[int, int, int, int]) -> None:
-        mine = self._calls[self._me]
-        for position, value in enumerate((self._number, *call)):
-            mine[position] = value
-        self._meet()
-        calls = [tuple(other) for other in self._calls]
-        self._check_same(calls)
-        self._add_share(calls)
-        self._meet()
-        if self._has_more_hosts:
-            self._sum_over_hosts(calls)
 
     def _sum_over_hosts(self, calls: Sequence[tuple[int, ...]]) -> None:
         """The host's sum is in the tensor of the first rank that has one; afterwards all have the sum."""
@@ -240,7 +210,7 @@ class SharedMemory:
         if self._leaders is not None:
             _, _, _, numel, code = calls[self._me]
             host_sum = contributions[0] if contributions else torch.zeros(numel, dtype=_DTYPES[code])
-            self._leaders.wait(self._leaders.all_reduce(host_sum), _CPU, lambda _: check_not_ending())
+            self._leaders.wait(self._leaders.all_reduce(host_sum), _CPU, lambda _: _check_not_ending())
         self._meet()
         own = views[self._me]
         if own is not None and own is not contributions[0]:
@@ -260,7 +230,7 @@ class SharedMemory:
             plan = self._plans[key] = self._plan(calls)
         is_wide = len(calls) > 2 and bool(plan) and plan[0][0].dtype in (torch.float16, torch.bfloat16)
         add = _add_in_float32 if is_wide else _add_in_place
-        add(plan, gives_all=not self._has_more_hosts)
+        add(plan, self.is_one_host)
 
     def _plan(self, calls: Sequence[tuple[int, ...]]) -> _Chunks:
         """This rank's share of the elements, cut into chunks."""
@@ -284,54 +254,49 @@ class SharedMemory:
 
     def _meet(self) -> None:
         """Returns once all ranks of the host have called it; what they wrote before is there then."""
-        for address in self._posts:
-            semaphores.post(address)
-        for address, index in self._waits:
-            if not semaphores.try_wait(address):
-                self._wait(address, index)
+        for semaphore in self._posts:
+            semaphore.post()
+        for semaphore, index in self._waits:
+            if not semaphore.try_wait():
+                self._wait(semaphore, index)
 
-    def _wait(self, address: int, index: int) -> None:
+    def _wait(self, semaphore: Semaphore, index: int) -> None:
         activity = self._group.interrupt.activity if self._group.interrupt is not None else None
-        if activity is None or activity.of_this_thread() is not None:  # it waits for a work of the group
-            self._wait_in_slices(address, index)
-            return
-        activity.begin(f"rank {self._ranks[index]} in shared memory")
-        try:
-            self._wait_in_slices(address, index)
-        finally:
-            activity.advance()
+        noted: AbstractContextManager[None] = nullcontext()
+        if activity is not None and activity.of_this_thread() is None:  # else it waits for a work already
+            noted = activity.waiting(f"rank {self._ranks[index]} in shared memory")
+        with noted:
+            self._wait_in_slices(semaphore, index)
 
-    def _wait_in_slices(self, address: int, index: int) -> None:
+    def _wait_in_slices(self, semaphore: Semaphore, index: int) -> None:
         start = time.monotonic()
-        while not semaphores.wait(address, SLICE_S):
+        while not semaphore.wait(SLICE_S):
             self._group.check()
             if self._group.interrupt is not None:
                 self._group.interrupt.check_deadline()
-            check_not_ending()
+            _check_not_ending()
             is_gone = not self._lifeline.is_alive(index) or self._are_closed[index][0]
-            if is_gone and not semaphores.try_wait(address):  # it may have come before it went
-                self._raise_gone(index)
-            if is_gone:
+            if is_gone and semaphore.try_wait():  # it had come before it went
                 return
+            rank = self._ranks[index]
+            if is_gone:
+                raise RuntimeError(
+                    f"rank {self._group.rank}: connection closed by peer: rank {rank} (pid"
+                    f" {self._hosts.pids[rank]}) left before all-reduce {self._number} over shared memory was"
+                    " done"
+                )
             if self._on_slice is not None:
                 self._on_slice(time.monotonic() - start)
             if time.monotonic() - start > self._timeout_s:
                 raise RuntimeError(
-                    f"rank {self._group.rank}: rank {self._ranks[index]} did not come to all-reduce"
+                    f"rank {self._group.rank}: rank {rank} did not come to all-reduce"
                     f" {self._number} over shared memory within {self._timeout_s:g} s"
                 )
 
-    def _raise_gone(self, index: int) -> NoReturn:
-        rank = self._ranks[index]
-        raise RuntimeError(
-            f"rank {self._group.rank}: connection closed by peer: rank {rank} (pid {self._hosts.pids[rank]})"
-            f" left before all-reduce {self._number} over shared memory was done"
-        )
 
-
-def _semaphore(index: int) -> int:
-    """Where in a rank's control arena lies the semaphore that its neighbour `index` posts."""
-    return _SEMAPHORES + index * semaphores.SEMAPHORE_BYTES
+def _semaphore(control: Arena, index: int) -> Semaphore:
+    """The one in a rank's control arena that its neighbour `index` posts."""
+    return Semaphore(control.address + _SEMAPHORES + index * Semaphore.NBYTES)
 
 
 def _close(is_closed: memoryview, pid: int) -> None:
@@ -339,16 +304,8 @@ def _close(is_closed: memoryview, pid: int) -> None:
         is_closed[0] = 1
 
 
-# ---------------------------------------------------------------------- the share of one rank
-
-
-def _add_in_place(chunks: _Chunks, *, gives_all: bool) -> None:
-    """Adds up in the tensors of the first rank.
-
-    Args:
-        chunks: what is added.
-        gives_all: whether the others get the sum, too.
-    """
+def _add_in_place(chunks: _Chunks, gives_all: bool) -> None:
+    """Adds up in the tensors of the first rank; the others may get the sum, too."""
     for first, *others in chunks:
         for other in others:
             first.add_(other)
@@ -357,13 +314,8 @@ def _add_in_place(chunks: _Chunks, *, gives_all: bool) -> None:
                 other.copy_(first)
 
 
-def _add_in_float32(chunks: _Chunks, *, gives_all: bool) -> None:
-    """The same for numbers of 16 bits, with one rounding at the end.
-
-    Args:
-        chunks: what is added; some.
-        gives_all: whether the others get the sum, too.
-    """
+def _add_in_float32(chunks: _Chunks, gives_all: bool) -> None:
+    """The same for numbers of 16 bits, with one rounding at the end."""
     total = torch.empty(chunks[0][0].numel())
     for first, *others in chunks:
         part = total[: first.numel()]
@@ -372,3 +324,163 @@ def _add_in_float32(chunks: _Chunks, *, gives_all: bool) -> None:
             part.add_(other)
         for out in (first, *others) if gives_all else (first,):
             out.copy_(part)
+
+
+class Staging:
+    """Shared memory of a few MiB, through which tensors go that lie anywhere, piece by piece.
+
+    Callers may also use a part of it for their own tensors.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._piece = memory.zeros(_PIECE_BYTES, torch.uint8)
+        self._lent = memory.zeros(_LENT_BYTES, torch.uint8)
+
+    def lend(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
+        """`count` 1-D tensors that are reduced without a copy, for one caller at a time; None if too much."""
+        nbytes = numel * dtype.itemsize
+        if count * nbytes > _LENT_BYTES:
+            return None
+        return [self._lent[i * nbytes : (i + 1) * nbytes].view(dtype) for i in range(count)]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replaces a contiguous tensor by the sum over the ranks. All ranks call it; waits for them."""
+        if self._memory.place_of(tensor) is not None:
+            self._memory.all_reduce(tensor)
+            return
+        flat = tensor.view(-1)
+        for part in flat.split(_PIECE_BYTES // flat.element_size()):
+            piece = self._piece[: part.numel() * part.element_size()].view(part.dtype)
+            piece.copy_(part)
+            self._memory.all_reduce(piece)
+            part.copy_(piece)
+
+
+def open_staging(group: Group, device: torch.device) -> Staging | None:
+    """Shared memory of the ranks of a group; None where there is none. All ranks call it; communicates."""
+    hosts = find_hosts(group, device)
+    if hosts is None or not hosts.are_shared:
+        return None
+    memory = SharedMemory(group, hosts)
+    staging = Staging(memory)
+    return staging if memory.connect() else None
+
+
+def _check_not_ending() -> None:
+    """Raises, in the waits of jobs, once the interpreter ends and nobody needs the result."""
+    if Worker.is_ending.is_set():
+        raise RuntimeError("the interpreter ends")
+
+
+class Work:
+    """A job of a `Worker`, with the methods of torch's works by which groups wait for them."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job: Callable[[], None] | None = job
+        self._is_done = False
+        self.begun_ns: int | None = None
+        """When it was its turn, by `time.perf_counter_ns`."""
+        self._error: BaseException | None = None
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._is_done
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until it has ended. Raises what it raised, or RuntimeError if it has not by then."""
+        if not self._is_done:
+            if not self._latch.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
+                raise RuntimeError(f"an all-reduce over shared memory has not ended within {timeout}")
+            self._latch.release()  # for others that wait
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def run(self) -> None:
+        """Does it. Called once."""
+        self.begun_ns = time.perf_counter_ns()
+        job, self._job = self._job, None  # who keeps the work must not keep what it worked on
+        try:
+            if job is not None:
+                job()
+        except BaseException as error:  # noqa: BLE001 (whatever it is, the thread that waits gets it)
+            self._error = error
+        self._is_done = True
+        self._latch.release()
+
+
+class Deferred(Work):
+    """A job that the thread which waits for it does then."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Does it, however long it takes. Raises what it raised."""
+        if not self.is_completed():
+            self.run()
+        return super().wait(timeout)
+
+
+class Worker:
+    """Runs jobs in the order in which they were submitted, in a thread that ends when there are none.
+
+    While it has jobs, the thread's identifier is in `busy`.
+    """
+
+    is_ending: ClassVar = threading.Event()
+    """The interpreter is about to end."""
+    workers: ClassVar[weakref.WeakSet[Worker]] = weakref.WeakSet()
+
+    def __init__(self, busy: set[int] | None = None) -> None:
+        self._busy = busy if busy is not None else set()
+        self._jobs: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.workers.add(self)
+
+    def submit(self, job: Callable[[], None]) -> Work:
+        """Queues a job. Does not wait."""
+        work = Work(job)
+        with self._lock:
+            self._jobs.put(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="lightning_ddp reduce", daemon=True)
+                self._thread.start()
+        return work
+
+    def _main(self) -> None:
+        while True:
+            work: Work | None = None  # a thread that waits must not keep gradients
+            with suppress(queue.Empty):
+                work = self._jobs.get(timeout=_IDLE_S)
+            if work is not None:
+                self._busy.add(threading.get_ident())
+                work.run()
+                self._busy.discard(threading.get_ident())
+                continue
+            with self._lock:
+                if self._jobs.empty():  # otherwise a job came while this thread was to end
+                    self._thread = None
+                    return
+
+    def end(self) -> None:
+        """Lets the thread end after the jobs that it has, and waits for that a moment."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(_END_S)
+
+
+def end_idle_workers() -> None:
+    """Has the threads end once their jobs are done; the next job starts one again."""
+    for worker in list(Worker.workers):
+        worker.end()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is inside of a torch operation when the interpreter is finalised ends the process."""
+    Worker.is_ending.set()
+    end_idle_workers()

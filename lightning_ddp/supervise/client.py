@@ -12,34 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import RendezvousError
-from lightning_ddp.supervise.connections import UNREACHABLE, keep_alive
+from lightning_ddp.supervise.connections import Unpacker, explain_loss, keep_alive, pack
+from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT, silent
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
-from lightning_ddp.supervise.graceful_stop import StepBoundary
-from lightning_ddp.supervise.protocol import (
-    AllHere,
-    Beat,
-    Bye,
-    Closing,
-    Echoed,
-    Failed,
-    Failure,
-    Hello,
-    Here,
-    Hold,
-    Left,
-    Look,
-    Message,
-    Position,
-    Progress,
-    StopAfter,
-    Unpacker,
-    Vanished,
-    Who,
-    pack,
-)
+from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
-from lightning_ddp.supervise.stall import REPORTS_A_TIMEOUT, silent
+from lightning_ddp.supervise.stop_main import StepBoundary
 
 __all__ = ["ServerAddress", "Watch", "ask"]
 
@@ -53,9 +33,7 @@ class ServerAddress:
     """Where the control server listens."""
 
     host: str
-    """Name or address."""
     port: int
-    """Port."""
     token: str
     """The run's secret."""
     identity: Identity
@@ -96,35 +74,29 @@ class Watch:
         is_launcher: bool = False,
     ) -> None:
         self.identity = identity
-        self._hello = Hello(server.token, identity, is_new, is_launcher)
         self.failure: FailureRecord | None = None
         self.has_lost_server = False
         """Whether the failure is that the server's process is gone, which reports failures else."""
-        self._server = server
-        self._settings = settings
-        self._boundary = boundary
-        self._on_failure = on_failure
-        self._where = where
-        self._on_message = on_message
+        self._server, self._settings, self._boundary, self._parent = server, settings, boundary, parent
+        self._on_failure, self._on_message, self._where = on_failure, on_message, where
         self._last_beat = time.monotonic()
         self._unpacker = Unpacker()
         self._outbox: deque[bytes] = deque()
         self._num_posted = self._num_sent = 0
+        self._sent = threading.Condition()
         self._next_report = 0.0
         self._report_every_s: float | None = None
-        self._sent = threading.Condition()
         self._learned = threading.Event()
         self._all_here = threading.Event()
         self._all_left = threading.Event()
-        self._who: list[int] | None = None
-        self._who_answered = threading.Event()
+        self._here: list[int] | None = None
+        self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
         self.is_resting = False
         """Whether the thread has ended until `resume`."""
-        self._connection = self._connect()
+        self._connection = self._connect(protocol.Hello(server.token, identity, is_new, is_launcher))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
-        self._parent = parent
         self._parent_fd = _open_pid(parent)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._send_posted)
@@ -138,7 +110,7 @@ class Watch:
         thread.start()
         return thread
 
-    def _connect(self) -> socket.socket:
+    def _connect(self, hello: Message) -> socket.socket:
         where = (self._server.host, self._server.port)
         try:
             connection = socket.create_connection(where, timeout=self._settings.heartbeat_timeout_s)
@@ -150,7 +122,7 @@ class Watch:
         connection.settimeout(None)
         keep_alive(connection, self._settings.heartbeat_timeout_s)
         with suppress(OSError):  # at once: the server does not wait long; reading will say what is wrong
-            connection.sendall(pack(self._hello))
+            connection.sendall(pack(hello))
         return connection
 
     # ------------------------------------------------------------------ called by the main thread
@@ -173,7 +145,7 @@ class Watch:
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
         """Tells the server of a failure of this process, and waits until that is on its way."""
-        self.post((Echoed if is_echo else Failed)(record.cut()))
+        self.post((protocol.Echoed if is_echo else protocol.Failed)(record.cut()))
         self.flush()
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
@@ -202,10 +174,10 @@ class Watch:
 
     def who_is_here(self) -> list[int] | None:
         """Which ranks have connected, as the server says, or None. Not in the channel's thread."""
-        self._who_answered.clear()
-        self.post(Who())
-        self._who_answered.wait(_FLUSH_WAIT_S)
-        return self._who
+        self._here_answered.clear()
+        self.post(protocol.Who())
+        self._here_answered.wait(_FLUSH_WAIT_S)
+        return self._here
 
     @property
     def has_been_left(self) -> bool:
@@ -235,9 +207,9 @@ class Watch:
         end()
         while self.failure is None and not self._all_left.wait(min(timeout_s, _LOOK_AGAIN_S)):
             if time.monotonic() >= deadline:
-                self.post(Bye())
+                self.post(protocol.Bye())
                 return
-            self.post(Look())  # whether one of them waits for what this rank will never call
+            self.post(protocol.Look())  # whether one of them waits for what this rank will never call
 
     def rest(self) -> bool:
         """Ends the thread, if all ranks have left the last run well; returns whether it has.
@@ -260,10 +232,10 @@ class Watch:
     def close(self) -> None:
         """Says goodbye: the end of this process is no failure any more."""
         self.resume()
-        self.post(Bye())
+        self.post(protocol.Bye())
         self.flush()
         self._is_closed = True
-        self.post(Bye())  # wakes the thread
+        self.post(protocol.Bye())  # wakes the thread
         self._thread.join(timeout=_FLUSH_WAIT_S)
 
     # ------------------------------------------------------------------ the thread
@@ -285,7 +257,7 @@ class Watch:
         if now >= self._next_report:
             is_late = now - self._next_report > longest_s  # this process was stopped itself
             self._next_report = now + (self._report_every_s or longest_s)
-            self.post(Progress(self._where()))
+            self.post(protocol.Progress(self._where()))
             if is_late:
                 self._last_beat = now
             elif now - self._last_beat > self._settings.stall_timeout_s + longest_s:
@@ -328,37 +300,31 @@ class Watch:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Failure(record):
+            case protocol.Failure(record):
                 self._learn(record)
-            case AllHere():
+            case protocol.AllHere():
                 self._all_here.set()
-            case Left():
+            case protocol.Left():
                 self._all_left.set()
-            case Beat(next_s):
+            case protocol.Beat(next_s):
                 self._last_beat, self._report_every_s = time.monotonic(), next_s
                 if next_s is not None:
                     self._next_report = min(self._next_report, self._last_beat + next_s)
-            case Here(ranks):
-                self._who = list(ranks)
-                self._who_answered.set()
-            case Hold():
-                self.post(Position(self._boundary.hold()))
-            case StopAfter(position, signal, is_requeue):
+            case protocol.Here(ranks):
+                self._here = list(ranks)
+                self._here_answered.set()
+            case protocol.Hold():
+                self.post(protocol.Position(self._boundary.hold()))
+            case protocol.StopAfter(position, signal, is_requeue):
                 self._boundary.release(position, signal, is_requeue)
-            case Closing():
+            case protocol.Closing():
                 self._stop_listening()
             case _:
                 self._on_message(message)
 
     def _lost_server(self, error: OSError | None) -> None:
         server = self._server.identity
-        if error is not None and error.errno in UNREACHABLE:
-            text = (
-                f"node {server.node_rank} is unreachable: no heartbeat of its control connection for"
-                f" {self._settings.heartbeat_timeout_s:g} s (link down, or the node is gone)"
-            )
-        else:
-            text = GONE
+        text = explain_loss(error, server, self._settings.heartbeat_timeout_s)
         is_elsewhere = self.identity.node_rank != server.node_rank
         if is_elsewhere and isinstance(self._settings.recovery, ReplaceSettings):
             text += (
@@ -374,13 +340,13 @@ class Watch:
             self._lost_server(None)
         else:  # it lives on another node than the server, which may know better why
             self._selector.unregister(self._parent_fd or 0)
-            self.post(Vanished(FailureRecord.of_identity(self._parent, GONE)))
+            self.post(protocol.Vanished(FailureRecord.of_identity(self._parent, GONE)))
 
     def _learn(self, record: FailureRecord, *, is_news: bool = False) -> None:
         if self.failure is None:
             self.failure = record
             if is_news:  # to the server: if it is only stopped, it will read this when it is continued
-                self.post(Failed(record.cut()))
+                self.post(protocol.Failed(record.cut()))
             self._stop_listening()
             self._learned.set()
             self._all_left.set()
@@ -405,7 +371,7 @@ def ask(server: ServerAddress, question: Message, *, timeout_s: float) -> Messag
     """
     try:
         with socket.create_connection((server.host, server.port), timeout=timeout_s) as connection:
-            hello = Hello(server.token, Identity(rank=-1, node_rank=-1))
+            hello = protocol.Hello(server.token, Identity(rank=-1, node_rank=-1))
             connection.sendall(pack(hello) + pack(question))
             unpacker = Unpacker()
             while data := connection.recv(_RECEIVE_BYTES):

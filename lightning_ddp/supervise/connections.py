@@ -1,25 +1,189 @@
-"""Sockets of the control channel: the one that listens, what is known of a connection, heartbeats."""
+"""Connections of the control channel: messages as bytes, and the sockets of the server.
+
+A message travels as a JSON object behind its length, bounded in size, never pickled. Bytes from a socket are
+not trusted: whatever they are, reading them ends in messages or in a `ProtocolError`, and never takes more
+memory than the limit. Texts and lists that are longer than their field allows are cut.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
+import json
 import selectors
 import socket
+import struct
 import sys
 import time
-from contextlib import ExitStack, suppress
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, fields, is_dataclass
+from itertools import islice, takewhile
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_ddp.errors import RendezvousError
-from lightning_ddp.supervise.failure_record import Identity
-from lightning_ddp.supervise.protocol import Unpacker
+from lightning_ddp.supervise.failure_record import GONE, Identity
+from lightning_ddp.supervise.protocol import Message, ProtocolError
 
 if sys.platform != "win32":
     import resource
 
-__all__ = ["UNREACHABLE", "NumDescriptors", "Peer", "keep_alive", "listen"]
+__all__ = ["LIMIT_BYTES", "Connections", "Peer", "Unpacker", "explain_loss", "keep_alive", "pack"]
 
+LIMIT_BYTES = 64 * 1024
+"""Longest message in bytes, without its length."""
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
+"""Errors of a socket whose other host is unreachable, as opposed to a process that ended."""
+
+_LENGTH = struct.Struct(">I")
+_MAX_DEPTH_BYTES = b"[" * 64
+_SHOWN_CHARACTERS = 80
+_LARGEST = 1e300
 _HELLO_LIMIT_BYTES = 1024
+_HELLO_WAIT_S = 10.0
 _BACKLOG = 65_535  # the kernel has a limit of its own
+_MOST_UNSENT_BYTES = 4 * 1024 * 1024
+_SPARE_CONNECTIONS = 64
+"""Strangers whose hello is waited for, on top of the ranks that have not come."""
+_ACCEPTED_AT_ONCE = 256
+_RETRY_S = 0.05
+
+
+# ---------------------------------------------------------------------- messages as bytes
+
+
+def pack(message: Message) -> bytes:
+    """The bytes of a message.
+
+    Raises:
+        ProtocolError: it is longer than `LIMIT_BYTES`.
+    """
+    values = asdict(message)  # type: ignore[call-overload]  # all kinds are dataclasses
+    data = json.dumps({"kind": message.kind, **values}, separators=(",", ":")).encode()
+    if len(data) > LIMIT_BYTES:
+        raise ProtocolError(f"a message of {len(data)} bytes; the limit is {LIMIT_BYTES}")
+    return _LENGTH.pack(len(data)) + data
+
+
+class Unpacker:
+    """Collects the bytes of one connection into messages.
+
+    Args:
+        limit_bytes: longest message that is taken; a connection that has not said who it is gets a small one.
+    """
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that are complete with `data`.
+
+        Raises:
+            ProtocolError: a length over the limit, no JSON, or JSON that is no message.
+        """
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > self.limit_bytes:
+                raise ProtocolError(f"a message of {length} bytes; the limit is {self.limit_bytes}")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(_parse(bytes(self._buffer[_LENGTH.size : end])))
+            del self._buffer[:end]
+        return messages
+
+
+def _parse(data: bytes) -> Message:
+    if _MAX_DEPTH_BYTES in data.replace(b" ", b""):
+        raise ProtocolError("nested too deeply")
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"no JSON: {error}") from None
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in Message.kinds:
+        raise ProtocolError("no object with a known kind")
+    try:
+        message: Message = _reader(Message.kinds[kind])(values)
+    except ProtocolError as error:
+        raise ProtocolError(f"{kind}{error}") from None
+    return message
+
+
+_Reader = Callable[[Any], Any]
+"""Turns what JSON has for a field into the field's type; raises ProtocolError with what is wrong."""
+
+
+@functools.cache
+def _reader(hint: Any) -> _Reader:
+    """Reads values of one type; made once for each, as a message is read by 16,384 ranks at once."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if is_dataclass(hint):
+        return _reader_of_fields(hint)
+    if origin in (Union, types.UnionType):
+        (only,) = (_reader(argument) for argument in arguments if argument is not types.NoneType)
+        return lambda value: None if value is None else only(value)
+    if origin is Annotated:
+        whole, longest = _reader(arguments[0]), arguments[1]
+        return lambda value: whole(value[:longest] if isinstance(value, str | list) else value)
+    if origin is Literal:
+        return _reader_of(lambda value: isinstance(value, str) and value in arguments)
+    if origin is dict:
+        part = _reader(arguments[1])
+        check = _reader_of(lambda value: type(value) is dict and all(key.isdecimal() for key in value))
+        return lambda value: {int(key): part(of) for key, of in check(value).items()}
+    if origin is tuple:
+        return _reader_of_tuple(arguments)
+    if hint is float:
+        check = _reader_of(lambda value: type(value) in (int, float) and abs(value) < _LARGEST)
+        return lambda value: float(check(value))
+    return _reader_of(lambda value: type(value) is hint)
+
+
+def _reader_of(is_right: Callable[[Any], bool]) -> _Reader:
+    def read(value: Any) -> Any:
+        if not is_right(value):
+            raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
+        return value
+
+    return read
+
+
+def _reader_of_tuple(arguments: tuple[Any, ...]) -> _Reader:
+    is_open = arguments[-1] is ...
+    readers = [_reader(argument) for argument in arguments if argument is not ...]
+    check = _reader_of(lambda value: type(value) is list and (is_open or len(value) == len(readers)))
+    if is_open:
+        return lambda value: tuple(map(readers[0], check(value)))
+    return lambda value: tuple(read(part) for read, part in zip(readers, check(value), strict=True))
+
+
+def _reader_of_fields(kind: Any) -> _Reader:
+    hints = get_type_hints(kind, include_extras=True)
+    readers = [(field.name, _reader(hints[field.name])) for field in fields(kind)]
+    check = _reader_of(lambda value: type(value) is dict)
+
+    def read(value: Any) -> Any:
+        values = {}
+        for name, read_field in readers:
+            if name not in check(value):
+                raise ProtocolError(f" has no {name}")
+            try:
+                values[name] = read_field(value[name])
+            except ProtocolError as error:
+                raise ProtocolError(f".{name}{error}") from None
+        return kind(**values)
+
+    return read
+
+
+# ---------------------------------------------------------------------- the sockets of the server
 
 
 class Peer:
@@ -38,6 +202,8 @@ class Peer:
         """Whether it is in the place of a lost process, and no member yet."""
         self.is_ready = False
         """Whether such a one stands before its first step."""
+        self.takes_by: float | None = None
+        """When such a one, which waited as a spare, has answered at the latest that it takes a place."""
         self.is_launcher = False
         """Whether it starts the processes of its node."""
         self.is_out = False
@@ -51,60 +217,189 @@ class Peer:
         return self.connection.fileno() < 0
 
 
-class NumDescriptors:
-    """Raises the soft limit of open files, so that connections take none of what the process has itself.
+_Received = tuple[Peer, bytes, OSError | None]
+"""From whom, and what: no bytes if it has hung up, with the error."""
+
+
+class Connections:
+    """All connections of the server: accepts, reads and sends, whatever is said. In one thread, but `wake`.
 
     Args:
-        num_more: connections.
-    """
-
-    def __init__(self, num_more: int) -> None:
-        self._before = self._raised = 0
-        if sys.platform == "win32":
-            return
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = soft + num_more if hard == resource.RLIM_INFINITY else min(soft + num_more, hard)
-        if soft != resource.RLIM_INFINITY and wanted > soft:
-            with suppress(OSError, ValueError):  # above what this kernel lets anybody have
-                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-                self._before, self._raised = soft, wanted
-
-    def restore(self) -> None:
-        """Sets the limit back, unless somebody else has changed it."""
-        if sys.platform == "win32" or not self._raised:
-            return
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft == self._raised:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (self._before, hard))
-        self._raised = 0
-
-
-def listen(address: str) -> socket.socket:
-    """A socket that listens on any free port of an address of this host; '' for all of them, of IPv6 too.
+        address: name or address of this host whose interface is bound; '' for all of them, of IPv6 too.
+        num_ranks: how many are to come; the limit of open files is raised for them.
 
     Raises:
         RendezvousError: the address is none of this host.
     """
+
+    def __init__(self, address: str, num_ranks: int) -> None:
+        self.peers: dict[Peer, None] = {}
+        """Processes of the run."""
+        self.strangers: dict[Peer, None] = {}
+        """Those that have not said who they are; the oldest first."""
+        self._listener = _listen(address)
+        self.port: int = self._listener.getsockname()[1]
+        self._restore_limit = _allow_descriptors(2 * num_ranks + _SPARE_CONNECTIONS)  # with the store's
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for sock in (self._listener, self._wake_receiver):
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def wake(self) -> None:
+        """Has `wait` return. Any thread."""
+        with suppress(OSError):  # closed already, or so many wake-ups are pending that it sees them anyway
+            self._wake_sender.send(b"x")
+
+    def wait(self, until: float | None, num_awaited: int) -> Iterator[_Received]:
+        """Waits until something comes, `until` a time at the latest; `num_awaited` ranks have not come."""
+        deadlines = [stranger.since + _HELLO_WAIT_S for stranger in islice(self.strangers, 1)]
+        deadlines += [until] if until is not None else []
+        timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                yield from self._accept(num_awaited + _SPARE_CONNECTIONS)
+            elif key.fileobj is self._wake_receiver:
+                self._wake_receiver.recv(4096)
+            else:
+                if events & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if events & selectors.EVENT_READ:
+                    yield from self._receive(key.data)
+        oldest = time.monotonic() - _HELLO_WAIT_S
+        for stranger in list(takewhile(lambda s: s.since <= oldest, self.strangers)):
+            self.hang_up(stranger)
+
+    def _accept(self, most_strangers: int) -> Iterator[_Received]:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # there are no more, or one hung up while it was queued
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._hang_up_on_strangers(len(self.strangers) - 1)
+                    time.sleep(_RETRY_S)  # the listener stays ready: without this, the loop would spin
+                return
+            connection.setblocking(False)
+            peer = Peer(connection)
+            self.strangers[peer] = None
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            yield from self._receive(peer)  # its hello, mostly
+            self._hang_up_on_strangers(most_strangers)
+
+    def _hang_up_on_strangers(self, num_left: int) -> None:
+        """Hangs up on the oldest, so that `num_left` remain: a process of the run speaks at once."""
+        for stranger in list(islice(self.strangers, max(0, len(self.strangers) - num_left))):
+            self.hang_up(stranger)
+
+    def _receive(self, peer: Peer) -> Iterator[_Received]:
+        if peer.is_closed:
+            return
+        try:
+            data = peer.connection.recv(LIMIT_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            yield peer, b"", error
+        else:
+            yield peer, data, None
+
+    def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
+        """A stranger has said who it is."""
+        peer.unpacker.limit_bytes = LIMIT_BYTES
+        with suppress(OSError):  # it is gone already, which reading from it will say
+            keep_alive(peer.connection, heartbeat_timeout_s)
+        self.strangers.pop(peer, None)
+        self.peers[peer] = None
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """Sends a message, as soon as the connection takes it."""
+        self._send_packed(peer, pack(message))
+
+    def send_all(self, messages: Iterable[Message]) -> None:
+        """Sends messages to all processes of the run."""
+        for data in map(pack, messages):
+            for peer in self.peers:
+                self._send_packed(peer, data)
+
+    def _send_packed(self, peer: Peer, data: bytes) -> None:
+        peer.unsent += data
+        if len(peer.unsent) <= _MOST_UNSENT_BYTES:
+            self._flush(peer)
+        else:  # it reads nothing, and must not cost this process its memory
+            peer.unsent.clear()
+            peer.has_left = True
+            with suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)  # which reading from it will say
+
+    def _flush(self, peer: Peer) -> None:
+        if peer.is_closed:
+            return
+        try:
+            with suppress(BlockingIOError):  # sent once the socket can be written to
+                del peer.unsent[: peer.connection.send(peer.unsent)]
+        except OSError:
+            return  # reading from it will say the same, and that is where it is handled
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        if peer.events != wanted:
+            peer.events = wanted
+            self._selector.modify(peer.connection, wanted, peer)
+
+    def hang_up(self, peer: Peer) -> None:
+        """Closes a connection."""
+        if not peer.is_closed:
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+            self.strangers.pop(peer, None)
+            self.peers.pop(peer, None)
+
+    def close(self) -> None:
+        """Closes all; also called in a forked process, so that no socket lives on there."""
+        for peer in (*self.peers, *self.strangers):
+            peer.connection.close()
+        self._listener.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+        self._selector.close()
+        self._restore_limit()
+
+
+def _allow_descriptors(num_more: int) -> Callable[[], None]:
+    """Raises the soft limit of open files, so that connections take none of what the process has itself.
+
+    Returns:
+        What sets it back, unless somebody else has changed it.
+    """
+    if sys.platform == "win32":
+        return lambda: None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + num_more if hard == resource.RLIM_INFINITY else min(soft + num_more, hard)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        with suppress(OSError, ValueError):  # above what this kernel lets anybody have
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+    def restore() -> None:
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[0] == wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    return restore
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that listens on any free port."""
     try:
         if not address and socket.has_dualstack_ipv6():
             everywhere = ("", 0)
             return socket.create_server(
                 everywhere, family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
             )
-        family, _, _, _, where = socket.getaddrinfo(
-            address or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            listener.bind(where)
-            listener.listen(_BACKLOG)
-            stack.pop_all()
+        known = socket.getaddrinfo(address or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, where = known[0]
+        return socket.create_server(where, family=family, backlog=_BACKLOG)
     except OSError as error:
         raise RendezvousError(
             f"cannot listen on {address}, the address of the first node: {error}. Set MASTER_ADDR to an"
             " address of the node with NODE_RANK=0."
         ) from error
-    return listener
 
 
 def keep_alive(connection: socket.socket, timeout_s: float) -> None:
@@ -129,5 +424,11 @@ def keep_alive(connection: socket.socket, timeout_s: float) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
-"""Errors of a socket whose other host is unreachable, as opposed to a process that ended."""
+def explain_loss(error: OSError | None, who: Identity, timeout_s: float) -> str:
+    """Why the connection to a process was lost; `GONE` where its host can be reached."""
+    if error is None or error.errno not in _UNREACHABLE:
+        return GONE
+    return (
+        f"node {who.node_rank} is unreachable: no heartbeat of its control connection for {timeout_s:g} s"
+        " (link down, or the node is gone)"
+    )

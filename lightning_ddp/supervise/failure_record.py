@@ -1,4 +1,4 @@
-"""The record of a failure: what is known of it, as it travels and as people read it."""
+"""The record of a failure: what is known of it, as it travels, and the report that people read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ import signal
 import socket
 import time
 import traceback as traceback_module
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from lightning_ddp.errors import PeerFailure
 
-__all__ = ["GONE", "FailureRecord", "Identity", "Where", "describe_exit"]
+__all__ = [
+    "GONE",
+    "FailureRecord",
+    "History",
+    "Identity",
+    "Where",
+    "describe_exit",
+    "render",
+    "write_error_file",
+]
 
 GONE = "the process is gone without a word (killed by a signal, or ended by os._exit)"
 """What is known of a process whose connection closed."""
@@ -29,6 +41,13 @@ _LONGEST = {
     "checkpoint": 4_100,
 }
 """In bytes as JSON, where a character takes up to twelve; together they fit into a message of the channel."""
+_MOST_SHOWN = 20
+_LATER_S = 60
+"""torchelastic reports the earliest of a node; a survivor must not be taken for the cause."""
+
+_FRAME = re.compile(r'^  File "(.+)", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
+_SITE_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
+_FOLDERS = {str(Path(__file__).parents[1]): "lightning_ddp", str(Path(os.__file__).parent): "python"}
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _ASCII_CONTROL_CHARACTERS = bytes(code for code in range(128) if _CONTROL_CHARACTERS.match(chr(code)))
 
@@ -54,11 +73,8 @@ class Identity:
     rank: int
     """Global rank; -1 for a launching process that is no rank."""
     node_rank: int
-    """Its node."""
     host: str = field(default_factory=socket.gethostname)
-    """Its host name."""
     pid: int = field(default_factory=os.getpid)
-    """Its process id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +82,18 @@ class Where:
     """What a rank is doing."""
 
     step: int | None = None
-    """Its global step, or None outside of training."""
+    """Its global step; None outside of training."""
     phase: str | None = None
-    """The hook or stage that runs, or None."""
+    """The hook or stage that runs."""
     waits_for: str | None = None
-    """The collective that it waits for, or None."""
+    """The collective that it waits for."""
     count: int = 0
     """Grows while the rank makes progress."""
+
+    def in_words(self) -> str:
+        """Step and phase, after words that say what the rank does there."""
+        step = f" at step {self.step}" if self.step is not None else ""
+        return step + (f" in {self.phase}" if self.phase else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,22 +142,22 @@ class FailureRecord:
         """A failure of a process that says nothing itself."""
         return cls(**vars(identity), message=message, **more)
 
+    @property
+    def cause(self) -> str:
+        """What happened, in words."""
+        return f"{self.exception_type}: {self.message}" if self.exception_type else self.message
+
     def cut(self) -> FailureRecord:
         """This record with its texts cut to what a message of the control channel may hold."""
-        shorter: dict[str, Any] = {}
-        for name, longest in _LONGEST.items():
-            text = getattr(self, name)
-            if text is not None:
-                shorter[name] = _cut(text, longest, keeps_end=name == "traceback")
+        shorter: dict[str, Any] = {
+            name: _cut(getattr(self, name), longest, keeps_end=name == "traceback")
+            for name, longest in _LONGEST.items()
+            if getattr(self, name) is not None
+        }
         return replace(self, **shorter)
 
     def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
-        """The error that the process `healthy_rank` raises.
-
-        Args:
-            healthy_rank: its rank.
-            is_rank: False for a launching process that is none.
-        """
+        """The error that the process `healthy_rank` raises, or a launching process that is no rank."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("checkpoint", "time")}
         if self.checkpoint is not None:
             values["message"] += f"\n  The last step was saved: {self.checkpoint}"
@@ -152,11 +173,7 @@ class FailureRecord:
 def _escaped(text: str) -> str:
     if text.isascii() and len(text.encode().translate(None, _ASCII_CONTROL_CHARACTERS)) == len(text):
         return text  # nearly always, and ten times as fast: 16,384 ranks read one record at once
-    return _CONTROL_CHARACTERS.sub(_escape, text)
-
-
-def _escape(found: re.Match[str]) -> str:
-    return ascii(found[0])[1:-1]
+    return _CONTROL_CHARACTERS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def _text_of(error: BaseException) -> str:
@@ -175,3 +192,159 @@ def _cut(text: str, longest: int, *, keeps_end: bool) -> str:
     if len(kept) == len(text):
         return text
     return f"... {kept}" if keeps_end else f"{kept} ..."
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def render(record: FailureRecord) -> str:
+    """The report for people: who failed first, where, how, with the traceback last."""
+    name = f"rank {record.rank}" if record.rank >= 0 else "the launching process"
+    facts = {"node": record.node_rank, "host": record.host, "pid": record.pid, "exit code": record.exit_code}
+    lines = [
+        f"lightning_ddp: {name} ({_facts(facts)}) failed first, and all ranks were stopped because of it."
+    ]
+    if record.step is not None or record.phase:
+        step = f"step {record.step}" if record.step is not None else ""
+        lines.append("  " + " in ".join(filter(None, (step, record.phase))))
+    lines.append(f"  {record.cause}")
+    if record.checkpoint:
+        lines.append(f"  The last step was saved: {record.checkpoint}")
+    if record.traceback:
+        lines.append(f"Traceback of {name}:\n{_shortened(record.traceback).rstrip()}")
+    return "\n".join(lines) + "\n"
+
+
+def _shortened(traceback: str) -> str:
+    """A traceback in which one line stands for the frames of packages before one of the user, or the last."""
+    pieces: list[tuple[str, str]] = []  # package, or "" for what is kept; text
+    end = 0
+    for frame in _FRAME.finditer(traceback):
+        pieces.append(("", traceback[end : frame.start()]))
+        end = frame.end()
+        is_followed = traceback.startswith(("  File ", "  [Previous "), end)
+        pieces.append((_package_of(frame[1]) if is_followed else "", frame[0]))
+    pieces.append(("", traceback[end:]))
+    pieces = [piece for piece in pieces if piece[1]]
+    return "".join(_piece(kind, list(group)) for kind, group in groupby(pieces, lambda piece: bool(piece[0])))
+
+
+def _package_of(file: str) -> str:
+    """The installed package that a file belongs to; "" for one of the user's."""
+    found = _SITE_PACKAGE.search(file)
+    if found:
+        return found[1]
+    return next((name for folder, name in _FOLDERS.items() if file.startswith(folder + os.sep)), "")
+
+
+def _piece(is_left_out: bool, pieces: list[tuple[str, str]]) -> str:
+    if not is_left_out or len(pieces) == 1:
+        return "".join(text for _, text in pieces)
+    return f"  ... {len(pieces)} frames of {', '.join(dict.fromkeys(package for package, _ in pieces))}\n"
+
+
+def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
+    """Writes the file in which torchelastic's agent looks for the error of one of its processes.
+
+    Args:
+        path: the value of TORCHELASTIC_ERROR_FILE.
+        record: the first failure.
+        is_cause: whether it happened in this process; the agent reports the earliest one of its node.
+    """
+    text = record.cause if is_cause else render(record)
+    data = {
+        "message": {
+            "message": text,
+            "extraInfo": {
+                "py_callstack": record.traceback if is_cause and record.traceback else text,
+                "timestamp": str(int(record.time) + (0 if is_cause else _LATER_S)),
+            },
+        }
+    }
+    part = Path(f"{path}.{os.getpid()}.part")  # renamed when complete: the agent may be reading
+    part.write_text(json.dumps(data))
+    part.replace(path)
+
+
+# ---------------------------------------------------------------------- the history of a run
+
+
+@dataclass
+class _Generation:
+    """One that followed another."""
+
+    change: str
+    who: str
+    """Who was lost, or has left, and who has joined."""
+    seconds: float | None = None
+    """From the first loss until all went on; None while they have not."""
+
+
+class History:
+    """The generations of a run that went on after failures, as the control server sees them."""
+
+    def __init__(self) -> None:
+        self._generations: list[_Generation] = []
+        self._left: dict[int, FailureRecord] = {}
+        self._since: float | None = None
+
+    def lost(self, place: int, record: FailureRecord, now: float) -> None:
+        """A process is lost, with the rank of `record`; `place` is that which it had in the beginning."""
+        self._left.setdefault(place, record)
+        self._since = now if self._since is None else self._since
+
+    def released(self, place: int, record: FailureRecord) -> None:
+        """A process leaves, as it was asked to. The next generation is without it."""
+        self._left[place] = record
+
+    def formed(self, step: int, before: Sequence[int], after: Sequence[int], now: float) -> None:
+        """The next generation goes on from a step; `before` and `after` are the members' places, by rank."""
+        self._since = now if self._since is None else self._since
+        left = [self._left.pop(place) for place in before if place not in after and place in self._left]
+        joined = [str(rank) for rank, place in enumerate(after) if place not in before]
+        who = f"; left: {', '.join(map(_who, left))}" if left else ""
+        who += f"; joined: rank {', '.join(joined)}" if joined else ""
+        change = f"step {step}: {len(before)} -> {len(after)} ranks"
+        self._generations.append(_Generation(change, who))
+
+    def went_on(self, now: float) -> None:
+        """All of the last generation go on."""
+        if self._since is not None and self._generations:
+            self._generations[-1].seconds = now - self._since
+            self._since = None
+
+    def tell(self) -> str:
+        """What people read, once; empty where nothing has happened.
+
+        >>> history = History()
+        >>> gone = FailureRecord(rank=1, host="gpu-07", pid=6091, message="was killed by SIGKILL")
+        >>> history.lost(1, gone, 10.0)
+        >>> history.formed(3, [0, 1], [0], 10.1)
+        >>> history.went_on(10.25)
+        >>> print(history.tell(), end="")
+        lightning_ddp: this run went on 1 time with other ranks, 0.25 s lost:
+          step 3: 2 -> 1 ranks after 0.25 s; left: rank 1 (host gpu-07, pid 6091) was killed by SIGKILL
+        """
+        generations, self._generations = self._generations, []
+        if not generations:
+            return ""
+        number = len(generations)
+        seconds = sum(generation.seconds or 0.0 for generation in generations)
+        times = "time" if number == 1 else "times"
+        text = f"lightning_ddp: this run went on {number} {times} with other ranks, {seconds:.2f} s lost:\n"
+        if number > _MOST_SHOWN:
+            text += f"  ... {number - _MOST_SHOWN} more before\n"
+        for generation in generations[-_MOST_SHOWN:]:
+            after = "" if generation.seconds is None else f" after {generation.seconds:.2f} s"
+            text += f"  {generation.change}{after}{generation.who}\n"
+        return text
+
+
+def _who(record: FailureRecord) -> str:
+    line = record.cause.strip().partition("\n")[0].partition("; what it printed")[0]
+    where = _facts({"host": record.host, "pid": record.pid})
+    return f"rank {record.rank} ({where}) {line.removeprefix('the process ')}"
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)

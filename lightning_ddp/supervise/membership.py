@@ -31,12 +31,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from lightning_ddp.supervise.failure_record import FailureRecord
-from lightning_ddp.supervise.protocol import Form, Gather, MeetAfter, Message, Muster, Present
+from lightning_ddp.supervise.protocol import Form, Gather, MeetAfter, Muster, Outgoing, Present
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
-from lightning_ddp.supervise.vacancies import STEPS_TO_FORGET
 
-__all__ = ["SETTLE_S", "Member", "Membership", "Outgoing", "Phase"]
+__all__ = ["SETTLE_S", "STEPS_TO_FORGET", "Member", "Membership", "Phase"]
 
+STEPS_TO_FORGET = 100
+"""Committed steps after which earlier failures count no more."""
 SETTLE_S = 0.1
 """How long after a failure others may join it, so that they are one change of the world and not two."""
 REPEAT_S = 1.0
@@ -45,9 +46,6 @@ _OWN_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 )
 """What a process dies of by its own doing. Others come from outside: from people, schedulers, the kernel."""
-
-Outgoing = list[tuple[int, Message]]
-"""Place -> message."""
 
 
 class Phase(Enum):
@@ -63,14 +61,6 @@ class Phase(Enum):
     """The word of each member that it is in the new generation."""
     OVER = auto()
     """The run ends."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    step: int
-    is_clean: bool
-    is_trying: bool
-    phase: int
 
 
 @dataclass
@@ -105,8 +95,7 @@ class Membership:
     """
 
     def __init__(self, places: Iterable[int], settings: RecoverySettings, answer_s: float) -> None:
-        self._settings = settings
-        self._answer_s = answer_s
+        self._settings, self._answer_s = settings, answer_s
         self._wait_s = settings.wait_s if isinstance(settings, ReplaceSettings) else 0.0
         self._waits_until: float | None = None
         """Until when enough others have to come; None while there are enough."""
@@ -123,11 +112,11 @@ class Membership:
         self.num_recoveries = 0
         """Those that count."""
         self._call = 0
-        self._answers: dict[int, _Answer] = {}
-        self._lost: set[int] = set()
+        self._answers: dict[int, Present] = {}
+        self._lost: dict[int, tuple[str, bool]] = {}
+        """Place -> how it has failed, as `_kind_of` says."""
         self._joined: set[int] = set()
         self._begun: set[int] = set()
-        self._kinds: dict[int, tuple[str, bool]] = {}
         self._repetitions: dict[str, _Repetition] = {}
         self._ready: set[int] = set()
         """Those that ask to join."""
@@ -155,14 +144,7 @@ class Membership:
     # ------------------------------------------------------------------ what is heard
 
     def lost(self, place: int, cause: FailureRecord, now: float, *, has_ended: bool) -> Outgoing:
-        """A process is lost.
-
-        Args:
-            place: which.
-            cause: how.
-            now: when.
-            has_ended: whether it is certain that it does nothing any more. Else it is `condemned`.
-        """
+        """A process is lost; it is `condemned` unless it is certain that it does nothing any more."""
         if self.phase is Phase.OVER or place not in self.members or place in self._lost:
             return []
         is_new = place in self._newcomers
@@ -176,13 +158,11 @@ class Membership:
             to_call = [p for p in self.remaining if p != place]
             self.members = tuple(p for p in self.members if p not in self._newcomers)
             self._newcomers = set()
-        self._leaving -= {place, *self._newcomers}
+        self._leaving &= {*self.members} - {place}
         if not is_new:
-            self._lost.add(place)
-            self._kinds[place] = _kind_of(cause)
+            self._lost[place] = _kind_of(cause)
         self._answers.pop(place, None)
-        self._settles_at = now + SETTLE_S
-        self._repeat_at = now + REPEAT_S
+        self._settles_at, self._repeat_at = now + SETTLE_S, now + REPEAT_S
         if not has_ended:
             self.condemned.add(place)
         if self._is_short(self.remaining):
@@ -200,8 +180,7 @@ class Membership:
         """A process has stopped, and says where."""
         is_asked = self.phase in (Phase.CALLING, Phase.GATHERING)
         if is_asked and answer.call == self._call and place in self.remaining:
-            known = _Answer(answer.step, answer.is_clean, answer.is_trying, answer.phase)
-            self._answers.setdefault(place, known)
+            self._answers.setdefault(place, answer)
 
     def joined(self, place: int, generation: int) -> None:
         """A process is in a generation, and has its state."""
@@ -380,7 +359,7 @@ class Membership:
             left=tuple(sorted(self._left)),
         )
         self.phase, self.members = Phase.FORMING, places
-        self._lost, self._joined, self._begun = set(), set(), set()
+        self._lost, self._joined, self._begun = {}, set(), set()
         self._newcomers = set(joined)
         self._answer_by = now + self._answer_s
         self._ready -= self._newcomers
@@ -392,7 +371,7 @@ class Membership:
         self._positions, self._has_met = {}, False
         return forms + [(place, Gather()) for place in places]  # before its first step
 
-    def _obstacle(self, step: int, answers: dict[int, _Answer]) -> str | None:
+    def _obstacle(self, step: int, answers: dict[int, Present]) -> str | None:
         """Why the run cannot go on from `step`, and counts this recovery; None if it can."""
         steps = [answer.step for answer in answers.values()]
         if step < 0:
@@ -404,7 +383,7 @@ class Membership:
         times = self._count_repetitions(step)
         if times is not None:
             return f"step {step} failed {times}: the data or the code is at fault, and not the machine"
-        if self._form is not None and not self._lost & self._begun:
+        if self._form is not None and not self._lost.keys() & self._begun:
             return None  # one more was lost while the generation was formed: the same recovery
         before, self._recovered_at = self._recovered_at, step
         if before is not None and step - before >= STEPS_TO_FORGET:
@@ -422,8 +401,8 @@ class Membership:
         part of a step's samples comes one step later. What comes from outside may be chance once more; or the
         kernel kills whoever asks for too much memory.
         """
-        seen = {self._kinds[place]: False for place in self._lost}
-        seen |= {self._kinds[place]: True for place in self._lost & self._begun}
+        seen = dict.fromkeys(self._lost.values(), False)
+        seen |= {kind: True for place, kind in self._lost.items() if place in self._begun}
         worst = None
         for (kind, is_by_chance), has_begun in seen.items():
             known = self._repetitions.get(kind)
@@ -474,14 +453,7 @@ class Member:
         return True
 
     def answer(self, step: int, *, is_clean: bool, is_trying: bool, phase: int = 0) -> Present:
-        """The answer to the last call, which is given once: until `enter` nothing may be committed.
-
-        Args:
-            step: optimizer steps that are committed here.
-            is_clean: whether the state is that after this step, and nothing else.
-            is_trying: whether the next step had begun.
-            phase: parts of the loops that are finished.
-        """
+        """The answer to the last call, which is given once: until `enter` nothing may be committed."""
         if self._answer is None:
             self._answer = Present(self._heard, step, is_clean, is_trying, phase)
         return self._answer
@@ -494,15 +466,18 @@ class Member:
         """This process, a spare, has another place from now on."""
         self.place = self.rank = place
 
-    def fits(self, form: Form) -> bool:
-        """Whether a generation is one to enter: it answers the last call, which this process has answered."""
+    def _is_next(self, form: Form) -> bool:
+        """Whether a generation answers the last call, which this process has answered."""
         is_new = form.generation > self.generation and form.call == self._heard
-        return is_new and self._answer is not None and self.place in form.members
+        return is_new and self._answer is not None
+
+    def fits(self, form: Form) -> bool:
+        """Whether a generation is one to enter."""
+        return self._is_next(form) and self.place in form.members
 
     def is_released(self, form: Form) -> bool:
         """Whether a generation is one that this process is left out of, as it has asked for."""
-        is_new = form.generation > self.generation and form.call == self._heard
-        return is_new and self._answer is not None and self.place in form.left
+        return self._is_next(form) and self.place in form.left
 
     def is_invited(self, form: Form) -> bool:
         """Whether a generation is one that this process joins, as it has asked for."""

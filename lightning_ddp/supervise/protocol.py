@@ -1,143 +1,203 @@
-"""Protocol of the control channel: a dataclass for each kind of message, and the codec that checks them.
+"""Protocol of the control channel: a dataclass for each kind of message, and what they are made of.
 
-A message travels as a JSON object behind its length, bounded in size, never pickled. Bytes from a socket are
-not trusted: whatever they are, reading them ends in messages or in a `ProtocolError`, and never takes more
-memory than the limit. Texts and lists that are longer than their field allows are cut.
+`connections.py` has how they travel, and checks what comes against the types of their fields.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-import struct
-import types
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
-from lightning_ddp.supervise.status import Findings, Name, RankStatus, Text
 
-__all__ = ["LIMIT_BYTES", "Message", "ProtocolError", "Unpacker", "pack"]
+__all__ = ["Message", "Outgoing", "ProtocolError"]
 
-LIMIT_BYTES = 64 * 1024
-"""Longest message in bytes, without its length."""
-
-_LENGTH = struct.Struct(">I")
-_MAX_DEPTH_BYTES = b"[" * 64
-_SHOWN_CHARACTERS = 80
-_LARGEST = 1e300
+_MOST_GROUPS = 6
 
 
 class ProtocolError(Exception):
     """Bytes that are no message of this protocol. Whoever sent them is hung up on; nobody else notices."""
 
 
+@dataclass_transform(frozen_default=True)
 class Message:
-    """Base of all kinds of message, which are found by `kind`."""
+    """Base of all kinds of message: each is a frozen dataclass, found by its `kind`."""
 
     kind: ClassVar[str]
     kinds: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         Message.kinds[cls.kind] = cls
+
+
+# ---------------------------------------------------------------------- what ranks say of themselves
+
+
+State = Literal["waits", "starts", "runs", "finished", "ending", "silent", "gone"]
+Text = Annotated[str, 200]
+"""Of at most so many characters; the protocol cuts what is longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStatus:
+    """What a rank has done with one process group."""
+
+    name: Text
+    """The same on all ranks of the group."""
+    ranks: Text
+    """Its global ranks, as `join_ranks` writes them."""
+    number: int
+    """How many collectives it has started there."""
+    calls: dict[int, Text] = field(default_factory=dict)
+    """Number -> what it was, for the last few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """What a rank says that it is doing."""
+
+    rank: int
+    state: State
+    """'waits' for a collective, 'starts' one with the others, 'runs', 'finished' its run, is 'ending' because
+    of a failure, 'silent' or 'gone'."""
+    label: Text | None = None
+    """The collective that it waits for; of one that has finished, what."""
+    group: Text | None = None
+    """Name of the process group of that."""
+    number: int = 0
+    """Its number there; 0 where it is not known."""
+    for_s: float = 0.0
+    """Seconds since that began."""
+    step: int | None = None
+    phase: Text | None = None
+    at: Text | None = None
+    """Line of the program at which its main thread is."""
+    groups: Annotated[tuple[GroupStatus, ...], _MOST_GROUPS] = ()
+    blocked_on: Annotated[tuple[tuple[Text, int, bool], ...], _MOST_GROUPS] = ()
+    """Group, number and whether it has not been started, of the collectives without which the rank does not
+    get on; empty where it may get on by itself."""
+
+    def on(self, group: str | None) -> GroupStatus | None:
+        """What it has done with one group."""
+        return next((known for known in self.groups if known.name == group), None)
+
+    def describe(self) -> str:
+        """Its state in words, after 'rank 3' or 'ranks 0-2'."""
+        at = Where(step=self.step, phase=self.phase).in_words()
+        match self.state:
+            case "waits":
+                return f"waits in {self.label}{at}"
+            case "starts":
+                return f"is about to start {self.label}{at}"
+            case "runs":
+                line = f" ({self.at})" if self.at else ""
+                beside = f", while a thread beside it waits in {self.label}" if self.label else ""
+                return f"waits for no collective{at}{line}{beside}"
+            case "finished":
+                return f"has finished {self.label or 'its run'}{Where(step=self.step).in_words()}"
+            case "ending":
+                return f"ends because of a failure{at}"
+            case "silent":
+                return "does not answer: it is stopped, or something holds its interpreter"
+            case "gone":
+                return "is gone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What comparing the statuses has shown."""
+
+    sentence: str
+    """Where the ranks disagree."""
+    table: str
+    """Each rank, its state, since when."""
+    missing: tuple[int, ...]
+    """Global ranks that have not come to the collective."""
+    is_contradiction: bool = False
+    """Whether ranks wait in different ones in its place, so that it cannot end well."""
 
 
 # ---------------------------------------------------------------------- from a process of the run
 
 
-@dataclass(frozen=True)
 class Hello(Message):
     """The first message of a connection."""
 
     token: str
     """The secret of the run."""
     identity: Identity
-    """Who speaks."""
     is_new: bool = False
     """Whether it is a process in the place of a lost one, which joins the run while that goes on."""
     is_launcher: bool = False
     """Whether it starts the processes of its node: `Start`."""
 
 
-@dataclass(frozen=True)
 class Active(Message):
     """A rank has begun or ended a run, such as a fit."""
 
     is_active: bool
     run: int
     """How many it has begun."""
-    name: Name
-    """Of the run."""
+    name: Text
 
 
-@dataclass(frozen=True)
 class Bye(Message):
     """The end of this connection is no failure."""
 
 
-@dataclass(frozen=True)
 class Who(Message):
     """Asks which ranks are connected: `Here`."""
 
 
-@dataclass(frozen=True)
 class Dismiss(Message):
     """A node is to leave: `Dismissed`. Also of a process that is no rank."""
 
     node: int
 
 
-@dataclass(frozen=True)
 class WhoIsMissing(Message):
     """Asks which nodes are lost, and have not come back: `Missing`. Also of a process that is no rank."""
 
 
-@dataclass(frozen=True)
 class Progress(Message):
     """What a rank is doing, where stalls are looked for; answered by `Beat`."""
 
     where: Where
 
 
-@dataclass(frozen=True)
 class Failed(Message):
     """A process has failed."""
 
     record: FailureRecord
 
 
-@dataclass(frozen=True)
 class Echoed(Message):
     """A call that communicates has failed, probably because another rank has."""
 
     record: FailureRecord
 
 
-@dataclass(frozen=True)
 class Vanished(Message):
     """A process that another one watches is gone."""
 
     record: FailureRecord
 
 
-@dataclass(frozen=True)
 class Exited(Message):
     """A child has ended without success, as its launcher sees it."""
 
     record: FailureRecord
 
 
-@dataclass(frozen=True)
 class Saved(Message):
     """A rank has saved the last checkpoint of a run that a failure ends."""
 
     path: Annotated[str, 4000]
 
 
-@dataclass(frozen=True)
 class Stop(Message):
     """A signal asks for the end of the run at a step boundary."""
 
@@ -146,19 +206,16 @@ class Stop(Message):
     """Whether the cluster starts the run again."""
 
 
-@dataclass(frozen=True)
 class Position(Message):
     """Answers `Hold`: the step boundaries that this rank has passed."""
 
     position: int
 
 
-@dataclass(frozen=True)
 class Stopped(Message):
     """This rank has stopped at the boundary."""
 
 
-@dataclass(frozen=True)
 class Present(Message):
     """Answers `Muster`: this process has stopped, and commits nothing more in its generation."""
 
@@ -173,21 +230,18 @@ class Present(Message):
     """Parts of the loops (batches, validations, ends of epochs ...) that it has finished."""
 
 
-@dataclass(frozen=True)
 class Joined(Message):
     """This process is in a generation, and has its state."""
 
     generation: int
 
 
-@dataclass(frozen=True)
 class Begun(Message):
     """This process begins again what a failure has interrupted; told before it does anything of it."""
 
     generation: int
 
 
-@dataclass(frozen=True)
 class Declined(Message):
     """Answers `Muster`: this process cannot go on."""
 
@@ -195,43 +249,31 @@ class Declined(Message):
     why: Text
 
 
-@dataclass(frozen=True)
 class Prepared(Message):
     """The first epoch begins: what a new process needs to know of the set-up is written for it."""
 
 
-@dataclass(frozen=True)
 class Ready(Message):
-    """A new process stands before its first step, and asks to be a member of the next generation: `Form`.
-
-    A spare does not ask before it is to `Take` a place.
-    """
+    """A new process asks to join before its first step, a spare once it is to `Take`: `Form`."""
 
 
-@dataclass(frozen=True)
 class Leave(Message):
-    """This process is asked to end; the others are to go on without it from a step boundary on: `Form`."""
+    """This process, or its node, is asked to end; the others go on from a step boundary on: `Form`."""
 
     is_node: bool
-    """Whether all ranks of its node are."""
 
 
-@dataclass(frozen=True)
 class Ask(Message):
-    """Asks where the ranks disagree: `Found`."""
+    """Asks where the ranks disagree about a collective, of a process group and a number: `Found`."""
 
     group: Text | None
-    """Name of the process group in question."""
     number: int
-    """Of the collective there."""
 
 
-@dataclass(frozen=True)
 class Look(Message):
     """Has the server look whether a rank waits for what nobody will call."""
 
 
-@dataclass(frozen=True)
 class Status(Message):
     """Answers `RollCall`."""
 
@@ -239,7 +281,6 @@ class Status(Message):
     status: RankStatus
 
 
-@dataclass(frozen=True)
 class Announce(Message):
     """With debug="detail": this rank is about to start a collective; answered by `Go` or `Found`."""
 
@@ -253,7 +294,6 @@ class Announce(Message):
     """In which run, as `Active` counts them."""
 
 
-@dataclass(frozen=True)
 class Tell(Message):
     """A value for another rank: `Told`."""
 
@@ -266,66 +306,53 @@ class Tell(Message):
 # ---------------------------------------------------------------------- from the server
 
 
-@dataclass(frozen=True)
 class Failure(Message):
     """The first failure of the run."""
 
     record: FailureRecord
 
 
-@dataclass(frozen=True)
 class AllHere(Message):
     """All ranks have connected."""
 
 
-@dataclass(frozen=True)
 class Here(Message):
     """Answers `Who`."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Dismissed(Message):
-    """Answers `Dismiss`."""
+    """Answers `Dismiss`: which ranks leave, or why none does."""
 
     ranks: tuple[int, ...]
-    """Those that leave."""
     why: Text | None
-    """Why none does."""
 
 
-@dataclass(frozen=True)
 class Missing(Message):
     """Answers `WhoIsMissing`."""
 
     nodes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Left(Message):
     """All ranks have ended a run."""
 
 
-@dataclass(frozen=True)
 class Beat(Message):
-    """Answers `Progress`: the server lives."""
+    """Answers `Progress`: the server lives, and expects the next in `next_s` seconds; None: none."""
 
     next_s: float | None
-    """In how many seconds it expects the next one; None: not at all."""
 
 
-@dataclass(frozen=True)
 class Closing(Message):
     """The server's process ends, and that is no failure."""
 
 
-@dataclass(frozen=True)
 class Hold(Message):
     """No boundary is passed until `StopAfter`; answered by `Position`."""
 
 
-@dataclass(frozen=True)
 class StopAfter(Message):
     """All ranks stop at the boundary after this one."""
 
@@ -334,12 +361,10 @@ class StopAfter(Message):
     is_requeue: bool
 
 
-@dataclass(frozen=True)
 class Gather(Message):
     """Others are to join, or to leave: no boundary is passed until `MeetAfter`; answered by `Position`."""
 
 
-@dataclass(frozen=True)
 class MeetAfter(Message):
     """All members stop at the boundary after this one, where others join or leave; answered by `Present`."""
 
@@ -350,24 +375,20 @@ class MeetAfter(Message):
     """Whether others join, to whom the state is to be given."""
 
 
-@dataclass(frozen=True)
 class Take(Message):
     """A spare is to have this place, of a process that is lost; answered by `Ready`."""
 
     place: int
 
 
-@dataclass(frozen=True)
 class Muster(Message):
     """A process is lost: the others stop, and say where; answered by `Present` or `Declined`."""
 
     call: int
     """From 1; a later one makes the earlier ones void."""
     record: FailureRecord
-    """The failure."""
 
 
-@dataclass(frozen=True)
 class Form(Message):
     """The next generation; its members answer with `Joined`. Processes are named by their places."""
 
@@ -397,14 +418,12 @@ class Form(Message):
     """Those that have asked to leave since a generation was whole; they are told, and end."""
 
 
-@dataclass(frozen=True)
 class Start(Message):
     """To the launcher of another node: a new process is to be started in the place of a lost one."""
 
     place: int
 
 
-@dataclass(frozen=True)
 class Moved(Message):
     """To the launcher of another node: a spare, which it has started, takes the place of a lost process."""
 
@@ -412,14 +431,12 @@ class Moved(Message):
     place: int
 
 
-@dataclass(frozen=True)
 class RollCall(Message):
     """Asks what a rank is doing: `Status`."""
 
     number: int
 
 
-@dataclass(frozen=True)
 class Go(Message):
     """All ranks of the group are about to start this collective."""
 
@@ -427,7 +444,6 @@ class Go(Message):
     number: int
 
 
-@dataclass(frozen=True)
 class Found(Message):
     """Where the ranks disagree about a collective."""
 
@@ -436,7 +452,6 @@ class Found(Message):
     findings: Findings
 
 
-@dataclass(frozen=True)
 class Told(Message):
     """A value of another rank."""
 
@@ -445,134 +460,5 @@ class Told(Message):
     value: Any
 
 
-# ---------------------------------------------------------------------- codec
-
-
-def pack(message: Message) -> bytes:
-    """The bytes of a message.
-
-    Raises:
-        ProtocolError: it is longer than `LIMIT_BYTES`.
-    """
-    values = asdict(message)  # type: ignore[call-overload]  # all kinds are dataclasses
-    data = json.dumps({"kind": message.kind, **values}, separators=(",", ":")).encode()
-    if len(data) > LIMIT_BYTES:
-        raise ProtocolError(f"a message of {len(data)} bytes; the limit is {LIMIT_BYTES}")
-    return _LENGTH.pack(len(data)) + data
-
-
-class Unpacker:
-    """Collects the bytes of one connection into messages.
-
-    Args:
-        limit_bytes: longest message that is taken; a connection that has not said who it is gets a small one.
-    """
-
-    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
-        self.limit_bytes = limit_bytes
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete with `data`.
-
-        Raises:
-            ProtocolError: a length over the limit, no JSON, or JSON that is no message.
-        """
-        self._buffer += data
-        messages = []
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > self.limit_bytes:
-                raise ProtocolError(f"a message of {length} bytes; the limit is {self.limit_bytes}")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            messages.append(_parse(bytes(self._buffer[_LENGTH.size : end])))
-            del self._buffer[:end]
-        return messages
-
-
-def _parse(data: bytes) -> Message:
-    if _MAX_DEPTH_BYTES in data.replace(b" ", b""):
-        raise ProtocolError("nested too deeply")
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"no JSON: {error}") from None
-    kind = values.get("kind") if isinstance(values, dict) else None
-    if not isinstance(kind, str) or kind not in Message.kinds:
-        raise ProtocolError("no object with a known kind")
-    try:
-        message: Message = _reader(Message.kinds[kind])(values)
-    except ProtocolError as error:
-        raise ProtocolError(f"{kind}{error}") from None
-    return message
-
-
-_Reader = Callable[[Any], Any]
-"""Turns what JSON has for a field into the field's type; raises ProtocolError with what is wrong."""
-
-
-@functools.cache
-def _reader(hint: Any) -> _Reader:
-    """Reads values of one type; made once for each, as a message is read by 16,384 ranks at once."""
-    if hint is Any:
-        return lambda value: value
-    if is_dataclass(hint):
-        return _reader_of_fields(hint)
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        (only,) = (_reader(argument) for argument in arguments if argument is not types.NoneType)
-        return lambda value: None if value is None else only(value)
-    if origin is Annotated:
-        whole, longest = _reader(arguments[0]), arguments[1]
-        return lambda value: whole(value[:longest] if isinstance(value, str | list) else value)
-    if origin is Literal:
-        return _reader_of(lambda value: isinstance(value, str) and value in arguments)
-    if origin is dict:
-        part = _reader(arguments[1])
-        check = _reader_of(lambda value: type(value) is dict and all(key.isdecimal() for key in value))
-        return lambda value: {int(key): part(of) for key, of in check(value).items()}
-    if origin is tuple:
-        return _reader_of_tuple(arguments)
-    if hint is float:
-        check = _reader_of(lambda value: type(value) in (int, float) and abs(value) < _LARGEST)
-        return lambda value: float(check(value))
-    return _reader_of(lambda value: type(value) is hint)
-
-
-def _reader_of(is_right: Callable[[Any], bool]) -> _Reader:
-    def read(value: Any) -> Any:
-        if not is_right(value):
-            raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
-        return value
-
-    return read
-
-
-def _reader_of_tuple(arguments: tuple[Any, ...]) -> _Reader:
-    is_open = arguments[-1] is ...
-    readers = [_reader(argument) for argument in arguments if argument is not ...]
-    check = _reader_of(lambda value: type(value) is list and (is_open or len(value) == len(readers)))
-    if is_open:
-        return lambda value: tuple(map(readers[0], check(value)))
-    return lambda value: tuple(read(part) for read, part in zip(readers, check(value), strict=True))
-
-
-def _reader_of_fields(kind: Any) -> _Reader:
-    hints = get_type_hints(kind, include_extras=True)
-    readers = [(field.name, _reader(hints[field.name])) for field in fields(kind)]
-    check = _reader_of(lambda value: type(value) is dict)
-
-    def read(value: Any) -> Any:
-        values = {}
-        for name, read_field in readers:
-            if name not in check(value):
-                raise ProtocolError(f" has no {name}")
-            try:
-                values[name] = read_field(value[name])
-            except ProtocolError as error:
-                raise ProtocolError(f".{name}{error}") from None
-        return kind(**values)
-
-    return read
+Outgoing = list[tuple[int, Message]]
+"""To which rank or place, and what."""

@@ -6,7 +6,7 @@ import math
 import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lightning_ddp.errors import ConfigurationError, closest
 
@@ -19,9 +19,15 @@ __all__ = [
     "parse_on_preemption",
 ]
 
+_Kind = TypeVar("_Kind", bound="RecoverySettings | PreemptionSettings")
 _LEAST_HEARTBEAT_S = 2.0
 _NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 """Signals by which schedulers announce that a machine is taken away."""
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigurationError(f"on_failure: {name}={value!r}; expected a whole number of at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +48,8 @@ class RecoverySettings:
     """Whether a rank whose code raises is left behind as well; else that ends the run."""
 
     def __post_init__(self) -> None:
-        for name in ("min_world_size", "max_recoveries"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigurationError(
-                    f"on_failure: {name}={value!r}; expected a whole number of at least 1"
-                )
+        _check_number("min_world_size", self.min_world_size, 1)
+        _check_number("max_recoveries", self.max_recoveries, 1)
         if self.batch not in ("rank", "global"):
             raise ConfigurationError(f"on_failure: batch={self.batch!r}; there are 'rank', 'global'")
         if type(self.exceptions) is not bool:
@@ -67,17 +69,7 @@ class ReplaceSettings(RecoverySettings):
         super().__post_init__()
         if type(self.wait_s) not in (int, float) or not 0 <= self.wait_s < math.inf:
             raise ConfigurationError(f"on_failure: wait_s={self.wait_s!r}; expected seconds of at least 0")
-        if type(self.spares) is not int or self.spares < 0:
-            raise ConfigurationError(
-                f"on_failure: spares={self.spares!r}; expected a whole number of at least 0"
-            )
-
-
-_KINDS: dict[str, type[RecoverySettings] | None] = {
-    "stop": None,
-    "shrink": RecoverySettings,
-    "replace": ReplaceSettings,
-}
+        _check_number("spares", self.spares, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +101,8 @@ def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
     Raises:
         ConfigurationError: an unknown name or option.
     """
-    settings: RecoverySettings | None = _parse("on_failure", spec, _KINDS)
-    return settings
+    kinds = {"stop": None, "shrink": RecoverySettings, "replace": ReplaceSettings}
+    return _parse("on_failure", spec, kinds)
 
 
 def parse_on_preemption(spec: str | Mapping[str, Any]) -> PreemptionSettings | None:
@@ -119,13 +111,12 @@ def parse_on_preemption(spec: str | Mapping[str, Any]) -> PreemptionSettings | N
     Raises:
         ConfigurationError: an unknown name or option.
     """
-    settings: PreemptionSettings | None = _parse(
-        "on_preemption", spec, {"stop": None, "leave": PreemptionSettings}
-    )
-    return settings
+    return _parse("on_preemption", spec, {"stop": None, "leave": PreemptionSettings})
 
 
-def _parse(argument: str, spec: str | Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
+def _parse(
+    argument: str, spec: str | Mapping[str, Any], kinds: Mapping[str, type[_Kind] | None]
+) -> _Kind | None:
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = str(options.pop("name", None))
     if name not in kinds:

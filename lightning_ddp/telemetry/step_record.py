@@ -1,9 +1,8 @@
-"""Records of synchronised steps: forward, backward, and each bucket's way through the reducer.
+"""Records of synchronised steps: forward, backward, and each bucket's way; averages as torch logs them.
 
-The reducer and the wrapper tell a `StepRecorder` of each moment. It keeps the last steps in a ring buffer.
-On the CPU a moment is a reading of the host's monotonic clock, which all processes of a Linux host share. On
-CUDA it is an event on the stream, turned into nanoseconds once the device has passed it; nothing waits for
-the device. Without a recorder the engine does nothing of this.
+The reducer and the wrapper tell a `StepRecorder` of each moment. It keeps the last steps if somebody wants
+them, and else times one in a hundred. On the CPU a moment is a reading of the host's clock, on CUDA an event
+on the stream, read once the device has passed it; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -19,12 +18,21 @@ import torch
 from lightning_ddp._torch import Future
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["BucketRecord", "StepRecord", "StepRecorder"]
+__all__ = ["PHASES", "BucketRecord", "StepRecord", "StepRecorder"]
+
+PHASES = {
+    "forward_compute": ("forward_start", "backward_start"),
+    "backward_compute": ("backward_start", "backward_end"),
+    "backward_comm": ("comm_start", "comm_end"),
+    "backward_compute_comm_overlap": ("comm_start", "backward_end"),
+}
+"""Parts of a step whose mean durations are known, and the moments at which they begin and end."""
 
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
 _MOST_UNRESOLVED = 64
-_MOMENTS = ("forward_start", "forward_end", "backward_start", "backward_end", "comm_end")
+_NUM_FIRST = 10
+_MOMENTS = ("forward_start", "forward_end", "backward_start", "comm_start", "backward_end", "comm_end")
 _BUCKET_MOMENTS = ("ready", "launched", "done")
 
 
@@ -62,6 +70,13 @@ class StepRecord:
     """All buckets are reduced and written to `.grad`."""
     buckets: list[BucketRecord] = field(default_factory=list)
     """In launch order, without those that were not reduced."""
+    comm_start: Any = None
+    """The first bucket is complete, and its reduction about to be started."""
+
+    def phase_ns(self, phase: str) -> int:
+        """How long one of `PHASES` took, in a step that had them all."""
+        start, end = (int(getattr(self, name)) for name in PHASES[phase])
+        return max(0, end - start)
 
     @property
     def num_bytes(self) -> int:
@@ -71,8 +86,7 @@ class StepRecord:
     @property
     def communication_s(self) -> float:
         """Seconds in which at least one bucket was on its way."""
-        total = 0
-        reached = 0
+        total, reached = 0, 0
         for bucket in sorted(self.buckets, key=lambda b: b.launched or 0):
             if bucket.launched is not None and bucket.done is not None:
                 total += max(0, bucket.done - max(bucket.launched, reached))
@@ -107,59 +121,89 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Keeps what the last steps of one wrapper did. Never communicates, never waits for a device.
+    """Keeps what the last steps of one wrapper did, and means over some. Never communicates, never waits.
+
+    The first ten steps are timed, and one in `sample_rate` after; all of them, with the way of each bucket,
+    while records are kept. Of others nothing is noted.
 
     Args:
         device: where the gradients are.
-        num_steps: how many steps are kept.
-
-    Raises:
-        ConfigurationError: there is no step to be kept.
     """
 
-    def __init__(self, device: torch.device, num_steps: int = 256) -> None:
-        if num_steps < 1:
-            raise ConfigurationError(f"num_steps={num_steps}: expected a number of steps from 1")
-        self.records: deque[StepRecord] = deque(maxlen=num_steps)
+    def __init__(self, device: torch.device) -> None:
+        self.records: deque[StepRecord] = deque(maxlen=0)
         """The last steps, oldest first. On CUDA those that the device has finished."""
-        self.epoch_ns = time.time_ns() - time.perf_counter_ns()
-        """What to add to a moment of a CPU record for nanoseconds since 1970."""
+        self.sample_rate = 100
+        """After ten steps, one in so many is timed."""
+        self.mean_ns: dict[str, float] = {}
+        """Mean duration of each phase; empty before the first step is timed."""
+        self.last_timed: tuple[int, StepRecord] | None = None
+        """The last of these steps, and how many forwards there had been with its own."""
+        self._device = device
         self._events = _Events(device) if device.type == "cuda" else None
+        self._is_keeping = False
         self._open: StepRecord | None = None
+        self._timed: tuple[int, StepRecord] | None = None  # is over, as far as the host knows
         self._in_flight: list[tuple[BucketRecord, Any]] = []
         self._forward: tuple[Any, Any] = (None, None)
-        self._num_taken = 0
+        self._num_forwards = self._num_timed = 0
+        self._num_added = 0  # since the last `take`
         self._first = 0  # number of the step that the engine counts as 0
-        self.num_steps = 0
-        """Steps that have been recorded since the beginning."""
+
+    def keep(self, num_steps: int) -> None:
+        """Begin to keep the records of the last steps; with 0, leave those that there are as they are.
+
+        Raises:
+            ConfigurationError: a negative number.
+        """
+        if num_steps < 0:
+            raise ConfigurationError(f"num_steps={num_steps}: expected a number of steps from 0")
+        self._is_keeping, self._open = num_steps > 0, None
+        if num_steps:
+            self.records, self._num_added, self._first = deque(maxlen=num_steps), 0, 0
+            self._events = _Events(self._device) if self._events is not None else None
+
+    @property
+    def _is_timed(self) -> bool:
+        number = self._num_forwards
+        return number <= _NUM_FIRST or number % self.sample_rate == 0
 
     def _now(self) -> Any:
-        return time.perf_counter_ns() if self._events is None else self._events.record()
+        return time.perf_counter_ns() if self._events is None else _record_event(self._device)
 
-    # ------------------------------------------------------------------ told by the engine
-
-    def start_forward(self) -> None:
-        """A forward whose backward is to be synchronised begins."""
-        self._forward = (self._now(), None)
+    def start_forward(self) -> bool:
+        """A forward whose backward is to be synchronised begins. Returns whether the means have changed."""
+        is_new = self._update_means()
+        self._num_forwards += 1
+        is_noted = self._is_keeping or self._is_timed
+        self._forward = (self._now() if is_noted else None, None)
+        return is_new
 
     def end_forward(self) -> None:
         """It ends."""
-        self._forward = (self._forward[0], self._now())
+        if self._is_keeping:
+            self._forward = (self._forward[0], self._now())
 
     def start_backward(self, step: int) -> None:
         """The first gradient of synchronised backward `step` is there."""
-        start, end = self._forward
-        self._forward = (None, None)
-        self._open = StepRecord(
-            self._first + step, forward_start=start, forward_end=end, backward_start=self._now()
-        )
         self._in_flight.clear()
+        self._open = None
+        if self._is_keeping or self._is_timed:
+            start, end = self._forward
+            number, now = self._first + step, self._now()
+            self._open = StepRecord(number, forward_start=start, forward_end=end, backward_start=now)
+        self._forward = (None, None)
 
     def ready(self, index: int, num_bytes: int) -> None:
         """All that bucket `index` gets is there."""
-        if self._open is not None:
+        if self._open is not None and self._is_keeping:
             self._open.buckets.append(BucketRecord(index, num_bytes, ready=self._now()))
             self._look_for_done()
+
+    def launching(self) -> None:
+        """The reduction of a bucket is about to be started."""
+        if self._open is not None and self._open.comm_start is None:
+            self._open.comm_start = self._now()
 
     def launched(self, index: int, work: Any) -> None:
         """The reduction of bucket `index` has been started; `work` is its work or future, None for none."""
@@ -196,9 +240,31 @@ class StepRecorder:
         record.comm_end = self._now()
         record.buckets.sort(key=lambda bucket: bucket.index)
         self._in_flight.clear()
-        for kept in [record] if self._events is None else self._events.resolve(record):
-            self.records.append(kept)
-            self.num_steps += 1
+        if self._is_timed and record.forward_start is not None and record.comm_start is not None:
+            self._timed = (self._num_forwards, record)
+        if self._events is None:
+            self._add([record])
+        else:
+            self._events.unresolved.append(record)
+            self._add(self._events.resolve())
+
+    def _add(self, finished: Iterable[StepRecord]) -> None:
+        for record in finished if self._is_keeping else ():
+            self.records.append(record)
+            self._num_added += 1
+
+    def _update_means(self) -> bool:
+        """Takes in the last timed step, once the device has finished it. Returns whether there was one."""
+        if self._events is not None:
+            self._add(self._events.resolve())
+        if self._timed is None or not isinstance(self._timed[1].comm_end, int):
+            return False
+        self.last_timed, self._timed = self._timed, None
+        self._num_timed += 1
+        for phase in PHASES:
+            mean = self.mean_ns.get(phase, 0.0)
+            self.mean_ns[phase] = mean + (self.last_timed[1].phase_ns(phase) - mean) / self._num_timed
+        return True
 
     def _find(self, index: int) -> BucketRecord | None:
         buckets = self._open.buckets if self._open is not None else []
@@ -222,64 +288,59 @@ class StepRecorder:
         while self.records and self.records[-1].step >= first:
             self.records.pop()
 
-    # ------------------------------------------------------------------ asked
-
     @property
     def num_new(self) -> int:
         """How many records `take` would return."""
-        return min(self.num_steps - self._num_taken, len(self.records))
+        return min(self._num_added, len(self.records))
 
     def take(self) -> list[StepRecord]:
         """The records that have been added since the last call, as far as they are still kept."""
-        num_new = self.num_new
-        self._num_taken = self.num_steps
-        return list(self.records)[len(self.records) - num_new :]
+        first, self._num_added = len(self.records) - self.num_new, 0
+        return list(self.records)[first:]
 
 
 class _Events:
-    """Moments of a CUDA device: events, and what they are in nanoseconds since the recorder was made."""
+    """Moments of a CUDA device: events, and what they are in nanoseconds of the host's clock, about."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
-        self._unresolved: deque[StepRecord] = deque(maxlen=_MOST_UNRESOLVED)
-        self._anchor = self.record()
-        self._anchor_ns = 0
-
-    def record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        self.unresolved: deque[StepRecord] = deque(maxlen=_MOST_UNRESOLVED)
+        self._anchor = _record_event(device)
+        self._anchor_ns = time.perf_counter_ns()
 
     def record_after(self, work: Any) -> torch.cuda.Event:
         """An event at the end of a work, on a stream that nothing else waits for."""
         with torch.cuda.stream(self._side):
             work.wait()
-            return self.record()
+            return _record_event(self._device)
 
-    def resolve(self, record: StepRecord) -> Iterable[StepRecord]:
-        """Takes in a step; returns those that the device has finished, with times for events."""
-        self._unresolved.append(record)
+    def resolve(self) -> list[StepRecord]:
+        """Steps that the device has finished meanwhile, now with times for events."""
         finished = []
-        while self._unresolved and all(event.query() for event in _events_of(self._unresolved[0])):
-            step = self._unresolved.popleft()
-            self._to_ns(step)
-            finished.append(step)
+        while self.unresolved:
+            record = self.unresolved[0]
+            places: list[tuple[Any, str]] = [
+                (record, name) for name in _MOMENTS if getattr(record, name) is not None
+            ]
+            places += [(b, n) for b in record.buckets for n in _BUCKET_MOMENTS if getattr(b, n) is not None]
+            events = [getattr(owner, name) for owner, name in places]
+            if not all(event.query() for event in events):
+                break
+            finished.append(self.unresolved.popleft())
+            # elapsed_time is a 32-bit number: exact for short times, such as those within a step
+            first_ns = self._anchor_ns + _ns_between(self._anchor, events[0])
+            for (owner, name), event in zip(places, events, strict=True):
+                setattr(owner, name, first_ns + _ns_between(events[0], event))
+            self._anchor, self._anchor_ns = events[0], first_ns
         return finished
 
-    def _to_ns(self, record: StepRecord) -> None:
-        anchor, anchor_ns = self._anchor, self._anchor_ns
-        for owner, names in [(record, _MOMENTS), *((bucket, _BUCKET_MOMENTS) for bucket in record.buckets)]:
-            for name in names:
-                event = getattr(owner, name)
-                if event is not None:
-                    ns = anchor_ns + int(anchor.elapsed_time(event) * _NS_PER_MS)
-                    setattr(owner, name, ns)
-                    if name == "comm_end":  # elapsed_time is a 32-bit number: exact for short times only
-                        self._anchor, self._anchor_ns = event, ns
+
+def _ns_between(first: torch.cuda.Event, second: torch.cuda.Event) -> int:
+    return int(first.elapsed_time(second) * _NS_PER_MS)
 
 
-def _events_of(record: StepRecord) -> list[Any]:
-    moments = [getattr(record, name) for name in _MOMENTS]
-    moments += [getattr(bucket, name) for bucket in record.buckets for name in _BUCKET_MOMENTS]
-    return [moment for moment in moments if moment is not None]
+def _record_event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))  # the process may be on another device
+    return event

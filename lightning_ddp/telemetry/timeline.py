@@ -1,24 +1,239 @@
-"""Recorded steps of all ranks on one time axis: spans of compute and of buckets, and a Chrome trace of them.
+"""Recorded steps of all ranks: which comes late, a rank's file, one time axis, a Chrome trace and a picture.
 
 Clocks of hosts differ. A step's last collective ends on all ranks at one moment, up to the time that a
-message travels, so each rank's clock is shifted until these ends agree with rank 0's (in the median).
+message travels. So each rank's clock is shifted until these ends agree with rank 0's (in the median), and of
+two ranks the one with less slack, the time from its last bucket's readiness to that end, came later.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
-from lightning_ddp.telemetry.recording import Recording
-from lightning_ddp.telemetry.step_record import StepRecord
-
-__all__ = ["Lane", "Span", "chrome_trace", "lanes_of"]
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 
 _NS_PER_US = 1_000
-COMPUTE = 0
+_NS_PER_MS = 1_000_000
+_COMPUTE = 0
 """Number of the row of forward and backward; those of buckets follow."""
+_VERSION = 1
+_STEP_FIELDS = ("step", "forward_start", "forward_end", "backward_start", "backward_end", "comm_end")
+_BUCKET_FIELDS = ("index", "num_bytes", "ready", "launched", "done", "begun")
+_NAME = re.compile(r"rank(\d+)\.json")
+_MOST_KEPT = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Ranks were lost, or have joined, and the run went on."""
+
+    step: int
+    """The first one with the new ranks, counted as the recorded steps are."""
+    old_world_size: int
+    new_world_size: int
+    lost_ranks: Sequence[int]
+    """As they were numbered before."""
+    joined_ranks: Sequence[int]
+    """As they are numbered since."""
+    seconds: float
+    """That this rank lost by it."""
+    cause: str
+    """In a line; empty where nothing has failed."""
+
+    @property
+    def why(self) -> str:
+        """The cause; or that nothing has failed."""
+        return self.cause or ("asked to leave" if self.lost_ranks else "new processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What the last steps of one rank did; moments in nanoseconds of its own clock."""
+
+    rank: int
+    world_size: int
+    host: str
+    steps: Sequence[StepRecord]
+    changes: Sequence[Change] = ()
+
+
+def save(folder: Path, recording: Recording) -> Path:
+    """Writes `folder/rank<r>.json`, and the folder if it does not exist. Does not communicate.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank{recording.rank}.json"
+    document = {
+        "version": _VERSION,
+        "rank": recording.rank,
+        "world_size": recording.world_size,
+        "host": recording.host,
+        "changes": list(map(asdict, recording.changes)),
+        "steps": [
+            {
+                **{name: getattr(step, name) for name in _STEP_FIELDS},
+                "buckets": [[getattr(bucket, name) for name in _BUCKET_FIELDS] for bucket in step.buckets],
+            }
+            for step in recording.steps
+        ],
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(document))
+    part.replace(path)
+    return path
+
+
+def load_folder(folder: Path) -> list[Recording]:
+    """The recordings of a folder, in rank order. Ranks may be missing, as on the other nodes' disks.
+
+    Raises:
+        ConfigurationError: there is none, one cannot be read, or they are of runs of different sizes.
+    """
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("rank*.json"))
+    found = sorted((int(match[1]), path) for match, path in matches if match is not None)
+    if not found:
+        raise ConfigurationError(
+            f"{folder} holds no recording (rank0.json, rank1.json ...):"
+            " CommunicationMonitor(timeline=folder) writes them at the end of a fit"
+        )
+    recordings = [_load(path) for _, path in found]
+    sizes = {recording.world_size for recording in recordings}
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"{folder} holds recordings of runs with {' and '.join(map(str, sorted(sizes)))} ranks; use a"
+            " folder of its own for each run"
+        )
+    return recordings
+
+
+def _load(path: Path) -> Recording:
+    try:
+        document = json.loads(path.read_text())
+        if document["version"] != _VERSION:
+            raise ConfigurationError(
+                f"{path} has format {document['version']}, this version reads format {_VERSION}"
+            )
+        return Recording(
+            rank=int(document["rank"]),
+            world_size=int(document["world_size"]),
+            host=str(document["host"]),
+            steps=[_step(step) for step in document["steps"]],
+            changes=tuple(Change(**change) for change in document.get("changes", ())),
+        )
+    except ConfigurationError:
+        raise
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise ConfigurationError(f"{path} is no recording: {type(error).__name__}: {error}") from error
+
+
+def _step(values: dict[str, Any]) -> StepRecord:
+    step = StepRecord(**{name: values[name] for name in _STEP_FIELDS})
+    step.buckets = [BucketRecord(*bucket) for bucket in values["buckets"]]
+    return step
+
+
+# ---------------------------------------------------------------------- which rank comes late
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lateness:
+    """How late the ranks came in a number of successive steps."""
+
+    first_step: int
+    """Number of the first synchronised backward."""
+    late_us: Mapping[int, Sequence[int | None]]
+    """Rank -> microseconds after the first rank in each step; None where a rank did not say."""
+
+    def median_us(self) -> dict[int, float]:
+        """Rank -> median over the steps; without ranks that said nothing."""
+        known = {rank: [v for v in values if v is not None] for rank, values in self.late_us.items()}
+        return {rank: statistics.median(values) for rank, values in known.items() if values}
+
+
+def lateness(first_step: int, slacks_us: Mapping[int, Sequence[int | None]]) -> Lateness:
+    """Compare the slacks of all ranks, step by step.
+
+    >>> lateness(7, {0: [50, 40], 1: [10, None]}).late_us
+    {0: [0, 0], 1: [40, None]}
+    """
+    late: dict[int, list[int | None]] = {rank: [] for rank in slacks_us}
+    for now in zip_longest(*slacks_us.values()):
+        most = max((slack for slack in now if slack is not None), default=0)
+        for rank, slack in zip(slacks_us, now, strict=True):
+            late[rank].append(None if slack is None else most - slack)
+    return Lateness(first_step=first_step, late_us=late)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRank:
+    """A rank that has been late for so many steps in a row."""
+
+    rank: int
+    num_steps: int
+    late_us: float
+    """Median of how long after the typical rank it came in these steps."""
+
+
+@dataclass(kw_only=True)
+class _Streak:
+    next_report: int
+    num_steps: int = 0
+    late_us: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
+
+
+class SlowRanks:
+    """Finds ranks that are late in every one of `num_steps` or more successive steps.
+
+    Late is measured from the typical rank (of those in the middle the earlier one), so that one that is
+    always early does not make all others late.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._streaks: dict[int, _Streak] = {}
+
+    def add(self, known: Lateness, limit_us: float) -> list[SlowRank]:
+        """Take in the steps after those of the last call; a slow rank is later by more than `limit_us`.
+
+        Returns:
+            Ranks that have now been late for `num_steps`, or for twice as many as when last returned.
+        """
+        for now in zip_longest(*known.late_us.values()):
+            self._add_step(dict(zip(known.late_us, now, strict=True)), limit_us)
+        found = []
+        for rank, streak in sorted(self._streaks.items()):
+            if streak.num_steps >= streak.next_report:
+                streak.next_report = 2 * streak.num_steps
+                late_us = statistics.median(streak.late_us)
+                found.append(SlowRank(rank=rank, num_steps=streak.num_steps, late_us=late_us))
+        return found
+
+    def _add_step(self, late_us: Mapping[int, int | None], limit_us: float) -> None:
+        now = {rank: late for rank, late in late_us.items() if late is not None}
+        if len(now) < 2:
+            return
+        typical = statistics.median_low(now.values())
+        for rank in late_us:
+            excess = now.get(rank, typical) - typical
+            if excess > limit_us:
+                streak = self._streaks.setdefault(rank, _Streak(next_report=self._num_steps))
+                streak.num_steps += 1
+                streak.late_us.append(excess)
+            else:
+                self._streaks.pop(rank, None)
+
+
+# ---------------------------------------------------------------------- one time axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +256,6 @@ class Span:
 
     @property
     def name(self) -> str:
-        """What is written on it."""
         if self.bucket is None:
             return self.kind
         return f"bucket {self.bucket}" + (" waits" if self.kind == "queued" else "")
@@ -53,11 +267,10 @@ class Lane:
 
     rank: int
     host: str
-    spans: Sequence[Span] = field(default_factory=tuple)
+    spans: Sequence[Span]
 
     @property
     def num_rows(self) -> int:
-        """Rows that the spans need."""
         return 1 + max((span.row for span in self.spans), default=0)
 
 
@@ -95,14 +308,10 @@ def _begin(step: StepRecord) -> int:
 
 def _shift(reference: Recording, other: Recording, common: Iterable[int]) -> int:
     """What to add to a moment of `other` for one of the reference's clock."""
-    ends = [
-        {step.step: step.buckets[-1].done for step in r.steps if step.buckets} for r in (reference, other)
-    ]
-    differences = [
-        ends[0][number] - ends[1][number]
-        for number in common
-        if ends[0].get(number) is not None and ends[1].get(number) is not None
-    ]
+    theirs = {step.step: step.buckets[-1].done for step in reference.steps if step.buckets}
+    own = {step.step: step.buckets[-1].done for step in other.steps if step.buckets}
+    known = [n for n in common if theirs.get(n) is not None and own.get(n) is not None]
+    differences = [theirs[number] - own[number] for number in known]
     return round(statistics.median(differences)) if differences else 0
 
 
@@ -112,7 +321,7 @@ def _spans(steps: Sequence[StepRecord], shift: int, all_started: Mapping[tuple[i
     for step in steps:
         for kind, start, end in _compute(step):
             spans.append(
-                Span(kind=kind, row=COMPUTE, start_ns=start + shift, end_ns=end + shift, step=step.step)
+                Span(kind=kind, row=_COMPUTE, start_ns=start + shift, end_ns=end + shift, step=step.step)
             )
         before = 0  # when the bucket before it was reduced
         for bucket in sorted(step.buckets, key=lambda b: b.launched or 0):
@@ -128,18 +337,10 @@ def _spans(steps: Sequence[StepRecord], shift: int, all_started: Mapping[tuple[i
             before = end
             for kind, first, last in (("queued", start, turn), ("bucket", turn, end)):
                 if kind == "bucket" or last > first:
-                    spans.append(
-                        Span(
-                            kind=kind,
-                            row=COMPUTE + 1 + row,
-                            start_ns=first,
-                            end_ns=last,
-                            step=step.step,
-                            bucket=bucket.index,
-                            num_bytes=bucket.num_bytes,
-                            ready_ns=None if bucket.ready is None else bucket.ready + shift,
-                        )
-                    )
+                    ready = None if bucket.ready is None else bucket.ready + shift
+                    where = {"row": _COMPUTE + 1 + row, "start_ns": first, "end_ns": last, "ready_ns": ready}
+                    what = {"step": step.step, "bucket": bucket.index, "num_bytes": bucket.num_bytes}
+                    spans.append(Span(kind=kind, **where, **what))
     return spans
 
 
@@ -157,19 +358,18 @@ def _compute(step: StepRecord) -> Iterable[tuple[str, int, int]]:
 def chrome_trace(lanes: Sequence[Lane]) -> Mapping[str, Any]:
     """The document that chrome://tracing and Perfetto open: a process a rank, a thread a row."""
     events: list[dict[str, Any]] = []
+
+    def describe(kind: str, pid: int, tid: int, title: str, index: int) -> None:
+        for name, arguments in (("name", {"name": title}), ("sort_index", {"sort_index": index})):
+            events.append({"ph": "M", "name": f"{kind}_{name}", "pid": pid, "tid": tid, "args": arguments})
+
     for lane in lanes:
-        events.append(_metadata(lane.rank, 0, "process_name", {"name": f"rank {lane.rank} ({lane.host})"}))
-        events.append(_metadata(lane.rank, 0, "process_sort_index", {"sort_index": lane.rank}))
+        describe("process", lane.rank, 0, f"rank {lane.rank} ({lane.host})", lane.rank)
         for row in range(lane.num_rows):
-            title = "compute" if row == COMPUTE else f"buckets {row}" if lane.num_rows > 2 else "buckets"
-            events.append(_metadata(lane.rank, row, "thread_name", {"name": title}))
-            events.append(_metadata(lane.rank, row, "thread_sort_index", {"sort_index": row}))
+            title = "compute" if row == _COMPUTE else f"buckets {row}" if lane.num_rows > 2 else "buckets"
+            describe("thread", lane.rank, row, title, row)
         events += [_event(lane.rank, span) for span in lane.spans]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _metadata(rank: int, row: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": rank, "tid": row, "args": arguments}
 
 
 def _event(rank: int, span: Span) -> dict[str, Any]:
@@ -188,3 +388,70 @@ def _event(rank: int, span: Span) -> dict[str, Any]:
         "dur": (span.end_ns - span.start_ns) / _NS_PER_US,
         "args": arguments,
     }
+
+
+# ---------------------------------------------------------------------- the picture
+
+COLOURS = {
+    "forward": "#7fb3d5",
+    "backward": "#2874a6",
+    "exposed": "#e74c3c",
+    "queued": "#fdebd0",
+    "bucket": "#f0b27a",
+}
+LABELS = {
+    "forward": "forward",
+    "backward": "backward",
+    "exposed": "rank waits for buckets",
+    "queued": "bucket waits for its turn, or for another rank",
+    "bucket": "bucket is reduced",
+}
+_ROW_HEIGHT = 0.8
+_NARROWEST_TEXT = 0.045  # part of the width that a name needs
+
+
+def draw(lanes: Sequence[Lane], path: Path) -> None:
+    """Draws all lanes, from the top down, into a file whose suffix says the format, such as .png or .svg.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
+    from matplotlib.patches import Patch  # type: ignore[import-not-found,unused-ignore]
+
+    num_rows = sum(lane.num_rows + 1 for lane in lanes)
+    figure = Figure(figsize=(14, 1.5 + 0.28 * num_rows), layout="constrained")
+    axes = figure.subplots()
+    whole_ms = max((span.end_ns for lane in lanes for span in lane.spans), default=0) / _NS_PER_MS or 1.0
+    ticks: list[tuple[float, str]] = []
+    top = 0
+    for lane in lanes:
+        for span in lane.spans:
+            _draw_span(axes, span, top + span.row, whole_ms)
+        ticks.append((top + lane.num_rows / 2 - 0.5, f"rank {lane.rank}\n{lane.host}"))
+        top += lane.num_rows
+        axes.axhline(top, color="0.8", linewidth=0.8)
+        top += 1
+    axes.set_xlim(0, whole_ms)
+    axes.set_ylim(top - 0.5, -0.7)
+    axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
+    axes.set_xlabel("milliseconds since the first forward that is shown")
+    steps = sorted({span.step for lane in lanes for span in lane.spans})
+    figure.suptitle(f"Steps {steps[0]} to {steps[-1]}: what each rank computes, and the way of its buckets")
+    keys = [Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()]
+    axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_span(axes: Any, span: Span, y: float, whole_ms: float) -> None:
+    start, width = span.start_ns / _NS_PER_MS, (span.end_ns - span.start_ns) / _NS_PER_MS
+    colour = COLOURS[span.kind]
+    axes.barh(y, width, left=start, height=_ROW_HEIGHT, color=colour, edgecolor="white", linewidth=0.3)
+    if width > _NARROWEST_TEXT * whole_ms:
+        text = span.kind if span.bucket is None else f"{span.bucket}: {_size(span.num_bytes)}"
+        shade = "white" if span.kind in ("backward", "exposed") else "black"
+        axes.text(start + width / 2, y, text, color=shade, ha="center", va="center", fontsize=7)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"

@@ -1,13 +1,14 @@
-"""Processes of ranks: starts them, watches them against a deadline, and leaves none behind.
+"""Processes of ranks, which are watched and leave nothing: here, under torchrun, or in network namespaces.
 
 The parent hosts a store. Ranks meet in it, count their progress in it and leave their results there, so that
 there is one channel and nothing to drain while they run. Under torchrun each of its processes starts one rank
-of its own, and all meet in torchrun's store; between two network namespaces the store is a file.
+of its own, and all meet in torchrun's store; between two network namespaces (Linux, as root) it is a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import multiprocessing
@@ -15,11 +16,13 @@ import os
 import random
 import runpy
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.synchronize import Barrier
@@ -36,9 +39,7 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.links import INTERFACE, enter_namespace, shaped_link
-from lightning_ddp.tools.sigterm import at_once, held_back
+from lightning_ddp.tools import ToolError, ends_at_sigterm, held_back
 
 SettingsT = TypeVar("SettingsT")
 ItemT = TypeVar("ItemT")
@@ -61,7 +62,7 @@ class RankContext:
     """Which of the replicas this process belongs to, each with a process group of its own."""
     num_replicas: int = 1
     device: torch.device
-    """The device of this rank; for CUDA also the current device."""
+    """For CUDA also the current device."""
     store: Store
     """The parent's store."""
 
@@ -91,25 +92,11 @@ Worker = Callable[[RankContext, SettingsT], object]
 """What a rank runs: a function at module level that returns something JSON can hold."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchrunRank:
-    """What torchrun says about this process, and the store through which its ranks meet."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    address: tuple[str, int]
-    store: Store
-    prefix: str
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Of the measurements, the same on all ranks."""
-
-
 @dataclass(kw_only=True)
 class _Meeting:
     """Where ranks meet, and which of them are started here."""
 
-    address: tuple[str, int] | str
+    address: tuple[str, int] | str = ""
     """Of the store: host and port, or a file."""
     prefix: str = ""
     world_size: int
@@ -123,7 +110,6 @@ class _Meeting:
     preload: str | None
 
     def open_store(self) -> Store:
-        """Connects to the store."""
         limit = timedelta(seconds=self.timeout_s)
         if isinstance(self.address, str):
             store: Store = dist.FileStore(self.address, -1)
@@ -154,7 +140,7 @@ def run_ranks(
     preload: str | None = None,
     start_method: str = "spawn",
 ) -> list[Any]:
-    """Run a worker in fresh processes that share a process group.
+    """Run a worker in fresh processes that share a process group; none that was started here is left.
 
     Args:
         worker: called in each process with `settings`, which must pickle.
@@ -176,10 +162,9 @@ def run_ranks(
 
     Raises:
         ToolError: a process fails (the message holds its traceback), the deadline passes, there are too few
-            GPUs, or namespaces are not permitted. No process that was started here is left.
+            GPUs, or namespaces are not permitted.
     """
     meeting = _Meeting(
-        address="",
         world_size=world_size,
         num_local_ranks=world_size,
         num_replicas=num_replicas,
@@ -196,7 +181,7 @@ def run_ranks(
         elif mbit is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_ddp_link_"))
             meeting.address = str(Path(folder, "store"))  # in no namespace's network
-            meeting.namespaces = stack.enter_context(shaped_link(mbit))
+            meeting.namespaces = stack.enter_context(_shaped_link(mbit))
             opened = dist.FileStore(meeting.address, -1)
         else:
             if device == "cuda" and torch.cuda.device_count() < world_size:
@@ -232,11 +217,8 @@ def _run(
             if process.is_alive():
                 process.kill()
             process.join()
-    return [
-        json.loads(store.get(f"result/{replica}/{rank}"))
-        for replica in range(meeting.num_replicas)
-        for rank in range(meeting.world_size)
-    ]
+    members = itertools.product(range(meeting.num_replicas), range(meeting.world_size))
+    return [json.loads(store.get(f"result/{replica}/{rank}")) for replica, rank in members]
 
 
 def _watch(
@@ -267,8 +249,8 @@ def _run_rank(
     all_made.wait()
     replica, local = divmod(index, meeting.num_local_ranks)
     if meeting.namespaces:
-        enter_namespace(meeting.namespaces[local])
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        _enter_namespace(meeting.namespaces[local])
+        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
     torch.set_num_threads(1)  # ranks share the cores; more threads each would measure the scheduler
     if meeting.preload is not None:
         runpy.run_path(meeting.preload)
@@ -339,16 +321,26 @@ def shuffled(items: Sequence[ItemT], *, seed: int) -> list[ItemT]:
 # ---------------------------------------------------------------------- torchrun
 
 
+@dataclass(frozen=True, kw_only=True)
+class TorchrunRank:
+    """What torchrun says about this process, and the store through which its ranks meet."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    address: tuple[str, int]
+    store: Store
+    prefix: str
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    """Of the measurements, the same on all ranks."""
+
+
 @contextmanager
 def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, None, None]:
     """Find torchrun's ranks, if it has started this process; yields None otherwise.
 
     At the end of the block torchrun's processes wait for each other, unless it raised. `args` have
     `world_size` (None if it was not given), `device` and `timeout_s`.
-
-    Raises:
-        ToolError: the number that was asked for is not that of torchrun, its processes do not find each
-            other, or one has no GPU of its own.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield None
@@ -362,9 +354,9 @@ def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, No
     if args.device == "cuda" and torch.cuda.device_count() <= local_rank:
         found = torch.cuda.device_count()
         raise ToolError(f"local rank {local_rank} needs a GPU of its own, found {found}")
-    limit = timedelta(seconds=args.timeout_s)
     try:
-        with at_once():
+        with ends_at_sigterm():
+            limit = timedelta(seconds=args.timeout_s)
             found_store, rank, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
     except (ValueError, RuntimeError) as error:
         raise ToolError(f"RANK is set, but the ranks do not find each other: {error}") from error
@@ -380,5 +372,63 @@ def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, No
     store = PrefixStore(prefix, found_store)  # which rank 0 may host
     if store.add("num_done", 1) == world_size:
         store.set("all_done", "1")
-    with at_once():
+    with ends_at_sigterm():
         store.wait(["all_done"])
+
+
+# ---------------------------------------------------------------------- network namespaces
+
+_INTERFACE: Final = "link0"
+"""The link's name in both namespaces."""
+_CLONE_NEWNET = 0x40000000
+
+
+@contextmanager
+def _shaped_link(mbit: float) -> Generator[list[str], None, None]:
+    """Make two namespaces, joined by a link of `mbit` Mbit/s each way; yields their names."""
+    tag = uuid.uuid4().hex[:6]
+    names, ends = ([f"{kind}{tag}{rank}" for rank in range(2)] for kind in ("lddp", "v"))
+    burst = max(32_000, int(mbit * 1e6 / 8 / 250))  # what it passes between two ticks of the shaper
+    shape = ("tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "400ms")
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for rank, (name, end) in enumerate(zip(names, ends, strict=True)):
+            _ip("link", "set", end, "netns", name)
+            inside = ("netns", "exec", name)
+            _ip(*inside, "ip", "link", "set", end, "name", _INTERFACE)
+            _ip(*inside, "ip", "addr", "add", f"10.77.0.{rank + 1}/24", "dev", _INTERFACE)
+            _ip(*inside, "ip", "link", "set", "lo", "up")
+            _ip(*inside, "ip", "link", "set", _INTERFACE, "up")
+            _ip(*inside, "tc", "qdisc", "add", "dev", _INTERFACE, "root", *shape)
+        yield names
+    finally:
+        for name in names:
+            with suppress(FileNotFoundError):  # then there is no namespace either
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    try:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ToolError("ip is not installed; shaped links need iproute2") from error
+    except subprocess.CalledProcessError as error:
+        raise ToolError(f"ip {' '.join(arguments)} failed: {error.stderr.strip()}") from error
+
+
+def _enter_namespace(name: str) -> None:
+    """Move the calling thread into a namespace; threads that it starts later are there as well."""
+    with open(f"/var/run/netns/{name}", encoding="ascii") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise ToolError(f"setns failed: {os.strerror(ctypes.get_errno())}")
+
+
+def read_sent_bytes() -> int:
+    """Bytes that the kernel has sent on this rank's link, with all headers."""
+    for line in Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == _INTERFACE:
+            return int(counts.split()[8])
+    raise ToolError(f"there is no interface {_INTERFACE} in this namespace")

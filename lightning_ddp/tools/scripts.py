@@ -12,14 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.sigterm import held_back
+from lightning_ddp.tools import ToolError, held_back
 
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
 """Where a script finds this package."""
@@ -48,21 +47,20 @@ def compiled_package() -> Iterator[str]:
         yield folder
 
 
-class _Started:
+class _Script:
     """A script that runs, and what it has printed."""
 
-    def __init__(
-        self, script: Path, arguments: dict[str, Any], output: Path, launcher: Sequence[str] = ()
-    ) -> None:
-        self.label = f"{script.name} {arguments.get('strategy', '')}".strip()
+    def __init__(self, path: Path, arguments: dict[str, Any], output: Path, launcher: Sequence[str]) -> None:
+        self.label = f"{path.name} {arguments.get('strategy', '')}".strip()
         self._output = output
         # inside of a SLURM job as well it starts its processes itself
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         if launcher:
-            path = [arguments["package_root"], env.get("PYTHONPATH")]
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-        command = [sys.executable, *launcher, str(script), json.dumps(arguments)]
+            places = [arguments["package_root"], env.get("PYTHONPATH")]
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+        command = [sys.executable, *launcher, str(path), json.dumps(arguments)]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        self.started_at = time.time()
         with output.open("wb") as stream:
             self.process = subprocess.Popen(
                 command, env=env, stdout=stream, start_new_session=True, **streams
@@ -77,70 +75,84 @@ class _Started:
         """An error that shows the end of what it has printed."""
         return ToolError(f"{self.label} {what}:\n{self.text[-_TAIL:]}")
 
+    def value_of(self, mark: str) -> str | None:
+        """The rest of the first line that begins with a word; None if there is none."""
+        found = re.search(rf"^{mark} (.*)$", self.text, re.MULTILINE)
+        return found and found[1]
+
+    def run_to(
+        self, mark: str, timeout_s: float, *, ends_there: bool = False, may_fail_later: bool = False
+    ) -> str:
+        """Wait for its end, or (`ends_there`) only for a line that it prints; returns the rest of the line.
+
+        `may_fail_later`: a failure after the line is reported on standard error only. Else what fails, never
+        prints the line or takes longer than `timeout_s` from its start is an error.
+        """
+        while self.process.poll() is None and not (ends_there and self.value_of(mark)):
+            if time.time() > self.started_at + timeout_s:
+                raise self.failed(f"was still running after {timeout_s:g} s")
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_POLL_S)
+        status, found = self.process.poll(), self.value_of(mark)
+        if status and not (may_fail_later and found):
+            raise self.failed(f"ended with status {status}")
+        if found is None:
+            raise self.failed(f"did not reach {mark}")
+        if status:
+            print(f"note: {self.label} ended with status {status}, after {mark}", file=sys.stderr)
+        return found
+
+    def memory_mib(self) -> float:
+        """Memory of its session: a page that several processes share counts once."""
+        total = 0
+        for folder in self._alive():
+            with suppress(OSError):  # it has ended meanwhile
+                found = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+                total += int(found[1]) if found else 0
+        return total / 1024
+
+    def num_alive(self) -> int:
+        """Count the processes of its session that still live, itself included."""
+        self.process.poll()  # reaps it, so that it is no zombie of ours
+        return len(self._alive())
+
+    def _alive(self) -> list[Path]:
+        """The folders in `/proc` of the processes of its session."""
+        alive = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it ended meanwhile
+                fields = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+                if fields[0] != "Z" and int(fields[3]) == self.process.pid:
+                    alive.append(stat.parent)
+        return alive
+
+    def kill(self) -> None:
+        """Kill all of its session. Also after success: who outlives a script would disturb the next one."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # the usual case: nobody is left
+        self.process.wait()
+        deadline = time.monotonic() + _DEATH_S
+        while self.num_alive() > 0 and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
 
 @contextmanager
-def started(script: Path, arguments: dict[str, Any], launcher: Sequence[str] = ()) -> Iterator[_Started]:
-    """Start a script; at the end of the block what is left of its processes is killed."""
-    running: _Started | None = None
+def started(path: Path, arguments: dict[str, Any], launcher: Sequence[str] = ()) -> Iterator[_Script]:
+    """Start a script with arguments as JSON; at the end of the block what is left of it is killed.
+
+    `launcher` are arguments of the interpreter before the script.
+    """
+    running: _Script | None = None
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_script_") as folder:
         try:
             with held_back():
-                running = _Started(script, arguments, Path(folder, "output"), launcher)
+                running = _Script(path, arguments, Path(folder, "output"), launcher)
             yield running
         finally:
             if running is not None:
-                _kill_group(running.process)
-
-
-def run_to_mark(
-    script: Path,
-    arguments: dict[str, Any],
-    mark: str,
-    *,
-    timeout_s: float,
-    may_fail_later: bool = False,
-    ends_there: bool = False,
-    launcher: Sequence[str] = (),
-    at_mark: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
-) -> tuple[float, str]:
-    """Run a script, with arguments as JSON, to its end, or to a line that it prints.
-
-    Args:
-        script: the file to run with this interpreter.
-        arguments: given to it as JSON.
-        mark: first word of the line.
-        timeout_s: seconds after which the script and all of its processes are killed.
-        may_fail_later: whether a failure after the mark is reported on standard error only.
-        ends_there: whether it is killed, with all of its processes, when it has printed the mark.
-        launcher: arguments of the interpreter before the script.
-        at_mark: called with its process before that; not where it has ended already.
-
-    Returns:
-        When it was started, in seconds since the epoch, and the rest of the line.
-
-    Raises:
-        ToolError: the script fails, is not done in time or never prints the mark. No process is left.
-    """
-    pattern = re.compile(rf"^{mark} (.*)$", re.MULTILINE)
-    start = time.time()
-    with started(script, arguments, launcher) as running:
-        status = running.process.poll()
-        while status is None and not (ends_there and pattern.search(running.text)):
-            if time.time() > start + timeout_s:
-                raise running.failed(f"was still running after {timeout_s:g} s")
-            with suppress(subprocess.TimeoutExpired):
-                running.process.wait(_POLL_S)
-            status = running.process.poll()
-        if status is None:
-            at_mark(running.process)
-        found = pattern.search(running.text)
-        if status and not (may_fail_later and found):
-            raise running.failed(f"ended with status {status}")
-        if found is None:
-            raise running.failed(f"did not reach {mark}")
-        if status:
-            print(f"note: {running.label} ended with status {status}, after {mark}", file=sys.stderr)
-    return start, found.group(1)
+                running.kill()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,29 +181,19 @@ def run_to_fault(
     accelerator: str = "cpu",
     preload: str | None = None,
 ) -> FailedRun:
-    """Train until a rank fails by an "exception" or a "kill", and wait until all processes are gone.
+    """Train with one of `STRATEGIES` until the victim fails by an "exception" or a "kill", and all are gone.
 
-    Args:
-        strategy: of `STRATEGIES`.
-        world_size: number of ranks.
-        fault: one of the two.
-        victim: the rank that fails.
-        timeout_s: seconds for the script to reach its fault, and again from there until all are gone.
-        accelerator: of the Trainer.
-        preload: a Python file that each rank runs first.
-
-    Raises:
-        ToolError: it reaches no fault. No process is left.
+    There are `timeout_s` seconds to reach the fault, and as many from there. A file to preload is run first
+    by each rank. Raises if no fault is reached. No process is left.
     """
     arguments = {"strategy": strategy, "devices": world_size, "package_root": str(PACKAGE_ROOT)}
     arguments |= {"fault": fault, "victim": victim, "accelerator": accelerator, "preload": preload}
     deadline = time.monotonic() + 2 * timeout_s
     with started(TRAINING, {**arguments, "num_steps": 64}) as running:
-        process = running.process
-        while num_alive(process) > 0 and time.monotonic() < deadline:
+        while running.num_alive() > 0 and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        gone, num_left = time.time(), num_alive(process)
-        exit_code = process.wait() if num_left == 0 else process.poll()
+        gone, num_left = time.time(), running.num_alive()
+        exit_code = running.process.wait() if num_left == 0 else running.process.poll()
         text = running.text
         faults = re.findall(r"FAULT (\d+\.\d+)", text)
         if not faults:
@@ -205,45 +207,3 @@ def run_to_fault(
         num_left=num_left,
         exit_code=exit_code,
     )
-
-
-def num_alive(process: subprocess.Popen[bytes]) -> int:
-    """Count the processes of a started script's session that still live, the script itself included."""
-    process.poll()  # reaps it, so that it is no zombie of ours
-    return len(_alive(process))
-
-
-def memory_mib(process: subprocess.Popen[bytes]) -> float:
-    """Memory of a started script's session: a page that several processes share counts once."""
-    total = 0
-    for folder in _alive(process):
-        with suppress(OSError):  # it has ended meanwhile
-            found = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
-            total += int(found[1]) if found else 0
-    return total / 1024
-
-
-def _alive(process: subprocess.Popen[bytes]) -> list[Path]:
-    """The folders in `/proc` of the processes of its session."""
-    alive = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        state, session = fields[0], fields[3]
-        if state != "Z" and int(session) == process.pid:
-            alive.append(stat.parent)
-    return alive
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    # Also after success: a rank that outlived its script would disturb the next sample.
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # the usual case: nobody is left
-    process.wait()
-    deadline = time.monotonic() + _DEATH_S
-    while num_alive(process) > 0 and time.monotonic() < deadline:
-        time.sleep(_POLL_S)

@@ -20,7 +20,7 @@ from typing import Any
 
 
 def _say(text: str) -> None:
-    os.write(1, f"{text}\n".encode())
+    os.write(1, f"{text}\n".encode())  # a line at once, whatever else the ranks print
 
 
 def main(
@@ -41,17 +41,16 @@ def main(
     stall_s: float | None = None,
     wait_s: float = 0.0,
     turns: list[str] | None = None,
-    block: int = 1,
+    num_warmup: int = 0,
 ) -> None:
-    """Trains, and prints `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
+    """Train, and print `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
 
-    Strategy, devices, accelerator and number of steps are the Trainer's; a model of `models.py` has its steps
-    timed. The victim has its fault, "exception", "kill" or "stop", in the fourth step or another one, once,
-    after a wait in that step; a file to preload runs first. With `on_failure`, or a folder to save each step
-    in and to go on from, all print `COMMIT` with the time, the step and the samples of each batch; rank 0
-    says in `REGROUP` how many seconds it took to go on. With `turns`, two named pipes, this script and
-    another one train in turns, a block of steps with a part of a sample each; listed is the mean step of each
-    block, with its boundaries.
+    A model of `models.py` has its steps timed. The victim has its fault, "exception", "kill" or "stop", in
+    the fourth step or another one, once, after a wait in that step. With `on_failure`, or a folder to save
+    each step in and to go on from, all print `COMMIT` with the time, the step and the samples of each batch;
+    steps last `step_s` until a new rank has come; rank 0 says in `REGROUP` how many seconds it took to go on.
+    With `turns`, values of `on_failure`, it is a fit of each, of steps with a part of a sample; listed is the
+    mean step of each fit, with its boundaries, after some to warm up.
     """
     models: Any = importlib.import_module("models") if model else None  # "ddp" runs without the package
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # whose names are common
@@ -76,35 +75,26 @@ def main(
             super().__init__()
             self.module = models.build_workload(model, rank=0).module if models else torch.nn.Linear(32, 2)
             self.seconds: list[float] = []
+            self.step_s = step_s
 
         def on_train_start(self) -> None:
             rank = self.global_rank
             inputs = models.build_workload(model, rank=rank).batch if models else torch.randn(8, 32)
             self.inputs = (inputs[:1, ..., :8, :8] if turns else inputs).to(self.device)
-            self.pipes = [os.open(path, os.O_RDWR) for path in turns or () if rank == 0]
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if self.global_rank == 0 and batch_idx == 0:
                 _say(f"FIRST_BATCH {time.time():.6f}")
-            if turns and batch_idx % block == 0:
-                self.end_turn(batch_idx)
-                if self.pipes:
-                    os.read(self.pipes[0], 1)
-            if models and batch_idx % block == 0:
+            if models and (batch_idx == num_warmup if turns else True):
                 self.trainer.strategy.barrier()
                 self.started_at = self.now()
 
-        def end_turn(self, batch_idx: int) -> None:
-            if self.pipes and batch_idx:
-                self.seconds.append((self.now() - self.started_at) / block)
-                os.write(self.pipes[1], b".")
-
         def on_train_end(self) -> None:
             if turns:
-                self.end_turn(num_steps)
+                self.seconds.append((self.now() - self.started_at) / (num_steps - num_warmup))
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            time.sleep(step_s)
+            time.sleep(self.step_s)
             if fault and self.global_step == fault_step and place == victim and attempt == 0:
                 time.sleep(wait_s)
                 _say(f"FAULT {time.time():.6f}")
@@ -121,6 +111,8 @@ def main(
                 _say(f"COMMIT {time.time():.6f} {self.trainer.global_step} {self.global_rank} {ids}")
 
         def on_world_changed(self, change: Any) -> None:
+            if change.joined_ranks:
+                self.step_s = 0.0
             if change.new_rank == 0:
                 _say(f"REGROUP {change.seconds:.6f}")
 
@@ -138,32 +130,35 @@ def main(
                 said = f"{type(exception).__name__} of {getattr(exception, 'rank', 'nobody')}"
                 _say(f"RANK {trainer.global_rank} RAISED {said}: LEARNED {time.time():.6f}")
 
-    probe = Probe()
     callbacks: list[Any] = [Witness()] if fault else []
     if folder is not None:
         callbacks.append(pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_last=True))
-    chosen: Any = strategy
-    if on_failure is not None:
-        stall_timeout = timedelta(seconds=stall_s) if stall_s is not None else None
-        chosen = lightning_ddp.CustomDDPStrategy(on_failure=on_failure, stall_timeout=stall_timeout)
-    trainer = pl.Trainer(
-        strategy=chosen,
-        accelerator=accelerator,
-        devices=devices,
-        max_steps=-1 if has_ledger and fault else num_steps,
-        max_epochs=1 if has_ledger and fault else None,
-        logger=False,
-        enable_checkpointing=folder is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-    )
-    data: Any = torch.arange(float(devices * num_steps)).unsqueeze(1)  # a tensor has length and items
     last = Path(folder, "last.ckpt") if folder is not None else None
-    resumed = str(last) if last is not None and last.exists() else None
-    trainer.fit(probe, torch.utils.data.DataLoader(data), ckpt_path=resumed)
+    seconds = []
+    for mode in turns or [on_failure]:
+        chosen: Any = strategy
+        if mode is not None:
+            stall_timeout = timedelta(seconds=stall_s) if stall_s is not None else None
+            chosen = lightning_ddp.CustomDDPStrategy(on_failure=mode, stall_timeout=stall_timeout)
+        trainer = pl.Trainer(
+            strategy=chosen,
+            accelerator=accelerator,
+            devices=devices,
+            max_steps=-1 if has_ledger and fault else num_steps,
+            max_epochs=1 if has_ledger and fault else None,
+            logger=False,
+            enable_checkpointing=folder is not None,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=callbacks,
+        )
+        data: Any = torch.arange(float(devices * num_steps)).unsqueeze(1)  # a tensor has length and items
+        resumed = str(last) if last is not None and last.exists() else None
+        probe = Probe()
+        trainer.fit(probe, torch.utils.data.DataLoader(data), ckpt_path=resumed)
+        seconds += probe.seconds
     if trainer.global_rank == 0:
-        _say(f"STEP_SECONDS {json.dumps(probe.seconds)}")
+        _say(f"STEP_SECONDS {json.dumps(seconds)}")
 
 
 if __name__ == "__main__":

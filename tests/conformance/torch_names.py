@@ -1,7 +1,7 @@
 """Private names of torch's DistributedDataParallel that only torch's tests, and ours beside them, reach for.
 
 Importing this gives them to our classes, as thin forms of what these do. Names that torch's library uses of a
-wrapper are in the package itself (`lightning_ddp/ddp/torch_names.py`).
+wrapper are in the package itself (`lightning_ddp/ddp/module.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from torch.nn.parallel import distributed as torch_ddp
 
 from conformance import substitution
 from lightning_ddp._torch import IGNORED_NAMES, IS_IGNORED
+from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+from lightning_ddp.ddp.bucket import sparse_parameters
 from lightning_ddp.ddp.mixed_precision import MixedPrecision
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.ddp.module_checks import trainable_parameters
-from lightning_ddp.ddp.module_sync import broadcast_coalesced
 from lightning_ddp.ddp.reducer import Reducer
-from lightning_ddp.ddp.sparse import sparse_parameters
-from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.telemetry.run_times import PHASES
+from lightning_ddp.errors import BackwardOrderError, ConfigurationError
 
 _DTYPE_NAMES = {
     "float32": "float",
@@ -50,6 +49,13 @@ _BACKEND_VARIABLES = {
         "nccl_nthreads": "NCCL_NTHREADS",
         "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
     },
+}
+_MOMENTS = {
+    "forward_compute_time_start": "forward_start",
+    "backward_compute_time_start": "backward_start",
+    "backward_comm_time_start": "comm_start",
+    "backward_compute_time_end": "backward_end",
+    "backward_comm_time_end": "comm_end",
 }
 _GLOO_THREADS = 2
 _BROADCAST_BYTES = 250 * 1024 * 1024
@@ -109,7 +115,7 @@ class OfWrapper:
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        tensors = list(self._module_buffers.copy.named().values()) if bufs is None else bufs
+        tensors = list(self._module_buffers.named().values()) if bufs is None else bufs
         broadcast_coalesced(self._group, tensors, authoritative_rank, bucket_size or _BROADCAST_BYTES)
 
     # ------------------------------------------------------------------ hooks and optimizers
@@ -149,14 +155,20 @@ class OfWrapper:
         self.teardown()
 
     def _check_reducer_finalized(self) -> None:
-        self.reducer.check_finished()
+        backward = self.reducer._backward
+        if backward is not None and backward.is_running:
+            raise BackwardOrderError(f"backward {backward.step} ended before all buckets were reduced")
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing to set: outputs are handed on as they are, never cloned."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        with self._log.errors_noted():
-            self.reducer.times.set_sample_rate(sample_rate)
+        with self._errors_noted():
+            if sample_rate < 1:
+                raise ConfigurationError(
+                    f"DDP runtime logging sample rate {sample_rate}: it should be equal or greater than 1"
+                )
+            self.reducer.recorder.sample_rate = sample_rate
 
     @property
     def _authoritative_rank(self) -> int | None:
@@ -170,7 +182,7 @@ class OfWrapper:
         return _logger_for(self)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        reducer, data = self.reducer, self._log.collect()
+        reducer, recorder, data = self.reducer, self.reducer.recorder, self.logging_data()
         error = data.pop("error") or _errors_of_logger(self)
         hook = data.pop("comm_hook")
         torch_data = {
@@ -182,7 +194,7 @@ class OfWrapper:
             gradient_as_bucket_view=int(self.asked_for_views),
             bucket_sizes=", ".join(map(str, data["bucket_sizes"])),
             dtypes=", ".join(sorted(_DTYPE_NAMES.get(name, name) for name in data["dtypes"])),
-            iteration=reducer.times.iteration,
+            iteration=recorder.last_timed[0] if recorder.last_timed is not None else 0,
             **_variables(_VARIABLES),
             **_variables(_BACKEND_VARIABLES.get(data["backend_name"], {})),
         )
@@ -200,12 +212,14 @@ class OfWrapper:
                 ),
                 prev_iteration_grad_ready_order_indices=", ".join(map(str, reducer.order)),
             )
-        if reducer.times.num_published:
+        if recorder.last_timed is not None:
             torch_data["can_set_static_graph"] = int(reducer.is_absent_static)
-            for phase in PHASES:
-                torch_data[f"{phase}_time"] = reducer.times.last_ns[phase]
-                torch_data[f"avg_{phase}_time"] = int(reducer.times.mean_ns[phase])
-            torch_data.update(reducer.times.host_ns)
+            _, step = recorder.last_timed
+            for phase, mean_ns in recorder.mean_ns.items():
+                torch_data[f"{phase}_time"] = step.phase_ns(phase)
+                torch_data[f"avg_{phase}_time"] = int(mean_ns)
+            for name, moment in _MOMENTS.items():
+                torch_data[name] = getattr(step, moment)
         return torch_data
 
 
@@ -239,7 +253,7 @@ class OfReducer:
         return bool(self.is_absent_static)
 
     def _get_local_used_map(self) -> torch.Tensor:
-        counts: torch.Tensor = self.usage.counts
+        counts: torch.Tensor = self._gradients._sums[:-1]
         return counts
 
 

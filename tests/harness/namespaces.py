@@ -29,6 +29,17 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+def can_shape_links() -> bool:
+    """Whether this process may make namespaces and links (root, iproute2)."""
+    name = f"lddp{os.getpid()}try"
+    try:
+        ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    ip("netns", "del", name)
+    return True
+
+
 class Link:
     """Carries the packets between both namespaces, which have tun devices: it can lose and delay them."""
 

@@ -48,8 +48,8 @@ _NEW_NETWORK = 0x40000000
 _IMPORTED = ("torch", "pytorch_lightning", "torch.distributed.launcher", "torchmetrics")
 _RESET_BY_SUBPROCESS = {signal.SIGPIPE, signal.SIGXFSZ}
 _libc = ctypes.CDLL(None, use_errno=True)
-_PRELUDE = Path(__file__).parents[2] / "lightning_ddp" / "launch" / "prelude" / "__init__.py"
-_keep_files = runpy.run_path(str(_PRELUDE))["keep_files"]  # which imports nothing else of the package
+_CHILD_PROCESS = Path(__file__).parents[2] / "lightning_ddp" / "launch" / "child_process.py"
+_keep_files = runpy.run_path(str(_CHILD_PROCESS))["keep_files"]  # which imports nothing else of the package
 
 
 def _prctl(option: int, value: Any) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 import lightning_ddp
@@ -265,6 +266,7 @@ def state_before(trainer: Any, module: Any) -> dict[str, Any]:
         "random": hash_of([torch.get_rng_state(), *([torch.cuda.get_rng_state()] if ON_DEVICE else [])]),
         "python": random.random(),
         "buffers": hash_of(module.buffers()),
+        "weights": hash_of(module.parameters()),
         "logged": {
             key: [float(x) for x in metric.metric_state.values()] for key, metric in loop._results.items()
         },
@@ -312,8 +314,27 @@ class Samples(Dataset[Any]):
         return torch.randn(8, generator=generator, dtype=kind), index
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Takes its gradients where the loss is highest nearby: calls the closure twice, with other weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        (group,) = self.param_groups
+        uphill = [0.05 * torch.sign(parameter.grad) for parameter in group["params"]]
+        for parameter, ascent in zip(group["params"], uphill, strict=True):
+            parameter.add_(ascent)
+        loss = closure()
+        for parameter, ascent in zip(group["params"], uphill, strict=True):
+            parameter.sub_(ascent)
+        super().step()
+        return loss
+
+
 class Model(pl.LightningModule):
     """Dropout, batch normalisation, and a bucket for nearly each parameter."""
+
+    last_batch: Any = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,9 +366,15 @@ class Model(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if "keeps" in ORDER:
             dist.all_reduce(torch.ones(1), group=self.kept[ORDER["keeps"]])
-        if ORDER.get("slow") == [place(), self.global_step]:
+        if [place(), self.global_step] in ORDER.get("slow", []) and is_first(f"slow-{self.global_step}"):
             time.sleep(1)
-        die_if("forward", self.global_step)
+        self.num_forwards = self.num_forwards + 1 if self.last_batch is batch else 1
+        self.last_batch = batch
+        if ORDER.get("sends") == self.global_step and not generation():
+            last = int(ORDER["devices"]) - 1
+            self.sent = dist.broadcast(torch.ones(50_000_000), src=last, async_op=True)
+            time.sleep(0.01)  # the last place is lost with a part of it on its way
+        die_if("forward" if self.num_forwards == 1 else "second forward", self.global_step)
         if CHAOS and CHAOS[0].raises:
             raise ValueError("a picture is broken")
         if ORDER.get("late") == [place(), self.global_step]:
@@ -386,6 +413,7 @@ class Model(pl.LightningModule):
         self.log("end of epoch", 1.0, sync_dist=True)
 
     def setup(self, stage: str) -> None:
+        time.sleep(ORDER.get("new_s", 0.0) * IS_NEW)
         die_as_new("setup")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -410,7 +438,8 @@ class Model(pl.LightningModule):
         die_if("optimizer", self.global_step)
 
     def configure_optimizers(self) -> Any:
-        kind = getattr(torch.optim, ORDER.get("optimizer", "AdamW"))
+        name = ORDER.get("optimizer", "AdamW")
+        kind = SharpnessAware if name == "SharpnessAware" else getattr(torch.optim, name)
         optimizer = kind(self.parameters(), lr=0.01)
         if "estimates" in ORDER:
             note(event="estimates", steps=self.trainer.estimated_stepping_batches)
@@ -425,13 +454,14 @@ class Model(pl.LightningModule):
 class Ledger(pl.Callback):
     """Each attempt of a batch, and each batch of a committed step."""
 
-    generation = step = 0
+    generation = step = world_size = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if place() == 0 and trainer.global_step == ORDER.get("saves"):
             torch.save([module.net.state_dict(), trainer.optimizers[0].state_dict()], FOLDER / "state.pt")
         self.generation = generation()
         self.step = trainer.global_step
+        self.world_size = trainer.world_size  # a batch that is over may be finished after ranks were lost
         note(
             event="tries",
             generation=self.generation,
@@ -446,7 +476,8 @@ class Ledger(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer = trainer.optimizers[0]
-        moments = [value for state in optimizer.state.values() for value in state.values()]
+        kept, _ = tree_flatten([list(state.values()) for state in optimizer.state.values()])
+        moments = [value for value in kept if isinstance(value, Tensor)]
         note(
             event="commits",
             generation=self.generation,
@@ -455,7 +486,7 @@ class Ledger(pl.Callback):
             epoch=trainer.current_epoch,
             ids=batch[1].tolist(),
             rank=trainer.global_rank,
-            world_size=trainer.world_size,
+            world_size=self.world_size,
             lr=optimizer.param_groups[0]["lr"],
             loss=float(outputs["loss"]),
             parameters=hash_of(module.parameters()),

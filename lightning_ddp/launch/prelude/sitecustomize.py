@@ -1,4 +1,4 @@
-"""Imported by Python at the start of a child; the package says why. It imports nothing of the package."""
+"""Imported by Python at the start of a child; `child_process` says why. It imports nothing of the package."""
 
 import gc
 import os

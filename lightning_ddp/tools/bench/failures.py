@@ -1,38 +1,51 @@
-"""Time from a fault in one rank to its end on all others: strategy "custom_ddp" beside Lightning's "ddp".
+"""What a lost rank costs: `bench failures`, time to the end of all; `bench recovery`, to the next step.
 
-Each sample starts a real script in which one rank fails in a training step. Shown are how soon the other
-ranks learned of it in Python (so that callbacks and loggers ran), how soon every process was gone, and how
-the script ended. A process that does not end within the deadline is counted and killed.
+Each sample starts a real script in which one rank fails in a training step. With `failures` it is shown how
+soon the other ranks learned of it in Python (so that callbacks and loggers ran), how soon every process was
+gone, and how the script ended, beside Lightning's "ddp". A process that does not end within the deadline is
+counted and killed.
+
+With `recovery` the last rank is killed, or stopped ("stalled"). With "replace" and "spare" the supervisor of
+`run` forks another process, or has one that waits; with "cold" the script is run by `python`. They are at
+full strength when that process commits its first step. "restart" is Lightning's "ddp" under `torchrun
+--max-restarts`, with a checkpoint each step. A step that is committed twice counts as lost, and so does a
+sample that no committed step has used. Steps without a failure are timed in one script, in fits with
+`on_failure="stop"` and "shrink" in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import re
 import statistics
-from typing import Final
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
 
-from lightning_ddp.tools.arguments import add_shared
-from lightning_ddp.tools.bench.benchmark import Benchmark, Result
-from lightning_ddp.tools.report import format_table, progress_bar
-from lightning_ddp.tools.scripts import STRATEGIES, FailedRun, run_to_fault
+from lightning_ddp.tools.bench import Benchmark, Result, format_comparisons, save_panels, seconds_or
+from lightning_ddp.tools.command_line import add_choices, add_shared, format_table, progress_bar
+from lightning_ddp.tools.scripts import PACKAGE_ROOT, STRATEGIES, TRAINING, FailedRun, run_to_fault, started
 
 FAULTS: Final = ("exception", "kill")
 VICTIMS: Final = ("first", "last")
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser, rounds=3, world_size=2, timeout_s=60.0)
-
-
-def _measure(args: argparse.Namespace) -> Result:
-    cells = [(f, v, s) for f in FAULTS for v in VICTIMS for s in STRATEGIES]
+def _measure_failures(args: argparse.Namespace) -> Result:
+    cells = list(itertools.product(FAULTS, VICTIMS, STRATEGIES))
     found: dict[tuple[str, str, str], list[FailedRun]] = {cell: [] for cell in cells}
     with progress_bar(args.rounds * len(cells), "bench failures") as bar:
         for _ in range(args.rounds):
             for fault, place, strategy in cells:
                 victim = 0 if place == "first" else args.world_size - 1
-                options = {"fault": fault, "victim": victim, "timeout_s": args.timeout_s}
-                run = run_to_fault(strategy, args.world_size, **options)
+                run = run_to_fault(
+                    strategy, args.world_size, fault=fault, victim=victim, timeout_s=args.timeout_s
+                )
                 found[fault, place, strategy].append(run)
                 bar.update()
     gone: dict[str, dict[str, list[float]]] = {}
@@ -46,7 +59,7 @@ def _measure(args: argparse.Namespace) -> Result:
     )
 
 
-def _format(result: Result) -> str:
+def _format_failures(result: Result) -> str:
     num_others = int(str(result.settings["world_size"])) - 1
     rows: list[tuple[str | int | float, ...]] = []
     for cell, found in sorted(result.extra["scripts"].items()):
@@ -56,8 +69,8 @@ def _format(result: Result) -> str:
             (
                 *cell.split("/"),
                 f"{len(learned)} of {num_others * len(runs)}",
-                f"{statistics.median(learned):.3f}" if learned else "never",
-                f"{max(learned):.3f}" if learned else "never",
+                seconds_or(learned, statistics.median, "never"),
+                seconds_or(learned, max, "never"),
                 statistics.median(run.gone_s for run in runs),
                 sum(run.num_left for run in runs),
                 ", ".join(sorted({str(run.exit_code) for run in runs})),
@@ -71,8 +84,203 @@ FAILURES: Final = Benchmark(
     name="failures",
     summary='Time from a fault in one rank to the end of all, beside Lightning\'s "ddp".',
     unit="s",
-    options=_options,
-    measure=_measure,
-    table=_format,
+    options=lambda parser: add_shared(parser, rounds=3, world_size=2, timeout_s=60.0),
+    measure=_measure_failures,
+    table=_format_failures,
     title="until all processes were gone; the ratio is custom_ddp / strategy",
+)
+
+
+# ---------------------------------------------------------------------- going on
+
+CONTENDERS: Final = ("shrink", "stalled", "restart", "replace", "spare", "cold")
+_SPARES: Final = {"replace": 0, "spare": 1, "cold": 0}
+"""Where a new process comes: with how many that wait for it."""
+_MODES: Final = ("stop", "shrink")
+_NUM_STEPS: Final = 24
+_NUM_STEPS_TO_REPLACE: Final = 400
+"""As many as pass while a process starts; those after it has come do not wait."""
+_FAULT_STEP: Final = 8
+_STEP_S: Final = 0.02
+_STALL_S: Final = 2.0
+_SPARE_S: Final = 4.0
+"""How long a spare has, to be ready before the loss."""
+_NUM_WARMUP: Final = 10
+_NUM_TIMED: Final = 100
+_RUN: Final = ("-m", "lightning_ddp", "run")
+_RESTART: Final = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=3")
+_HEALTHY: Final = "step"
+_KILLED: Final = "loss to next step"
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add_shared(parser, rounds=3, world_size=3, timeout_s=120.0)
+    add_choices(parser, "--contenders", CONTENDERS, CONTENDERS, "what is killed")
+
+
+def _measure_recovery(args: argparse.Namespace) -> Result:
+    names = list(dict.fromkeys(args.contenders))
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with progress_bar(args.rounds * len(names) + 1, "bench recovery") as bar:
+        healthy = time_steps(args.world_size, args.rounds, timeout_s=args.timeout_s)
+        bar.update()
+        for _ in range(args.rounds):
+            for name in names:
+                runs[name].append(run_to_recovery(name, args.world_size, timeout_s=args.timeout_s))
+                bar.update()
+    killed = {name: [run["seconds"] for run in found] for name, found in runs.items()}
+    settings = {"rounds": args.rounds, "world_size": args.world_size}
+    return Result(
+        samples={_KILLED: killed, _HEALTHY: healthy},
+        references={_KILLED: names[0], _HEALTHY: "shrink"},
+        settings={**settings, "step_s": _STEP_S, "stall_timeout_s": _STALL_S},
+        extra={"runs": runs},
+    )
+
+
+def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str, Any]:
+    """Kill the last rank of a training, as one of `CONTENDERS` says; returns what came of it.
+
+    What is not over after `timeout_s` is killed, and counts as not recovered.
+    """
+    num_steps = _NUM_STEPS_TO_REPLACE if name in _SPARES else _NUM_STEPS
+    with tempfile.TemporaryDirectory(prefix="lightning_ddp_recovery_") as folder:
+        arguments: dict[str, Any] = {
+            "strategy": "custom_ddp",
+            "on_failure": {"name": "replace", "spares": _SPARES[name]} if name in _SPARES else "shrink",
+            "devices": world_size,
+            "package_root": str(PACKAGE_ROOT),
+            "num_steps": num_steps,
+            "wait_s": _SPARE_S if name == "spare" else 0.0,
+            "fault": "stop" if name == "stalled" else "kill",
+            "fault_step": _FAULT_STEP,
+            "victim": world_size - 1,
+            "step_s": _STEP_S,
+            "stall_s": _STALL_S if name == "stalled" else None,
+        }
+        launcher: Sequence[str] = () if name == "cold" else _RUN
+        if name == "restart":
+            arguments |= {"strategy": "ddp", "on_failure": None, "folder": folder}
+            launcher = (*_RESTART, f"--nproc-per-node={world_size}")
+        with started(TRAINING, arguments, launcher) as running:
+            with suppress(subprocess.TimeoutExpired):  # it hangs: then what it has printed by now counts
+                running.process.wait(timeout_s)
+            text = running.text
+            faults = re.findall(r"FAULT (\d+\.\d+)", text)
+            if not faults:
+                raise running.failed("reached no fault")
+    commits = re.findall(r"COMMIT (\d+\.\d+) (\d+) (\d+) ([\d ]+)$", text, re.MULTILINE)
+    found = _outcome(commits, float(faults[0]), world_size, timeout_s, num_steps)
+    regroups = re.findall(r"^REGROUP (\d+\.\d+)$", text, re.MULTILINE)
+    return {**found, "regroup_s": float(regroups[0]) if regroups else None}
+
+
+def _outcome(
+    commits: Sequence[tuple[str, str, str, str]],
+    fault: float,
+    world_size: int,
+    timeout_s: float,
+    num_steps: int = _NUM_STEPS,
+) -> dict[str, Any]:
+    """What the lines that were printed mean.
+
+    >>> lines = [("1.0", "1", "0", "0"), ("3.5", "2", "0", "1")]
+    >>> _outcome(lines, 2.0, 1, 9.0)["seconds"]
+    1.5
+    >>> lines += [("3.6", "3", "0", "2"), ("3.9", "4", "0", "3"), ("4.0", "4", "1", "4")]
+    >>> found = _outcome(lines, 2.0, 2, 9.0)
+    >>> found["full_s"], round(found["pause_s"], 1)
+    (2.0, 0.3)
+    """
+    steps = [(float(moment), int(step)) for moment, step, rank, _ in commits if rank == "0"]
+    before = max((step for moment, step in steps if moment <= fault), default=0)
+    after = [moment - fault for moment, step in steps if moment > fault and step > before]
+    last = [(float(moment), int(step)) for moment, step, rank, _ in commits if int(rank) == world_size - 1]
+    full = min(((moment, step) for moment, step in last if moment > fault and step > before), default=None)
+    gaps = [
+        later - sooner
+        for (sooner, first), (later, step) in itertools.pairwise(steps)
+        if full is not None and before < first and step <= full[1]
+    ]
+    used = {number for *_, ids in commits for number in ids.split()}
+    return {
+        "seconds": min(after, default=timeout_s),
+        "is_recovered": bool(after),
+        "steps_again": len(steps) - len({step for _, step in steps}),
+        "samples_lost": world_size * num_steps - len(used),
+        "full_s": None if full is None else full[0] - fault,
+        "pause_s": max(gaps, default=None),
+        "curve": steps,
+    }
+
+
+def time_steps(world_size: int, num_rounds: int, *, timeout_s: float) -> dict[str, list[float]]:
+    """Mean seconds of the steps of a fit without a failure, for each value of `on_failure`.
+
+    One script has all fits, two of each value a round in both orders: the same code differs by some percent
+    between processes, and who comes second is faster.
+    """
+    turns = [*_MODES, *_MODES[::-1]] * num_rounds
+    arguments = {"strategy": "custom_ddp", "devices": world_size, "package_root": str(PACKAGE_ROOT)}
+    arguments |= {"num_steps": _NUM_WARMUP + _NUM_TIMED, "num_warmup": _NUM_WARMUP}
+    with started(TRAINING, {**arguments, "model": "convbn40", "turns": [*_MODES, *turns]}, _RUN) as running:
+        seconds = json.loads(running.run_to("STEP_SECONDS", timeout_s * (num_rounds + 1)))[len(_MODES) :]
+    return {mode: [s for s, turn in zip(seconds, turns, strict=True) if turn == mode] for mode in _MODES}
+
+
+def _format_recovery(result: Result) -> str:
+    rows: list[tuple[str | int | float, ...]] = []
+    for name, runs in result.extra["runs"].items():
+        recovered = [run["seconds"] for run in runs if run["is_recovered"]]
+        known = {
+            key: [run[key] for run in runs if run[key] is not None]
+            for key in ("regroup_s", "full_s", "pause_s")
+        }
+        rows.append(
+            (
+                f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name,
+                f"{len(recovered)} of {len(runs)}",
+                seconds_or(recovered, statistics.median, "never"),
+                seconds_or(recovered, max, "never"),
+                *(seconds_or(seconds, statistics.median, "-") for seconds in known.values()),
+                max(run["steps_again"] for run in runs),
+                max(run["samples_lost"] for run in runs),
+            )
+        )
+    head = (
+        *("a rank is lost", "went on", "median s", "worst s", "regroup s"),
+        *("full strength s", "longest pause s", "steps again", "samples lost"),
+    )
+    healthy = {
+        mode: replace(figures, median=1e3 * figures.median, iqr=1e3 * figures.iqr)
+        for mode, figures in result.comparisons[_HEALTHY].items()
+    }
+    table = format_comparisons({_HEALTHY: healthy}, (_HEALTHY, "on_failure", "shrink / this"), "ms")
+    return f"{format_table(head, rows)}\n\n{table}"
+
+
+def _draw_recovery(result: Result, path: Path, *, unit: str, title: str) -> None:
+    """Steps over time of the first round of each contender, from the kill on."""
+
+    def draw(axes: Any) -> None:
+        for name, runs in result.extra["runs"].items():
+            start = runs[0]["curve"][0][0]
+            moments, steps = zip(*runs[0]["curve"], strict=True)
+            axes.plot([moment - start for moment in moments], steps, ".-", label=name)
+        axes.set(xlabel=unit, ylabel="committed step")
+        axes.axhline(_FAULT_STEP, color="red", linestyle="--", label="loss")
+        axes.legend()
+
+    save_panels(path, {"a rank is lost": draw}, title=title)
+
+
+RECOVERY: Final = Benchmark(
+    name="recovery",
+    summary="Time from a kill to the next committed step, beside restarts by torchrun.",
+    unit="s",
+    options=_options,
+    measure=_measure_recovery,
+    table=_format_recovery,
+    draw=_draw_recovery,
+    title="steps over time",
 )

@@ -25,14 +25,17 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.arguments import add_shared, positive_float, positive_int
-from lightning_ddp.tools.bench.benchmark import Benchmark, Result, draw_bars, save_panels
-from lightning_ddp.tools.bench.tasks import make_task
-from lightning_ddp.tools.contenders import OURS, TORCH_DEFAULT, TrainingRun
-from lightning_ddp.tools.links import read_sent_bytes
-from lightning_ddp.tools.models import build_workload
-from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled, timed
-from lightning_ddp.tools.report import format_table, paired_ratio, progress_bar
+from lightning_ddp.tools.bench import Benchmark, Result, draw_bars, save_panels
+from lightning_ddp.tools.command_line import (
+    add_shared,
+    format_table,
+    paired_ratio,
+    positive_float,
+    positive_int,
+    progress_bar,
+)
+from lightning_ddp.tools.models import OURS, TORCH_DEFAULT, TrainingRun, build_workload, make_task
+from lightning_ddp.tools.ranks import RankContext, read_sent_bytes, run_ranks, shuffled, timed
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 """Contender -> one entry a round or a seed -> figures."""
@@ -107,13 +110,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="link speeds in Mbit/s, none to leave out that part (default: 100 1000; needs root)",
     )
     add_shared(parser, rounds=5, timeout_s=7200.0)
-    names = sorted(CONVERGENCE_RUNS)
-    parser.add_argument(
-        "--hooks", nargs="+", choices=names, metavar="NAME", help="convergence runs (default: all)"
-    )
-    parser.add_argument(
-        "--tasks", nargs="*", choices=sorted(_TASKS), default=sorted(_TASKS), metavar="TASK", help="tasks"
-    )
+    for option, count, choices, text in (
+        ("--hooks", "+", CONVERGENCE_RUNS, "convergence runs (default: all)"),
+        ("--tasks", "*", _TASKS, "tasks, none to leave out that part (default: all)"),
+    ):
+        names = sorted(choices)
+        parser.add_argument(option, nargs=count, choices=names, default=names, metavar="NAME", help=text)
     parser.add_argument(
         "--seeds", type=positive_int, default=5, metavar="N", help="training runs of each (default: 5)"
     )
@@ -123,13 +125,12 @@ def _measure(args: argparse.Namespace) -> Result:
     if not args.links and not args.tasks:
         raise ToolError("nothing is left to measure: give --links or --tasks")
     links = {f"{mbit:g}": _time_link(args, mbit) for mbit in args.links}
+    samples = {
+        f"linear16, {mbit} Mbit/s": {name: [1e3 * row["seconds"] for row in of] for name, of in rows.items()}
+        for mbit, rows in links.items()
+    }
     return Result(
-        samples={
-            f"linear16, {mbit} Mbit/s": {
-                name: [1e3 * row["seconds"] for row in of] for name, of in rows.items()
-            }
-            for mbit, rows in links.items()
-        },
+        samples=samples,
         references=OURS,
         settings={"rounds": args.rounds, "links": args.links, "tasks": args.tasks, "seeds": args.seeds},
         extra={"links": links, "learned": _learn(args) if args.tasks else {}},
@@ -157,14 +158,14 @@ def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
 
 
 def _learn(args: argparse.Namespace) -> dict[str, Rows]:
-    runs = {name: run for name, run in CONVERGENCE_RUNS.items() if not args.hooks or name in args.hooks}
+    runs = {name: run for name, run in CONVERGENCE_RUNS.items() if name in args.hooks}
     tasks: Learning = {}
     for task in args.tasks:
         contenders = {name: communication_of(run, task, _TASKS[task]) for name, run in runs.items()}
         tasks[task] = (_TASKS[task], contenders, args.seeds)
-    options = {"world_size": 2, "timeout_s": args.timeout_s}
     with progress_bar(len(runs) * len(tasks) * args.seeds, "bench hooks") as bar:
-        learned: dict[str, Rows] = run_ranks(train_tasks, tasks, on_progress=bar.update, **options)[0]
+        found = run_ranks(_train_tasks, tasks, world_size=2, timeout_s=args.timeout_s, on_progress=bar.update)
+    learned: dict[str, Rows] = found[0]
     return learned
 
 
@@ -237,30 +238,23 @@ def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
 
 
 def draw_learned(learned: Mapping[str, Rows], path: Path) -> None:
-    """Draw a panel a task: the score against the part of the bytes, with the spread over seeds.
-
-    Names stand in one legend, as many points lie close together.
-    """
-    styles: dict[str, dict[str, str]] = {}
-    for name in chain.from_iterable(learned.values()):
-        number = len(styles)
-        styles.setdefault(name, {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)]})
+    """Draw a panel a task: the score against the part of the bytes, with the spread over seeds."""
+    names = list(dict.fromkeys(chain.from_iterable(learned.values())))
 
     def draw_panel(axes: Any, task: str) -> None:
         for name, entries in learned[task].items():
             at = (_mean(entries, "part"), _mean(entries, "score"))
-            axes.errorbar(*at, yerr=_spread(entries), label=name, capsize=2, linestyle="", **styles[name])
-        if task == list(learned)[-1]:
+            number = names.index(name)
+            style = {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
+            axes.errorbar(*at, yerr=_spread(entries), label=name, capsize=2, linestyle="", **style)
+        if task == list(learned)[-1]:  # one legend, as many points lie close together
             axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=8)
         ylabel = "test accuracy (%)" if task == "digits" else "perplexity"
         axes.set(xscale="log", xlabel="bytes sent, as part of uncompressed float32", ylabel=ylabel)
 
     panels = {task: partial(draw_panel, task=task) for task in learned}
-    save_panels(
-        path,
-        panels,
-        title="bench hooks: what is learned for the bytes that are sent (mean and st. dev. over seeds)",
-    )
+    title = "bench hooks: what is learned for the bytes that are sent (mean and st. dev. over seeds)"
+    save_panels(path, panels, title=title)
 
 
 # ---------------------------------------------------------------------- what each rank does
@@ -320,12 +314,8 @@ Learning = dict[str, tuple[int, dict[str, dict[str, Any]], int]]
 """Task -> optimizer steps, contender -> arguments of `Communication`, and the number of seeds."""
 
 
-def train_tasks(context: RankContext, tasks: Learning) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """Train every contender on every task with every seed. All ranks call it; communicates.
-
-    Returns:
-        Task -> contender -> one entry a seed: score and bytes a step.
-    """
+def _train_tasks(context: RankContext, tasks: Learning) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """Train every contender on every task; task -> contender -> one entry a seed: score and bytes a step."""
     return {
         task: {
             name: [_train(context, task, num_steps, arguments, seed) for seed in range(num_seeds)]

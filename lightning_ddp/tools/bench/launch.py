@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.arguments import add_shared
-from lightning_ddp.tools.bench.benchmark import Benchmark, Result, format_comparisons
-from lightning_ddp.tools.report import progress_bar
-from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, memory_mib, run_to_mark
+from lightning_ddp.tools.bench import Benchmark, Result, format_comparisons
+from lightning_ddp.tools.command_line import add_choices, add_shared, progress_bar
+from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, started
 
 CONTENDERS: Final = {STRATEGIES[0]: (), "run": ("-m", "lightning_ddp", "run"), STRATEGIES[1]: ()}
 """What takes turns, and what stands before the script on its command line."""
@@ -33,12 +32,10 @@ ALONE: Final = "alone"
 """Lightning's import by itself."""
 WITH_OURS: Final = "with lightning_ddp"
 """Lightning's import and this package's after it."""
-
 SCRIPT = TRAINING
 """What is started."""
 
 _NAMESPACES = ("pytorch_lightning", "lightning")
-
 _IMPORTS: Final = """\
 import importlib, json, sys, time
 
@@ -53,14 +50,7 @@ print(json.dumps([between - start, time.perf_counter() - start]))
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=10, world_size=[2], timeout_s=120.0)
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=PARTS,
-        default=list(PARTS),
-        metavar="PART",
-        help=f"what is measured, any of {', '.join(PARTS)} (default: all)",
-    )
+    add_choices(parser, "--parts", PARTS, PARTS, "what is measured")
 
 
 def _measure(args: argparse.Namespace) -> Result:
@@ -72,14 +62,12 @@ def _measure(args: argparse.Namespace) -> Result:
             starts, memory = _time_starts(args, package_root)
         if "import" in args.parts:
             imports = time_imports(args.rounds, package_root, timeout_s=args.timeout_s)
+    added = {subject: added_ms(rounds) for subject, rounds in imports.items()}
     return Result(
         samples=starts | imports,
         references=dict.fromkeys(starts, STRATEGIES[0]) | dict.fromkeys(imports, WITH_OURS),
         settings={"rounds": args.rounds, "world_size": args.world_size, "parts": args.parts},
-        extra={
-            "memory_mib": memory,
-            "import_adds_ms": {subject: added_ms(rounds) for subject, rounds in imports.items()},
-        },
+        extra={"memory_mib": memory, "import_adds_ms": added},
     )
 
 
@@ -90,9 +78,8 @@ def _format(result: Result) -> str:
         least = ", ".join(f"{name} {value:.0f} MiB" for name, value in mib.items())
         lines.append(f"{subject}: memory of all processes: {least} (medians)")
     for subject, milliseconds in result.extra["import_adds_ms"].items():
-        lines.append(
-            f"{subject}: lightning_ddp adds {milliseconds:.1f} ms (median of the rounds' differences)"
-        )
+        added = f"lightning_ddp adds {milliseconds:.1f} ms (median of the rounds' differences)"
+        lines.append(f"{subject}: {added}")
     return "\n".join(lines)
 
 
@@ -101,76 +88,53 @@ def time_first_batch(
 ) -> tuple[float, float]:
     """Run a script to its `FIRST_BATCH <seconds since the epoch>`, and end it there.
 
-    Returns:
-        The seconds it took, and the memory of its processes then in MiB.
-
-    Raises:
-        ToolError: the script fails, is too slow or never prints the line. No process is left.
+    Returns the seconds it took, and the memory of its processes then in MiB.
     """
-    memory: list[float] = []
-    start, found = run_to_mark(
-        script,
-        arguments,
-        "FIRST_BATCH",
-        timeout_s=timeout_s,
-        ends_there=True,
-        launcher=launcher,
-        at_mark=lambda process: memory.append(memory_mib(process)),
-    )
-    return float(found) - start, max(memory, default=0.0)
+    with started(script, arguments, launcher) as running:
+        moment = float(running.run_to("FIRST_BATCH", timeout_s, ends_there=True))
+        return moment - running.started_at, running.memory_mib()
 
 
 def _time_starts(
     args: argparse.Namespace, package_root: str
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
     """Subject -> contender -> seconds of each round; and -> its median of memory."""
-    sizes = tuple(dict.fromkeys(args.world_size))
-    subjects = {size: f"first batch, {size} devices" for size in sizes}
-    samples = {subject: {name: list[float]() for name in CONTENDERS} for subject in subjects.values()}
-    memory = {subject: {name: list[float]() for name in CONTENDERS} for subject in subjects.values()}
+    sizes = {f"first batch, {size} devices": size for size in dict.fromkeys(args.world_size)}
+    samples = {subject: {name: list[float]() for name in CONTENDERS} for subject in sizes}
+    memory = {subject: {name: list[float]() for name in CONTENDERS} for subject in sizes}
     with progress_bar((1 + args.rounds * len(sizes)) * len(CONTENDERS), "bench launch") as bar:
 
         def time_one(name: str, size: int) -> tuple[float, float]:
             strategy = name if name in STRATEGIES else STRATEGIES[0]
             arguments = {"strategy": strategy, "devices": size, "package_root": package_root}
-            found = time_first_batch(
-                SCRIPT,
-                {**arguments, "num_steps": NUM_STEPS},
-                launcher=CONTENDERS[name],
-                timeout_s=args.timeout_s,
-            )
+            arguments["num_steps"] = NUM_STEPS
+            found = time_first_batch(SCRIPT, arguments, launcher=CONTENDERS[name], timeout_s=args.timeout_s)
             bar.update()
             return found
 
         for name in CONTENDERS:
-            time_one(name, min(sizes))
+            time_one(name, min(sizes.values()))
         for number in range(args.rounds):
-            for size in sizes:
-                found = samples[subjects[size]]
+            for subject, size in sizes.items():
                 for name in CONTENDERS if number % 2 else reversed(CONTENDERS):
                     seconds, mib = time_one(name, size)
-                    found[name].append(seconds)
-                    memory[subjects[size]][name].append(mib)
+                    samples[subject][name].append(seconds)
+                    memory[subject][name].append(mib)
                 if bar.disable:  # says how far a long run is where no bar does
-                    last = ", ".join(f"{name} {seconds[-1]:.1f} s" for name, seconds in found.items())
-                    text = f"bench launch: round {number + 1} of {args.rounds}, {subjects[size]}: {last}"
+                    last = ", ".join(f"{name} {of[-1]:.1f} s" for name, of in samples[subject].items())
+                    text = f"bench launch: round {number + 1} of {args.rounds}, {subject}: {last}"
                     print(text, file=sys.stderr, flush=True)
-    return samples, {
-        subject: {name: statistics.median(mib) for name, mib in rounds.items()}
-        for subject, rounds in memory.items()
-    }
+    medians = {s: {name: statistics.median(mib) for name, mib in of.items()} for s, of in memory.items()}
+    return samples, medians
 
 
 def time_imports(
     num_rounds: int, package_root: str, *, timeout_s: float
 ) -> dict[str, dict[str, list[float]]]:
-    """Import Lightning and then this package in fresh processes, one after the other.
+    """Import Lightning and this package in fresh processes; "import <name>" -> what -> seconds of each round.
 
     Both names of Lightning take turns, where they are installed. A first round fills the file cache and is
-    not counted. Returns "import <name>" -> `ALONE` and `WITH_OURS` -> seconds of each round.
-
-    Raises:
-        ToolError: a process fails or its deadline passes.
+    not counted.
     """
     names = [name for name in _NAMESPACES if importlib.util.find_spec(name) is not None]
     samples = {f"import {name}": {ALONE: list[float](), WITH_OURS: list[float]()} for name in names}
@@ -191,9 +155,8 @@ def added_ms(rounds: Mapping[str, Sequence[float]]) -> float:
     >>> added_ms({"alone": [1.0, 2.0, 1.0], "with lightning_ddp": [1.25, 2.5, 1.5]})
     500.0
     """
-    return 1e3 * statistics.median(
-        total - alone for alone, total in zip(rounds[ALONE], rounds[WITH_OURS], strict=True)
-    )
+    pairs = zip(rounds[ALONE], rounds[WITH_OURS], strict=True)
+    return 1e3 * statistics.median(total - alone for alone, total in pairs)
 
 
 def _time_import(name: str, package_root: str, timeout_s: float) -> tuple[float, float]:

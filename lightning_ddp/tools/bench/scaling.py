@@ -14,10 +14,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,29 +25,35 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.averaging import parse_averager
-from lightning_ddp.comm.cost import TransferCost
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.reducer_options import bucket_caps_bytes
+from lightning_ddp.ddp.layout import bucket_caps_bytes
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import parse_hook
-from lightning_ddp.telemetry.recording import load_folder
+from lightning_ddp.telemetry.timeline import load_folder
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.arguments import add_shared, positive_float, positive_int
-from lightning_ddp.tools.bench.benchmark import Benchmark, Result, save_panels
-from lightning_ddp.tools.draw_timeline import RecordSettings, record_steps
-from lightning_ddp.tools.perf_model.network import Network
-from lightning_ddp.tools.perf_model.planning import recommend_buckets
-from lightning_ddp.tools.perf_model.prediction import Prediction, predict_averager, predict_hook
-from lightning_ddp.tools.perf_model.profile import (
-    Shapes,
+from lightning_ddp.tools.bench import Benchmark, Result, save_panels
+from lightning_ddp.tools.command_line import (
+    add_shared,
+    format_table,
+    positive_float,
+    positive_int,
+    progress_bar,
+)
+from lightning_ddp.tools.hook_program import HookModel, Shapes, plain_model, trace_hook
+from lightning_ddp.tools.perf_model import (
+    Network,
+    Prediction,
     StepProfile,
+    TransferCost,
     cut_sizes,
     num_bytes_of,
+    predict_averager,
+    predict_hook,
+    recommend_buckets,
     square_shapes,
 )
-from lightning_ddp.tools.perf_model.program import plain_model, trace_hook
 from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled
-from lightning_ddp.tools.report import format_table, progress_bar
+from lightning_ddp.tools.recorded_run import RecordSettings, record_steps
 
 NONE: Final = "none"
 """The reducer without a hook."""
@@ -64,7 +70,7 @@ _MOST_IN_BLOCK = 16
 
 def _options(parser: argparse.ArgumentParser) -> None:
     subject = parser.add_argument_group("what is trained")
-    add_shared(parser, models=["transformer6"], device="cpu", timeout_s=900.0)
+    add_shared(subject, models=["transformer6"], device="cpu", timeout_s=900.0)
     subject.add_argument(
         "--from-timeline",
         type=Path,
@@ -74,20 +80,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
     subject.add_argument(
         "--steps", type=positive_int, default=10, metavar="N", help="recorded steps (default: %(default)s)"
     )
-    subject.add_argument(
-        "--cores-per-rank",
-        type=positive_float,
-        metavar="N",
-        help="that a rank's computing and communication share (default: half of this machine's for a model on"
-        " the CPU, else no limit)",
-    )
     network = parser.add_argument_group("network (default: as between two processes of this machine)")
-    for name, metavar, text in (
-        ("--latency-us", "US", "of a message between nodes"),
-        ("--gbit", "GBIT", "Gbit/s between nodes, each way"),
-        ("--node-latency-us", "US", "within a node"),
-        ("--node-gbit", "GBIT", "Gbit/s within a node"),
+    for name, text in (
+        ("--latency-us", "of a message between nodes"),
+        ("--gbit", "Gbit/s between nodes, each way"),
+        ("--node-latency-us", "within a node"),
+        ("--node-gbit", "Gbit/s within a node"),
     ):
+        metavar = name.rpartition("-")[2].upper()
         network.add_argument(name, type=positive_float, metavar=metavar, help=text)
     network.add_argument("--ranks-per-node", type=positive_int, default=1, metavar="N", help="default: 1")
     network.add_argument("--algorithm", choices=("ring", "tree", "hierarchical"), default="ring")
@@ -137,22 +137,16 @@ def parse_contender(text: str) -> dict[str, Any]:
 
 
 def _measure(args: argparse.Namespace) -> Result:
-    try:
-        return _predict(args)
-    except ConfigurationError as error:
-        raise ToolError(str(error)) from error
-
-
-def _predict(args: argparse.Namespace) -> Result:
-    """Records or reads, traces and predicts."""
+    """Record or read, trace and predict."""
     hooks = {text: None if text == NONE else parse_hook(parse_contender(text)) for text in args.hooks}
     averagers = {text: parse_averager(parse_contender(text)) for text in args.averagers}
     if args.from_timeline is not None:
         _network(args, None)  # refuses what is missing before hooks are traced, which takes a while
     recorded, probed, world_size = _record(args) if args.from_timeline is None else _read(args)
     network = _network(args, probed)
+    # two ranks on the CPU share its cores
     is_limited = args.from_timeline is None and args.device == "cpu"
-    cores = args.cores_per_rank or ((os.cpu_count() or 1) / _NUM_RANKS if is_limited else float("inf"))
+    cores = (os.cpu_count() or 1) / _NUM_RANKS if is_limited else float("inf")
     figures = _replanned(args, recorded) if args.bucket_caps_mb else recorded
     curves: list[_Row] = []
     with progress_bar(len(figures) * (len(hooks) + len(averagers)), "bench scaling") as bar:
@@ -162,28 +156,21 @@ def _predict(args: argparse.Namespace) -> Result:
             curves.append({"subject": subject, "contender": contender, "predictions": rows})
             bar.update()
 
-        for subject, found in figures.items():
-            profile = found.profile
+        for subject, of in figures.items():
             for text, hook_plan in hooks.items():
-                model = _trace(args, found, hook_plan)
-                add(subject, text, partial(predict_hook, profile, model, network, cores=cores))
+                model = _trace(args, of, hook_plan)
+                add(subject, text, partial(predict_hook, of.profile, model, network, cores=cores))
             for text, plan in averagers.items():
-                add(subject, text, partial(predict_averager, profile, plan, network))
+                add(subject, text, partial(predict_averager, of.profile, plan, network))
+    numbers = [number for number in args.ranks or [world_size] if number > 1]
+    plans: dict[str, list[_Row]] = {}
+    for subject, of in recorded.items():
+        found = (recommend_buckets(of.profile, of.shapes, network, number, cores=cores) for number in numbers)
+        plans[subject] = list(map(asdict, found))
     return Result(
         settings={k: v for k, v in vars(args).items() if v is None or isinstance(v, (int, float, str, list))},
-        extra={
-            "network": asdict(network),
-            "note": _note(args, network, cores),
-            "predictions": curves,
-            "bucket_plans": {
-                subject: [
-                    asdict(recommend_buckets(found.profile, found.shapes, network, number, cores=cores))
-                    for number in args.ranks or [world_size]
-                    if number > 1
-                ]
-                for subject, found in recorded.items()
-            },
-        },
+        extra={"network": asdict(network), "predictions": curves, "bucket_plans": plans}
+        | {"note": _note(args, network, cores)},
     )
 
 
@@ -205,33 +192,28 @@ _Recorded = tuple[dict[str, _Figures], "LinkCost | None", int]
 
 
 def _record(args: argparse.Namespace) -> _Recorded:
-    """Lets two ranks train the models without communication; then they probe the link between them."""
+    """Two ranks train the models without communication; then they probe the link between them."""
     models, figures = tuple(dict.fromkeys(args.models)), {}
     with (
         tempfile.TemporaryDirectory(prefix="lightning_ddp_scaling_") as scratch,
         progress_bar(len(models), "bench scaling: recording") as bar,
     ):
-        recordings = {
-            model: RecordSettings(
-                model=model, folder=str(Path(scratch, model)), num_steps=args.steps, communicates=False
-            )
-            for model in models
-        }
+        settings = {"num_steps": args.steps, "communicates": False}
+        recordings = [RecordSettings(model=m, folder=str(Path(scratch, m)), **settings) for m in models]
         options = {"world_size": _NUM_RANKS, "device": args.device, "timeout_s": args.timeout_s}
-        results = run_ranks(calibrate, recordings, on_progress=bar.update, **options)
-        for model in models:
+        results = run_ranks(_calibrate, recordings, on_progress=bar.update, **options)
+        for model, shapes in zip(models, results[0]["shapes"], strict=True):
             profile = StepProfile.from_recordings(load_folder(Path(scratch, model)))
-            buckets = tuple(tuple(map(tuple, bucket)) for bucket in results[0]["shapes"][model])
+            buckets = tuple(tuple(map(tuple, bucket)) for bucket in shapes)
             figures[model] = _Figures(profile=profile, buckets=buckets)
     return figures, LinkCost.of([result["probes"] for result in results]), _NUM_RANKS
 
 
 def _read(args: argparse.Namespace) -> _Recorded:
-    """Takes the steps of a run of the user's, with matrices as large as the buckets."""
+    """Take the steps of a run of the user's, with matrices as large as the buckets."""
     recordings = load_folder(args.from_timeline)
     profile = StepProfile.from_recordings(recordings)
-    buckets = tuple(square_shapes(size) for size, _ in profile.ready)
-    figures = _Figures(profile=profile, buckets=buckets)
+    figures = _Figures(profile=profile, buckets=tuple(square_shapes(size) for size, _ in profile.ready))
     return {args.from_timeline.name: figures}, None, recordings[0].world_size
 
 
@@ -250,15 +232,14 @@ def _replanned(args: argparse.Namespace, figures: dict[str, _Figures]) -> dict[s
     return replanned
 
 
-def _trace(args: argparse.Namespace, found: _Figures, plan: Any) -> Any:
-    """What a hook does that has run here, with the buckets of these figures."""
+def _trace(args: argparse.Namespace, found: _Figures, plan: Any) -> HookModel:
+    """What a hook does here, with the buckets of these figures."""
     if plan is None:
         return plain_model([size for size, _ in found.profile.ready])
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in each rank
     try:
-        device = torch.device(args.device)
-        return trace_hook(plan, found.buckets, device=device, num_runs=min(args.steps, 5))
+        return trace_hook(plan, found.buckets, device=torch.device(args.device), num_runs=min(args.steps, 5))
     finally:
         torch.set_num_threads(num_threads)
 
@@ -294,7 +275,7 @@ def _hop(latency_us: float | None, gbit: float | None, default: TransferCost | N
 def _note(args: argparse.Namespace, network: Network, cores: float) -> str:
     """What the predictions rest on."""
     folder = args.from_timeline
-    names = ("latency_us", "gbit", "node_latency_us", "node_gbit", "bucket_caps_mb", "cores_per_rank")
+    names = ("latency_us", "gbit", "node_latency_us", "node_gbit", "bucket_caps_mb")
     given = [f"{name}={getattr(args, name)}" for name in names if getattr(args, name) is not None]
     steps = "of two ranks here without communication" if folder is None else f"in {folder}"
     hooks = "" if folder is None else " with square matrices as large as the buckets"
@@ -309,8 +290,6 @@ def _note(args: argparse.Namespace, network: Network, cores: float) -> str:
         " averagers without arithmetic of their own"
     )
 
-
-# ---------------------------------------------------------------------- tables and the picture
 
 _Row = dict[str, Any]
 
@@ -342,10 +321,11 @@ def _format(result: Result) -> str:
             blocks.append(f"{subject}: {title}, by ranks\n{table}\n")
     for subject, plans in result.extra["bucket_plans"].items():
         for plan in plans:
+            caps = list(plan["caps_mb"])
+            new_ms, old_ms = 1e3 * plan["step_s"], 1e3 * plan["recorded_s"]
             blocks.append(
-                f"{subject}, {plan['num_ranks']} ranks without a hook:"
-                f" bucket_cap_mb_list={list(plan['caps_mb'])}\n  a step takes {1e3 * plan['step_s']:.1f} ms,"
-                f" with the recorded buckets {1e3 * plan['recorded_s']:.1f} ms\n"
+                f"{subject}, {plan['num_ranks']} ranks without a hook: bucket_cap_mb_list={caps}\n"
+                f"  a step takes {new_ms:.1f} ms, with the recorded buckets {old_ms:.1f} ms\n"
             )
     return "\n".join([*blocks, result.extra["note"]])
 
@@ -367,9 +347,6 @@ def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
     save_panels(path, panels, title=title)
 
 
-# ---------------------------------------------------------------------- what each rank does
-
-
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
     """What a message between two ranks costs."""
@@ -380,33 +357,26 @@ class LinkCost:
 
     @classmethod
     def of(cls, probes: Sequence[Sequence[Sequence[float]]]) -> LinkCost:
-        """Of all-reduces of two ranks: two messages in a row, each with half of the bytes.
+        """Of the probes of two ranks: an all-reduce is two messages in a row, each with half of the bytes."""
+        rows = list(chain.from_iterable(probes))
 
-        Args:
-            probes: of each rank: bytes, seconds and CPU seconds of an all-reduce, one a size and round.
-        """
-        by_size: dict[float, list[Sequence[float]]] = {}
-        for rows in probes:
-            for row in rows:
-                by_size.setdefault(row[0], []).append(row)
-        line = TransferCost.fit(
-            [(int(size), statistics.median(row[1] for row in by_size[size])) for size in sorted(by_size)]
-        )
-        largest = max(by_size)
-        cpu_s = statistics.median(row[2] for row in by_size[largest])
+        def median(size: float, column: int) -> float:
+            return statistics.median(row[column] for row in rows if row[0] == size)
+
+        sizes = sorted({row[0] for row in rows})
+        line = TransferCost.fit([(int(size), median(size, 1)) for size in sizes])
+        largest, cpu_s = sizes[-1], median(sizes[-1], 2)
         return cls(hop=replace(line, latency_s=line.latency_s / 2), cpu_seconds_per_byte=cpu_s / largest)
 
 
-def calibrate(context: RankContext, recordings: Mapping[str, RecordSettings]) -> dict[str, Any]:
+def _calibrate(context: RankContext, recordings: Sequence[RecordSettings]) -> dict[str, Any]:
     """Record each model without communication, then time collectives; all ranks.
 
-    Returns:
-        "shapes": model -> shapes of the parameters of each bucket; "probes": bytes, seconds and CPU seconds
-        of an all-reduce, one entry a size and round.
+    Returns "shapes": of each model, of the parameters of each bucket; "probes": see `_probe`.
     """
-    shapes = {}
-    for model, settings in recordings.items():
-        shapes[model] = record_steps(context, settings)
+    shapes = []
+    for settings in recordings:
+        shapes.append(record_steps(context, settings))
         context.advance()
     probes = [row for number in range(_NUM_PROBES) for row in _probe(context.device, number)]
     return {"shapes": shapes, "probes": probes}

@@ -27,19 +27,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.arguments import add_shared, positive_float, positive_int
-from lightning_ddp.tools.bench.benchmark import Benchmark, Comparisons, Result, format_comparisons
-from lightning_ddp.tools.contenders import (
+from lightning_ddp.tools.bench import Benchmark, Comparisons, Result, format_comparisons
+from lightning_ddp.tools.command_line import (
+    add_choices,
+    add_shared,
+    positive_float,
+    positive_int,
+    progress_bar,
+)
+from lightning_ddp.tools.models import (
     BARE,
     CONTENDERS,
+    MODEL_NAMES,
     OURS,
     TORCH_DEFAULT,
     TORCH_FLAGS,
     TrainingRun,
+    build_workload,
     constructor_flags,
     is_torch,
 )
-from lightning_ddp.tools.models import MODEL_NAMES, build_workload
 from lightning_ddp.tools.ranks import (
     RankContext,
     RoundRobin,
@@ -49,8 +56,7 @@ from lightning_ddp.tools.ranks import (
     timed,
     torchrun_rank,
 )
-from lightning_ddp.tools.report import progress_bar
-from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, run_to_mark
+from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, started
 
 DEFAULT_CONTENDERS: Final = (OURS, TORCH_DEFAULT, TORCH_FLAGS)
 FASTEST_TORCH: Final = "fastest_torch"
@@ -67,15 +73,7 @@ _MIB: Final = 2**20
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=30, world_size=None, timeout_s=1800.0, models=list(MODEL_NAMES), device="cpu")
-    names, default = ", ".join(CONTENDERS), " ".join(DEFAULT_CONTENDERS)
-    parser.add_argument(
-        "--contenders",
-        nargs="+",
-        choices=tuple(CONTENDERS),
-        default=list(DEFAULT_CONTENDERS),
-        metavar="NAME",
-        help=f"what takes turns, any of {names} (default: {default})",
-    )
+    add_choices(parser, "--contenders", tuple(CONTENDERS), DEFAULT_CONTENDERS, "what takes turns")
     parser.add_argument(
         "--links",
         nargs="+",
@@ -119,15 +117,13 @@ def _measure(args: argparse.Namespace) -> Result | None:
         trained = _measure_trainer(args, settings, world_size) if args.trainer is not None else {}
     if torchrun is not None and torchrun.rank > 0:
         return None
-    references = dict.fromkeys(samples, reference_of(settings.contenders))
+    names = ("rounds", "steps", "warmup", "trainer", "device", "links")
     flags = {name: constructor_flags(name) for name in settings.contenders}
-    asked = {
-        name: getattr(args, name) for name in ("rounds", "steps", "warmup", "trainer", "device", "links")
-    }
     result = Result(
         samples=samples | trained,
-        references=references | dict.fromkeys(trained, TRAINER_OURS),
-        settings=asked | {"world_size": world_size, "flags": flags},
+        references=dict.fromkeys(samples, reference_of(settings.contenders))
+        | dict.fromkeys(trained, TRAINER_OURS),
+        settings={name: getattr(args, name) for name in names} | {"world_size": world_size, "flags": flags},
     )
     means = geometric_means({subject: result.comparisons[subject] for subject in samples})
     if trained:
@@ -138,14 +134,14 @@ def _measure(args: argparse.Namespace) -> Result | None:
 
 
 def default_world_size(args: argparse.Namespace) -> int:
-    """The number of ranks that was asked for; else 2, on CUDA as many as there are GPUs for them."""
+    """Ranks that were asked for; else 2, on CUDA as many as there are GPUs for them."""
     if args.world_size is not None:
         return int(args.world_size)
     return max(1, min(2, torch.cuda.device_count())) if args.device == "cuda" else 2
 
 
 def _check(args: argparse.Namespace, settings: StepSettings, world_size: int, *, is_launched: bool) -> None:
-    """Raises if what was asked for does not go together."""
+    """Refuse what does not go together."""
     if BARE in settings.contenders and world_size > 1:
         raise ToolError(f"{BARE} averages nothing: measure it with --world-size 1")
     if args.links is not None and (world_size != 2 or args.device != "cpu" or is_launched):
@@ -193,9 +189,7 @@ RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
 def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[str, dict[str, list[float]]]:
     """Model -> contender -> milliseconds of each round: of the median step, of which the slowest rank counts.
 
-    Args:
-        found: of all processes, each of which has timed some contenders.
-        settings: the models and contenders.
+    `found` is of all processes, each of which has timed some contenders.
     """
 
     def milliseconds(model: str, name: str) -> list[float]:
@@ -208,20 +202,15 @@ def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[s
     return {m: {name: milliseconds(m, name) for name in settings.contenders} for m in settings.models}
 
 
-# ---------------------------------------------------------------------- the table
-
-
 def reference_of(contenders: Sequence[str]) -> str:
     """The contender that stands above the fraction line: ours, or the first if ours is left out."""
     return OURS if OURS in contenders else contenders[0]
 
 
 def geometric_means(comparisons: Comparisons) -> dict[str, float]:
-    """Geometric mean over the models (and links) of reference / contender.
+    """Contender -> geometric mean over the models (and links) of reference / contender.
 
-    Returns:
-        One entry for each contender but the reference; where several are torch's, one more against whichever
-        of them has the lowest median on each model.
+    Where several are torch's, one more is against whichever of them has the lowest median on each model.
     """
     names = list(next(iter(comparisons.values())))
     reference = reference_of(names)
@@ -239,8 +228,9 @@ def format_report(result: Result) -> str:
     flags: Any = result.settings["flags"]
     means = dict(result.extra["geometric_mean"])
     reference = reference_of(list(flags))
-    in_trainer = {s: row for s, row in result.comparisons.items() if result.reference(s) == TRAINER_OURS}
-    steps = {s: row for s, row in result.comparisons.items() if s not in in_trainer}
+    rows = result.comparisons
+    in_trainer = {s: row for s, row in rows.items() if result.reference(s) == TRAINER_OURS}
+    steps = {s: row for s, row in rows.items() if s not in in_trainer}
     columns = {"peak MiB": result.extra["peak_mib"]}
     trainer_mean = means.pop("Trainer ddp", None)
     lines = [format_comparisons(steps, ("model", "contender", f"{reference}/contender"), "ms", columns), ""]
@@ -262,13 +252,8 @@ def time_steps(context: RankContext, settings: StepSettings) -> dict[str, Any]:
     """Time the training steps of all contenders on each model, in turns; all ranks, communicates.
 
     Where there are as many replicas as contenders, each trains one of them; a single replica trains all.
-
-    Returns:
-        "seconds": model -> contender of this replica -> round -> seconds of each timed step on this rank;
-        "peak_bytes": model -> contender -> peak of memory, where the process has one contender.
-
-    Raises:
-        RuntimeError: a contender's gradients or buffers differ from those of the others.
+    Returns "seconds": model -> contender of this replica -> round -> seconds of each timed step on this rank;
+    "peak_bytes": model -> contender -> peak of memory, where the process has one contender.
     """
     turns = RoundRobin(context.store, context.world_size)
     is_alone = context.num_replicas > 1 or len(settings.contenders) == 1
@@ -339,14 +324,9 @@ def _some(values: Tensor) -> Tensor:
 def check_agreement(
     name: str, found: Mapping[str, Tensor], reference: str, expected: Mapping[str, Tensor]
 ) -> None:
-    """Compare what a contender computed in one step with what another one did.
+    """Raise if a contender computed something else in one step, from the same weights, than another one did.
 
-    A wrapper that communicated nothing would be the fastest; this keeps it off the table. The step starts
-    from the same weights because from three ranks on sums are rounded in another order, and over many steps a
-    deep network makes of that rounding weights that have nothing in common.
-
-    Raises:
-        RuntimeError: values are not finite or differ by more than rounding.
+    A wrapper that communicated nothing would be the fastest; this keeps it off the table.
     """
     for kind, values in found.items():
         error = ((values - expected[kind]).norm() / expected[kind].norm()).item()
@@ -396,14 +376,10 @@ def _kib_of_others() -> int:
 def _measure_trainer(
     args: argparse.Namespace, settings: StepSettings, world_size: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Trains every model under both strategies, a script each, in turns.
+    """Train every model under both strategies; "<model>, Trainer" -> strategy -> milliseconds of each round.
 
-    A Trainer owns its processes, so that strategies take turns by whole scripts: each trains some steps of
-    one model, and the median of those after the warm-up is the sample of its turn. Both train the same
-    weights and batches; a step lasts from `on_train_batch_start` to `on_train_batch_end` on rank 0.
-
-    Returns:
-        "<model>, Trainer" -> strategy -> milliseconds of each round.
+    A Trainer owns its processes, so that strategies take turns by whole scripts: the median of the steps
+    after the warm-up is the sample of a turn, from `on_train_batch_start` to `on_train_batch_end` on rank 0.
     """
     samples = {f"{model}, Trainer": {name: list[float]() for name in STRATEGIES} for model in settings.models}
     total = args.trainer * len(settings.models) * len(STRATEGIES)
@@ -424,7 +400,8 @@ def _train(arguments: dict[str, Any], settings: StepSettings, timeout_s: float) 
     num_steps = settings.num_warmup_steps + _NUM_TRAINER_STEPS * settings.num_steps
     arguments = {**arguments, "num_steps": num_steps}
     is_ours = arguments["strategy"] == TRAINER_OURS
-    _, found = run_to_mark(SCRIPT, arguments, "STEP_SECONDS", timeout_s=timeout_s, may_fail_later=not is_ours)
+    with started(SCRIPT, arguments) as running:
+        found = running.run_to("STEP_SECONDS", timeout_s, may_fail_later=not is_ours)
     seconds: list[float] = json.loads(found)
     if len(seconds) != num_steps:
         raise ToolError(f"{arguments['strategy']} trained {len(seconds)} steps, {num_steps} expected")

@@ -1,9 +1,400 @@
-"""Doctor: checks that a machine and its ranks are fit for a distributed run.
+"""Checks this machine, and all ranks where it is launched on each, for a distributed run.
 
-* `command`: options, the order of things, text and JSON, the exit status;
-* `placement`: who started this process and as which rank, from the environment variables;
-* `facts`: what this process sees of its machine; `network`: names, interfaces, the store, with deadlines;
-* `measure`: what ranks do together: clocks, all-reduce, and the line through its times;
-* `checks`: pure functions from all that to findings;
-* `verify`: trains and compares; `trials`: what each rank does; `references`: what should come out.
+Alone, with `--processes N` for N ranks here, under torchrun or srun, or on each node with `--nodes N` and the
+variables NODE_RANK, MASTER_ADDR and MASTER_PORT. The exit status is 1 if a check failed.
 """
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Generator, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_ddp.launch.interface import is_own_address
+from lightning_ddp.telemetry.timeline import load_folder
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.command_line import (
+    existing_file,
+    format_table,
+    positive_float,
+    positive_int,
+    progress_bar,
+)
+from lightning_ddp.tools.doctor.diagnosis import (
+    Answer,
+    check_answers,
+    check_history,
+    check_interface,
+    check_line,
+)
+from lightning_ddp.tools.doctor.machine import (
+    LEVELS,
+    DeadlinePassed,
+    Finding,
+    Level,
+    addresses,
+    gather_facts,
+    interface_to,
+    place,
+    resolve,
+    wait_until_reached,
+    within,
+    worst,
+)
+from lightning_ddp.tools.doctor.measure import Line, Plan, Timing, examine, exchange, fit_line
+from lightning_ddp.tools.doctor.verify import Verification, refusal, run_checks
+from lightning_ddp.tools.ranks import RankContext, run_ranks
+from lightning_ddp.tools.recorded_run import changes_of
+
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK = "127.0.0.1"
+_ADVICE = {
+    "PASS": "nothing stands in the way of a run",
+    "WARN": "a run can start; see the lines with WARN",
+    "FAIL": "a run would fail; see the lines with FAIL",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    where = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("--processes", "start N ranks on this machine and measure them"),
+        ("--nodes", "this command is run by hand on each of N nodes"),
+    ):
+        where.add_argument(name, type=positive_int, metavar="N", help=text)
+    for name, metavar, default, text in (
+        ("--timeout-s", "S", 30.0, "deadline of each step on the network, meeting the other ranks included"),
+        ("--max-mb", "MIB", 64.0, "largest all-reduce in MiB"),
+    ):
+        help_text = f"{text} (default: {default})"
+        parser.add_argument(name, type=positive_float, default=default, metavar=metavar, help=help_text)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="train on this machine's GPUs (or on --processes of them; else on 2 CPU ranks) and compare: with"
+        " torch's DDP, every hook and averager with its formula; kill a rank; time steps. Under a minute",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="of --verify (default: cuda where there is a GPU)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="CHECK",
+        help="run only those checks of --verify whose names begin so, such as 'hook topk'",
+    )
+    parser.add_argument(
+        "--history",
+        type=Path,
+        metavar="FOLDER",
+        help="also tell which ranks a run has lost and got, and why, as CommunicationMonitor(timeline=FOLDER)"
+        " has recorded it",
+    )
+    parser.add_argument(
+        "--preload",
+        type=existing_file,
+        metavar="FILE",
+        help="a Python file that each rank of --verify runs first: to set a backend up, or to break something"
+        " that has to be found",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine, print on rank 0 (on every rank that could not meet the others), return 0 or 1."""
+    examination = _Examination(args)
+    with _stdout_kept_for_json() if args.json else contextlib.nullcontext():
+        examination.examine()
+    status = examination.report(as_json=args.json)
+    if examination.is_stuck:  # destructors would wait for what is blocked
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+@contextlib.contextmanager
+def _stdout_kept_for_json() -> Generator[None, None, None]:
+    """Sends to stderr what anything else writes meanwhile, such as gloo, which tells of connections."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+class _Examination:
+    """This process, what has been found so far, and the ways to find more."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._env = dict(os.environ)
+        self._here = place(self._env, args.nodes)
+        self._findings: list[Finding] = list(self._here.findings)
+        self._answers: list[Any] = []
+        self.is_stuck = False
+        """Whether a step is still blocked in a thread of this process."""
+
+    def _add(self, level: Level, check: str, message: str) -> None:
+        self._findings.append(Finding(level, check, message))
+
+    @property
+    def _has_failed(self) -> bool:
+        return worst(self._findings) == "FAIL"
+
+    def examine(self) -> None:
+        """Look at this machine, or at all ranks, as the options and the variables say."""
+        plan = Plan(
+            largest_bytes=int(self._args.max_mb * (1 << 20)),
+            timeout_s=self._args.timeout_s,
+            interface=self._choose_interface(),
+        )
+        if self._args.history is not None and self._here.rank == 0:
+            self._findings += check_history(changes_of(load_folder(self._args.history)))
+        if self._args.verify:
+            refused = refusal(self._here)
+            self._findings += [refused] if refused else run_checks(Verification.of(self._args))
+        elif self._args.processes is not None:
+            self._examine_processes(plan)
+        elif self._here.world_size > 1:
+            self._examine_launched(plan)
+        else:
+            self._examine_alone()
+
+    def _examine_alone(self) -> None:
+        if self._here.master_addr and self._here.master_port and not self._has_failed:
+            if self._here.rank == 0:
+                self._host_store()
+            else:
+                self._find_master()
+        message = "not measured, as this process is alone: add --processes 2, or launch it as you do a run"
+        self._add("PASS", "all-reduce", message)
+
+    def _examine_processes(self, plan: Plan) -> None:
+        count = self._args.processes
+        with progress_bar(len(plan.sizes), "all-reduce") as bar:
+            options = {"timeout_s": plan.timeout_s * 4, "on_progress": bar.update}
+            try:
+                self._answers = run_ranks(_examine_rank, (plan, self._env), world_size=count, **options)
+            except ToolError as error:
+                self._add("FAIL", "all-reduce", f"{count} processes on this machine: {error}")
+
+    def _examine_launched(self, plan: Plan) -> None:
+        found = None if self._has_failed else self._meet()
+        if found is None:
+            return
+        here = self._here
+        store = dist.PrefixStore(f"doctor/{self._env.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+
+        def together() -> list[Any]:
+            where: dict[str, Any] = {"rank": here.rank, "world_size": here.world_size}
+            with progress_bar(len(plan.sizes), "all-reduce", is_shown=here.rank == 0) as bar:
+                options = {"local_rank": here.local_rank, "advance": bar.update}
+                answer = examine(store, plan, self._env, **where, **options)
+            answer["findings"] = [asdict(finding) for finding in self._findings]
+            return exchange(store, answer, timeout_s=plan.timeout_s, **where)
+
+        try:
+            what = "measuring with the other ranks"
+            self._answers = within(4 * plan.timeout_s, what, together)
+        except (RuntimeError, OSError) as error:
+            self.is_stuck = True  # a group whose peers are gone waits for them when it is freed
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._add(
+                "FAIL",
+                "ranks",
+                f"rank {here.rank} of {here.world_size} has the store at {here.master_addr}, port"
+                f" {here.master_port}, but does not find all ranks through"
+                f" {plan.interface or 'the default interface'}: {first_line}. Are all {here.world_size}"
+                " started, and does no firewall close other ports between them?",
+            )
+
+    def _choose_interface(self) -> str | None:
+        """The user's interface, or the one that leads to the master; adds a finding about it."""
+        named = self._env.get(_INTERFACE_VARIABLE) or None
+        if self._has_failed:
+            return named
+        try:
+            address = resolve(self._here.master_addr or _LOOPBACK, self._args.timeout_s)
+        except (OSError, DeadlinePassed) as error:
+            message = f"MASTER_ADDR={self._here.master_addr} cannot be looked up ({error}): correct the name"
+            self._add("FAIL", "master", f"{message}, or give the address itself")
+            return named
+        route, found = interface_to(address), addresses()
+        num_nodes = self._here.num_nodes
+        options: dict[str, Any] = {"num_nodes": num_nodes, "variable": _INTERFACE_VARIABLE}
+        self._findings.append(check_interface(named, route, found, **options))
+        chosen = named or route
+        return chosen if chosen in found else None
+
+    def _meet(self) -> Any | None:
+        """The store of the ranks; None, with a finding, if it cannot be had."""
+        if self._here.rank == 0 and not self._here.has_agent_store:
+            return self._host_store()
+        address = self._find_master()
+        if address is None:
+            return None
+        try:
+            return self._open_store(address, is_host=False)
+        except (OSError, RuntimeError):
+            self._add(
+                "FAIL",
+                "master",
+                f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it is"
+                " no store of this run. Name another MASTER_PORT on all nodes",
+            )
+            return None
+
+    def _open_store(self, address: str, *, is_host: bool) -> Any:
+        port, timeout_s = self._here.master_port, self._args.timeout_s
+        assert port is not None  # the findings would say so
+        limit = timedelta(seconds=timeout_s)
+        step = partial(dist.TCPStore, address, port, is_master=is_host, wait_for_workers=False, timeout=limit)
+        try:
+            return within(timeout_s + 1.0, f"connecting to the store at {address}, port {port}", step)
+        except DeadlinePassed:
+            self.is_stuck = True
+            raise
+
+    def _host_store(self) -> Any | None:
+        assert self._here.master_addr is not None  # the caller has looked
+        where = f"MASTER_ADDR={self._here.master_addr}, MASTER_PORT={self._here.master_port}"
+        address = resolve(self._here.master_addr, self._args.timeout_s)
+        if not is_own_address(address):
+            own = ", ".join(f"{a} ({name})" for name, a in addresses().items())
+            message = f"{where}: rank 0 is here, but {address} is no address of this host, which has {own}"
+            self._add("FAIL", "master", f"{message}. Name one that all nodes reach")
+            return None
+        try:
+            store = self._open_store(address, is_host=True)
+        except (OSError, RuntimeError) as error:
+            message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]})"
+            self._add("FAIL", "port", f"{message}. Another process has it; name another one on all nodes")
+            return None
+        self._add("PASS", "port", f"{where}: free, and opened here")
+        return store
+
+    def _find_master(self) -> str | None:
+        """The address of rank 0 once it listens; None, with a finding, if it does not within the deadline."""
+        here, timeout_s = self._here, self._args.timeout_s
+        assert here.master_addr is not None  # the findings would say so
+        assert here.master_port is not None
+        address = resolve(here.master_addr, timeout_s)
+        interface = interface_to(address) or "no interface"
+        where = f"{here.master_addr}, port {here.master_port}, through {interface}"
+        problem = wait_until_reached(address, here.master_port, timeout_s)
+        if problem is None:
+            self._add("PASS", "master", f"{where}: answers")
+            return address
+        message = (
+            f"rank {here.rank} cannot reach {where}: {problem}. Start rank 0 first or at the same time, give"
+            " all nodes the same MASTER_ADDR and MASTER_PORT, and open that port in the first node's firewall"
+        )
+        self._add("FAIL", "master", message)
+        return None
+
+    def report(self, *, as_json: bool) -> int:
+        """Check what was gathered and print it, unless another rank does; returns the exit status."""
+        is_silent = len(self._answers) > 1 and self._here.rank > 0 and self._args.processes is None
+        here = self._here
+        answers = self._answers or [gather_facts(self._env, rank=here.rank, local_rank=here.local_rank)]
+        findings = [*self._findings, *check_answers(answers)]
+        timings = [Timing(**timing) for timing in answers[0].get("timings", [])]
+        line: Line | None = None
+        if timings and len(answers) > 1:
+            line = fit_line(timings)
+            num_hosts = len({answer["host"] for answer in answers})
+            findings.append(check_line(line, world_size=len(answers), num_hosts=num_hosts))
+        findings.sort(key=lambda finding: LEVELS.index(finding.level))
+        if not is_silent:
+            layout = _format_json if as_json else format_report
+            print(layout(answers, timings, line, findings), flush=True)
+        return 1 if worst(findings) == "FAIL" else 0
+
+
+def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -> dict[str, Any]:
+    """What a process of `--processes` runs."""
+    options: dict[str, Any] = {"world_size": context.world_size, "advance": context.advance}
+    return examine(context.store, *settings, rank=context.rank, local_rank=context.rank, **options)
+
+
+def format_report(
+    answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None, findings: Sequence[Finding]
+) -> str:
+    """Ranks, times and the line through them, then the findings; the last line is the verdict."""
+    parts = [_ranks(answers)]
+    if timings:
+        parts.append(_times(answers, timings, line))
+    width = max(len(finding.check) for finding in findings)
+    parts.append("\n".join(f"{f.level}  {f.check.ljust(width)}  {f.message}" for f in findings))
+    verdict = worst(findings)
+    parts.append(f"{verdict}: {_ADVICE[verdict]}")
+    return "\n\n".join(parts)
+
+
+def _format_json(
+    answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None, findings: Sequence[Finding]
+) -> str:
+    times = {"timings": list(map(asdict, timings)), "line": None if line is None else asdict(line)}
+    document = {"verdict": worst(findings), "findings": list(map(asdict, findings)), "ranks": list(answers)}
+    return json.dumps({**document, "all_reduce": times}, indent=2)
+
+
+def _ranks(answers: Sequence[Answer]) -> str:
+    def device(answer: Answer) -> str:
+        is_cpu = answer["local_rank"] >= len(answer["devices"])
+        return f"CPU ({answer['num_cpus']} cores)" if is_cpu else answer["devices"][answer["local_rank"]]
+
+    rows = [
+        (
+            *(str(answer[name]) for name in ("rank", "host", "pid")),
+            device(answer),
+            str(answer["backend"]),
+            str(answer.get("interface") or "-"),
+            f"{answer['clock']['offset_s'] * 1e3:+.2f}" if "clock" in answer else "-",
+        )
+        for answer in answers
+    ]
+    table = format_table(("rank", "host", "pid", "device", "backend", "interface", "clock (ms)"), rows)
+    variables = "\n".join(f"  {name}={value}" for name, value in answers[0]["variables"].items())
+    return f"{table}\n\nVariables of rank {answers[0]['rank']}:\n{variables or '  none'}"
+
+
+def _times(answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None) -> str:
+    world_size = len(answers)
+    rows = [
+        (
+            f"{t.num_bytes >> 20} MiB" if t.num_bytes >= 1 << 20 else f"{t.num_bytes >> 10} KiB",
+            t.seconds * 1e3,
+            t.num_bytes / t.seconds / 1e9,
+            line.seconds(t.num_bytes) * 1e3 if line is not None else float("nan"),
+        )
+        for t in timings
+    ]
+    table = format_table(("all-reduce", "ms", "GB/s", "line (ms)"), rows)
+    text = (
+        f"float32 over {answers[0]['measured_on']}, {world_size} ranks, median of the slowest rank:\n{table}"
+    )
+    if line is None:
+        return text
+    return (
+        f"{text}\ntime = {line}, wrong by {line.relative_error:.0%} in the median. As a ring of 2 (p - 1)"
+        f" messages of size / p: {line.message_latency_s(world_size) * 1e6:.0f} us a message,"
+        f" {line.link_bytes_per_s(world_size) / 1e9:.3g} GB/s a link."
+    )

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
-from lightning_ddp.telemetry.recording import Change
+from lightning_ddp.telemetry.timeline import Change
+from lightning_ddp.tools.doctor.machine import Finding, Level
 from lightning_ddp.tools.doctor.measure import Line
 
 Answer = Mapping[str, Any]
 """What `measure.examine` returns for a rank, or `gather_facts` where it is alone."""
-
-Level = Literal["PASS", "WARN", "FAIL"]
-LEVELS: tuple[Level, ...] = ("PASS", "WARN", "FAIL")
 
 _LEAST_SHARED_MEMORY = 1 << 30
 _LEAST_OPEN_FILES = 4096
@@ -22,26 +19,6 @@ _LARGEST_CLOCK_SKEW_S = 1.0
 _LARGEST_RELATIVE_ERROR = 0.5
 _SLOW_BYTES_PER_S = 125e6
 _MUST_AGREE = ("torch", "pytorch-lightning", "lightning", "lightning_ddp")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the verdict."""
-
-    level: Level
-    check: str
-    """What was looked at, in a word or two."""
-    message: str
-    """What was found and, unless it passed, what to do."""
-
-
-def worst(findings: Iterable[Finding]) -> Level:
-    """The worst level.
-
-    >>> worst([Finding(level="PASS", check="a", message=""), Finding(level="WARN", check="b", message="")])
-    'WARN'
-    """
-    return max((finding.level for finding in findings), key=LEVELS.index, default="PASS")
 
 
 def check_answers(answers: Sequence[Answer]) -> list[Finding]:
@@ -70,11 +47,8 @@ def check_history(changes: Sequence[Change]) -> list[Finding]:
         return [Finding("PASS", "history", "the recorded run lost no rank")]
     findings = []
     for change in changes:
-        moves = [
-            f"{verb} {name_ranks(ranks)}"
-            for verb, ranks in (("lost", change.lost_ranks), ("joined", change.joined_ranks))
-            if ranks
-        ]
+        moved = (("lost", change.lost_ranks), ("joined", change.joined_ranks))
+        moves = [f"{verb} {name_ranks(ranks)}" for verb, ranks in moved if ranks]
         message = (
             f"from step {change.step}, after {change.seconds:.2f} s, {change.new_world_size} instead of"
             f" {change.old_world_size} ranks; {'; '.join(moves)}: {change.why}"
@@ -125,8 +99,7 @@ def _check_versions(answers: Sequence[Answer]) -> list[Finding]:
             findings.append(Finding("FAIL", "versions", message))
     differing = _differing(answers, lambda answer: answer["python"])
     if differing:
-        message = f"Python differs ({differing}): use one environment"
-        findings.append(Finding("WARN", "versions", message))
+        findings.append(Finding("WARN", "versions", f"Python differs ({differing}): use one environment"))
     packages = answers[0]["packages"]
     listed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
     return findings or [Finding("PASS", "versions", f"Python {answers[0]['python']}, {listed}")]
@@ -157,8 +130,7 @@ def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
     differing = _differing(answers, kind)
     backend = f"backend {answers[0]['backend']}"
     if differing:
-        message = f"{differing}; {backend}; the slowest kind sets the pace"
-        return [Finding("WARN", "devices", message)]
+        return [Finding("WARN", "devices", f"{differing}; {backend}; the slowest kind sets the pace")]
     ranks = name_ranks([answer["rank"] for answer in answers])
     return [Finding("PASS", "devices", f"{ranks}: {kind(answers[0])}; {backend}")]
 
@@ -271,35 +243,31 @@ def check_variables(answer: Answer) -> tuple[Level, str]:
 def check_interface(
     named: str | None, route: str | None, found: Mapping[str, str], *, num_nodes: int, variable: str
 ) -> Finding:
-    """The interface by which ranks will send.
+    """The interface by which ranks will send: `named` by the user's variable, or the route to the master.
 
-    Args:
-        named: what the user's variable says.
-        route: the interface to the master; None if there is none.
-        found: interface -> address, of this host.
-        num_nodes: of the run.
-        variable: the name of the variable.
+    `found` are the interfaces of this host, with their addresses.
     """
     listed = ", ".join(f"{name} ({address})" for name, address in found.items())
+    chosen = named or route
+    level: Level = "FAIL"
     if named is not None and found and named not in found:
         message = f"{variable}={named}, but this host has {listed}: name one of them or unset the variable"
-        return Finding("FAIL", "interface", message)
-    chosen = named or route
-    if chosen is None:
+    elif chosen is None:
+        level = "FAIL" if num_nodes > 1 else "WARN"
         message = (
             f"no interface leads to the master; this host has {listed}: check MASTER_ADDR and the routes"
         )
-        return Finding("FAIL" if num_nodes > 1 else "WARN", "interface", message)
-    if num_nodes > 1 and found.get(chosen, "").startswith("127."):
+    elif num_nodes > 1 and found.get(chosen, "").startswith("127."):
         message = (
             f"{chosen} is the loopback, which no other node reaches: MASTER_ADDR has to be an address of the"
             f" first node on a network of all nodes; this host has {listed}"
         )
-        return Finding("FAIL", "interface", message)
-    if named is not None and route is not None and named != route:
+    elif named is not None and route is not None and named != route:
+        level = "WARN"
         message = f"{variable}={named}, but the master is reached by {route}: unset it unless both lead there"
-        return Finding("WARN", "interface", message)
-    return Finding("PASS", "interface", f"{chosen} ({found.get(chosen, 'no IPv4 address')})")
+    else:
+        level, message = "PASS", f"{chosen} ({found.get(chosen, 'no IPv4 address')})"
+    return Finding(level, "interface", message)
 
 
 def check_line(line: Line | None, *, world_size: int, num_hosts: int) -> Finding:

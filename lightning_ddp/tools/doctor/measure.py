@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import new_gloo, new_nccl
-from lightning_ddp.comm.cost import TransferCost
-from lightning_ddp.tools.doctor.facts import gather_facts
+from lightning_ddp.tools.doctor.machine import gather_facts
+from lightning_ddp.tools.perf_model import TransferCost
 from lightning_ddp.tools.ranks import synchronize
 
 _NUM_PINGS = 8
@@ -65,13 +65,12 @@ def examine(
     world_size: int,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """This rank's facts, clock and times, as JSON values. All ranks call it.
-
-    Raises:
-        RuntimeError: the ranks do not find each other, or a step did not end in time.
-    """
+    """This rank's facts, clock and times, as JSON values. All ranks call it."""
     answer = gather_facts(env, rank=rank, local_rank=local_rank)
-    control = _gloo(store, plan, rank, world_size)
+    limit = timedelta(seconds=plan.timeout_s)
+    gloo = dist.ProcessGroupGloo
+    where = gloo.create_device(interface=plan.interface) if plan.interface else gloo.create_default_device()
+    control = new_gloo(dist.PrefixStore("gloo", store), rank, world_size, [where], limit)
     offset, error = clock_offsets(control, rank, world_size, timeout_s=plan.timeout_s)
     answer["clock"] = {"offset_s": offset, "error_s": error}
     answer["interface"] = plan.interface
@@ -80,7 +79,6 @@ def examine(
     if _agree(control, float(has_device), device, plan.timeout_s, dist.ReduceOp.MIN):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        limit = timedelta(seconds=plan.timeout_s)
         group = new_nccl(dist.PrefixStore("nccl", store), rank, world_size, limit)
     timings = time_all_reduce(group, plan.sizes, device=device, timeout_s=plan.timeout_s, advance=advance)
     answer["measured_on"] = "nccl" if group is not control else "gloo"
@@ -91,11 +89,7 @@ def examine(
 def exchange(
     store: Any, answer: dict[str, Any], *, rank: int, world_size: int, timeout_s: float
 ) -> list[Any]:
-    """The answers of all ranks. All call it; rank 0, which may host the store, returns last.
-
-    Raises:
-        RuntimeError: a rank did not answer in time.
-    """
+    """The answers of all ranks. All call it; rank 0, which may host the store, returns last."""
     limit = timedelta(seconds=timeout_s)
     store.set(f"answer/{rank}", json.dumps(answer))
     store.wait([f"answer/{other}" for other in range(world_size)], limit)
@@ -104,15 +98,6 @@ def exchange(
     if rank == 0:
         store.wait([f"read/{other}" for other in range(world_size)], limit)
     return answers
-
-
-def _gloo(store: Any, plan: Plan, rank: int, world_size: int) -> Any:
-    if plan.interface is not None:
-        device = dist.ProcessGroupGloo.create_device(interface=plan.interface)
-    else:
-        device = dist.ProcessGroupGloo.create_default_device()
-    limit = timedelta(seconds=plan.timeout_s)
-    return new_gloo(dist.PrefixStore("gloo", store), rank, world_size, [device], limit)
 
 
 def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -> tuple[float, float]:
@@ -141,16 +126,12 @@ def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -
     return offset, trip / 2
 
 
-# ---------------------------------------------------------------------- all-reduces
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One size of message."""
+    """One size of message; seconds are the median of the slowest rank."""
 
     num_bytes: int
     seconds: float
-    """Median of the slowest rank."""
 
 
 def time_all_reduce(
@@ -161,13 +142,10 @@ def time_all_reduce(
     timeout_s: float,
     advance: Callable[[], object] = lambda: None,
 ) -> list[Timing]:
-    """Times float32 all-reduces of several sizes, smallest first. All ranks of the group of torch call it.
+    """Time float32 all-reduces of several sizes, smallest first. All ranks of the group of torch call it.
 
     Each size is repeated for about a third of a second; the ranks agree how often. Larger sizes are left out
     once one takes more than two seconds. `advance` is called after each size.
-
-    Raises:
-        RuntimeError: an all-reduce failed or did not end within its deadline.
     """
     timings = []
     for num_bytes in sizes:
@@ -201,7 +179,7 @@ def _all_reduce(
 def _agree(
     group: Any, number: float, device: torch.device, timeout_s: float, operation: Any = dist.ReduceOp.MAX
 ) -> float:
-    """The largest value of all ranks."""
+    """The largest value of all ranks, or the smallest."""
     value = torch.tensor([number], dtype=torch.float64, device=device)
     _all_reduce(group, value, timeout_s, operation)
     return float(value.item())

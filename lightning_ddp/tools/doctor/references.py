@@ -68,6 +68,11 @@ def _check_mean(bucket: Bucket) -> Iterator[Claim]:
     yield Claim("mean", bucket.found, mean, bound)
 
 
+def _check_finite(bucket: Bucket) -> Iterator[Claim]:
+    found = bucket.found.isfinite().float()
+    yield Claim("finite elements", found, torch.ones_like(found), 0.0)
+
+
 def _check_own(bucket: Bucket) -> Iterator[Claim]:
     yield Claim("own gradient", bucket.found, bucket.rows[bucket.rank], 0.0)
 
@@ -185,6 +190,11 @@ HOOKS: Final[Mapping[str, tuple[Mapping[str, Any], Callable[[Bucket], Iterator[C
 """Name -> the options with which a hook is checked, and its formula."""
 
 
+def hook_formula(name: str) -> tuple[Mapping[str, Any], Callable[[Bucket], Iterator[Claim]]]:
+    """Options and formula of a hook; of one that has none here, only that what it gives is finite."""
+    return HOOKS.get(name, ({}, _check_finite))
+
+
 # ---------------------------------------------------------------------- averagers
 
 
@@ -274,4 +284,5 @@ AVERAGERS: Final[Mapping[str, tuple[Mapping[str, Any], Callable[[Rounds, int, Te
     ),
 }
 """Name -> the options with which an averager is checked, and its formula: the parameters of all ranks after a
-local step, one row a rank, become those after the averager's part in it."""
+local step, one row a rank, become those after the averager's part in it. Of one that is not here it is only
+checked that the ranks agree in the end."""

@@ -1,27 +1,562 @@
-"""`doctor --verify`: trains on this machine's devices and compares the results with torch's DDP and formulas.
+"""`doctor --verify`: trains small models on this machine, and compares with torch's DDP and with formulas.
 
-Starts the ranks of the trials and watches them: a trial that raises or does not end becomes a finding that
-names it, and those after it run in fresh processes. Then a rank of a script is killed, as of a user's.
+A trial trains by itself, from the same weights on all ranks, and ends with a verdict on each of them. It
+compares after the ranks have communicated, so that one which finds something wrong does not leave the others
+waiting. A trial that raises or does not end becomes a finding that names it, and those after it run in fresh
+processes. Then a rank of a script is killed, as of a user's. Over 500 lines, as all trials share models,
+verdicts and comparisons.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp import BucketedDDP
+from lightning_ddp.averaging import available_averagers, build_averager
+from lightning_ddp.hooks import available_hooks, build_hook
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.doctor.diagnosis import Finding, name_ranks
-from lightning_ddp.tools.doctor.placement import Placement
-from lightning_ddp.tools.doctor.trials import HOST_WAITS, run_trials, trials_of, verdict_key
-from lightning_ddp.tools.ranks import FAILURE_KEY, host_store, run_ranks
-from lightning_ddp.tools.report import progress_bar
+from lightning_ddp.tools.command_line import paired_ratio, progress_bar
+from lightning_ddp.tools.doctor.diagnosis import name_ranks
+from lightning_ddp.tools.doctor.machine import Finding, Placement
+from lightning_ddp.tools.doctor.references import AVERAGERS, Bucket, Claim, Rounds, hook_formula, mean_of
+from lightning_ddp.tools.models import TrainingRun, build_workload, compute_loss
+from lightning_ddp.tools.ranks import FAILURE_KEY, RankContext, host_store, run_ranks, synchronize, timed
 from lightning_ddp.tools.scripts import run_to_fault
+
+HOST_WAITS: Final = "host waits"
+"""The name of the trial that looks whether a step waits for the device."""
+
+_BATCH_SIZE: Final = 8
+_CAP_MB: Final = 0.015  # several buckets of models as small as these
+_LR: Final = 0.05
+_NUM_STEPS: Final = 6  # torch plans its buckets anew after the first, hooks compare themselves in two
+_NUM_WATCHED: Final = 2  # one of them is the end of an averager's period
+_NUM_HOOK_STEPS: Final = 7
+_OVERFLOWS_AT: Final = 4
+_NUM_GLOBAL_STEPS: Final = 2
+_NUM_LOCAL_STEPS: Final = 7  # the last one is no end of a period
+_DEVICE_NOISE: Final = 1e-6
+"""Part of the largest gradient by which two backwards of the same weights and batch may differ."""
+_SPEED_S: Final = 4.0
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
+_SLOW_RATIO: Final = 1.5
+
+_WAITS_ALLOWED: Final[Mapping[str, tuple[int, str]]] = {
+    f"hook {name}": (1, "reads once whether the step was finite on all ranks")
+    for name in ("powersgd", "topk", "randomk", "sign")
+}
+"""Waits of the host for the device in a steady step that are known, and what they are for."""
+
+_FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "defaults": {},
+    "gradient_as_bucket_view=False": {"gradient_as_bucket_view": False},
+    "find_unused_parameters=True": {"find_unused_parameters": True},
+    "static_graph=True": {"static_graph": True},
+}
+_CPU_FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {"transport='gloo'": {"transport": "gloo"}}
+_OURS_ALONE: Final = frozenset({"transport", "find_unused_parameters"})  # torch warns where none is unused
+
+
+def _conv() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 7)),
+    )
+
+
+def _mlp() -> nn.Module:
+    # odd sizes, so that a bucket which is not aligned shows
+    layers: list[nn.Module] = []
+    for width, following in ((33, 65), (65, 65), (65, 33)):
+        layers += [nn.Linear(width, following), nn.LayerNorm(following), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(33, 7))
+
+
+MODELS: Final[Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]] = {
+    "conv": (_conv, (3, 8, 8)),
+    "mlp": (_mlp, (33,)),
+}
+"""Name -> a small model with several buckets, and the shape of one of its inputs."""
+
+
+@dataclass
+class Verdict:
+    """What a trial has found on this rank: the first thing that is wrong, and how close the rest came."""
+
+    problem: str | None = None
+    """What is wrong, in words; None if nothing is."""
+    largest: float = 0.0
+    """The largest error, as a part of what is allowed."""
+    num_values: int = 0
+    """How many numbers were compared."""
+    figure: str | None = None
+    """What to say instead of those."""
+    is_slow: bool = False
+    """Whether what was measured is worth a warning."""
+
+    def fail(self, problem: str) -> None:
+        """Notes something that is wrong; the first one counts."""
+        self.problem = self.problem or problem
+
+    def check(self, where: str, claim: Claim) -> None:
+        """Compares numbers; one that is not finite is wrong."""
+        found, expected = claim.found.detach().double(), claim.expected.detach().double()
+        bound = torch.as_tensor(claim.bound, dtype=torch.float64, device=found.device).expand_as(found)
+        error = (found - expected).abs()
+        self.num_values += found.numel()
+        if not found.numel():
+            return
+        is_wrong = ~(error <= bound)
+        if bool(is_wrong.any()):
+            at = int((error - bound).nan_to_num(nan=math.inf, posinf=math.inf).flatten().argmax())
+            self.fail(
+                f"{where}: {claim.what} is {float(found.flatten()[at]):.6g} where"
+                f" {float(expected.flatten()[at]):.6g} +/- {float(bound.flatten()[at]):.1g} is expected"
+                f" ({int(is_wrong.sum())} of {found.numel()} numbers are wrong)"
+            )
+        else:
+            share = torch.where(bound > 0, error / bound, 0.0)
+            self.largest = max(self.largest, float(share.max()))
+
+    def to_json(self) -> str:
+        """For the parent."""
+        figure = self.figure or f"{self.num_values:,} numbers, largest error {self.largest:.0%} of its bound"
+        return json.dumps({"problem": self.problem, "figure": figure, "is_slow": self.is_slow})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This rank and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def build(self, model: str) -> nn.Module:
+        """The same weights on all ranks, on the device."""
+        torch.manual_seed(0)
+        return MODELS[model][0]().to(self.device)
+
+    def batch(self, model: str, step: int) -> Tensor:
+        """Another one on each rank and in each step."""
+        generator = torch.Generator().manual_seed(1 + step * self.size + self.rank)
+        return torch.randn(_BATCH_SIZE, *MODELS[model][1], generator=generator).to(self.device)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """The 1-D tensors of all ranks, one row each. All ranks call it."""
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row.detach().contiguous())
+        return torch.stack(rows)
+
+
+Trial = Callable[[Ranks, Verdict], None]
+
+
+def trials_of(device: str) -> dict[str, Trial]:
+    """The trials of a kind of device, by name, in the order in which they run."""
+    flags = {**_FLAGS, **(_CPU_FLAGS if device == "cpu" else {})}
+    found: dict[str, Trial] = {
+        f"gradients, {name}": partial(_try_gradients, flags=given) for name, given in flags.items()
+    }
+    for name in available_hooks():
+        found[f"hook {name}"] = partial(_try_hook, name=name)
+    for name in available_averagers():
+        found[f"averager {name}"] = partial(_try_averager, name=name)
+    if device == "cuda":
+        found[HOST_WAITS] = _try_host_waits
+    found["step time"] = _try_step_time
+    return found
+
+
+def _verdict_key(name: str, rank: int) -> str:
+    return f"verdict/{name}/{rank}"
+
+
+def _run_trials(context: RankContext, names: Sequence[str]) -> None:
+    """All ranks. A verdict goes to the store once it is there, so that those before a hang are not lost."""
+    torch.backends.cudnn.deterministic = True
+    ranks = Ranks(rank=context.rank, size=context.world_size, device=context.device)
+    trials = trials_of(context.device.type)
+    context.advance()
+    for name in names:
+        verdict = Verdict()
+        trials[name](ranks, verdict)
+        synchronize(context.device)
+        context.store.set(_verdict_key(name, context.rank), verdict.to_json())
+        dist.barrier()
+        context.advance()
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def _local_gradients(module: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    """What one rank alone computes; the module stays as it is."""
+    alone = copy.deepcopy(module)
+    alone.zero_grad(set_to_none=True)
+    compute_loss(alone(batch)).backward()
+    return {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+
+
+def _wrap_torch(module: nn.Module, flags: Mapping[str, Any]) -> nn.Module:
+    given = {"gradient_as_bucket_view": True, **flags}
+    shared = {name: value for name, value in given.items() if name not in _OURS_ALONE}
+    return DistributedDataParallel(module, bucket_cap_mb=_CAP_MB, **shared)
+
+
+def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) -> None:
+    """Gradients are the mean of what each rank computes alone; all is what torch's class makes of it."""
+    for model in MODELS:
+        ours, theirs = ranks.build(model), ranks.build(model)
+        wrappers = [BucketedDDP(ours, bucket_cap_mb=_CAP_MB, **flags), _wrap_torch(theirs, flags)]
+        optimizers = [torch.optim.SGD(w.parameters(), lr=_LR, momentum=0.9) for w in wrappers]
+        for step in range(_NUM_STEPS):
+            batch = ranks.batch(model, step)
+            alone = _local_gradients(ours, batch)
+            for wrapper, optimizer in zip(wrappers, optimizers, strict=True):
+                optimizer.zero_grad()
+                compute_loss(wrapper(batch)).backward()
+            _compare_gradients(ranks, verdict, f"{model}, step {step}", alone, ours, theirs)
+            for optimizer in optimizers:
+                optimizer.step()
+        for wrapper in wrappers:
+            wrapper.eval()
+            wrapper(ranks.batch(model, 0))  # brings the buffers together
+        expected = theirs.state_dict()
+        for name, found in ours.state_dict().items():
+            scale = float(expected[name].abs().max())
+            _compare_with_torch(ranks, verdict, f"{model}, at the end, {name}", found, expected[name], scale)
+
+
+def _compare_gradients(
+    ranks: Ranks,
+    verdict: Verdict,
+    where: str,
+    alone: Mapping[str, Tensor],
+    ours: nn.Module,
+    theirs: nn.Module,
+) -> None:
+    rows = ranks.gather(torch.cat([grad.flatten() for grad in alone.values()]))
+    scale = float(rows.abs().max())
+    pieces = rows.split([grad.numel() for grad in alone.values()], dim=1)
+    both = zip(ours.named_parameters(), theirs.parameters(), pieces, strict=True)
+    for (name, parameter), other, piece in both:
+        grad, place = parameter.grad, f"{where}, {name}"
+        if grad is None or other.grad is None:
+            verdict.fail(f"{place}: there is no gradient")
+            continue
+        mean, bound = mean_of(piece)
+        verdict.check(place, Claim("mean", grad.flatten(), mean, bound + _DEVICE_NOISE * scale))
+        _compare_with_torch(ranks, verdict, place, grad, other.grad, scale)
+
+
+def _compare_with_torch(
+    ranks: Ranks, verdict: Verdict, where: str, found: Tensor, expected: Tensor, scale: float
+) -> None:
+    """The same bits for up to two ranks, whose sums have one order; else rounding, which steps magnify.
+
+    Where terms cancel, errors are relative to the terms: `scale` is the largest number of the kind.
+    """
+    is_exact = ranks.size <= 2 or not found.is_floating_point()
+    claim = Claim("value beside torch's", found, expected, 0.0 if is_exact else 1e-5 * scale)
+    verdict.check(where, claim)
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
+    """Each step follows the hook's formula; one that overflows on a rank does on all, and leaves no trace."""
+    options, formula = hook_formula(name)
+    for model in MODELS:
+        wrapper = BucketedDDP(ranks.build(model), bucket_cap_mb=_CAP_MB)
+        hook = build_hook({"name": name, **options}, wrapper.process_group, ranks.device)
+        seen: list[tuple[tuple[str, ...], Tensor]] = []
+
+        def watched(state: object, bucket: Any, hook: Any = hook, seen: Any = seen) -> Any:
+            seen.append((bucket.names, bucket.buffer().clone()))
+            return hook(state, bucket)
+
+        wrapper.register_comm_hook(None, watched)
+        parameters = dict(wrapper.module.named_parameters())
+        optimizer = torch.optim.SGD(parameters.values(), lr=_LR)
+        num_finite = 0
+        for step in range(_NUM_HOOK_STEPS):
+            where, batch = f"{model}, step {step}", ranks.batch(model, step)
+            alone = _local_gradients(wrapper.module, batch)
+            before = hook.state_dict()
+            optimizer.zero_grad()
+            seen.clear()
+            with _overflow(wrapper, is_here=step == _OVERFLOWS_AT and ranks.rank == ranks.size - 1):
+                compute_loss(wrapper(batch)).backward()
+            after = hook.state_dict()
+            if step == _OVERFLOWS_AT:
+                if name != "noop":
+                    _check_overflow(verdict, where, parameters, before, after)
+                continue
+            absent = parameters.keys() - {found for names, _ in seen for found in names}
+            if absent:
+                verdict.fail(f"{where}: no bucket has {', '.join(sorted(absent))}")
+            for names, flat in seen:
+                own = torch.cat([alone[n].flatten() for n in names])
+                bound = _DEVICE_NOISE * float(own.abs().max())
+                verdict.check(where, Claim("gradient in the bucket", flat, own, bound))
+                bucket = Bucket(
+                    options=options,
+                    step=num_finite,
+                    rank=ranks.rank,
+                    rows=ranks.gather(flat + _residual(before, names, parameters)),
+                    shapes=[parameters[n].shape for n in names],
+                    found=torch.cat([_gradient(parameters[n]).flatten() for n in names]),
+                    residual=_residual(after, names, parameters),
+                )
+                for claim in formula(bucket):
+                    verdict.check(f"{where}, {names[0]} to {names[-1]}", claim)
+                rows = ranks.gather(bucket.found)
+                if name != "noop":
+                    verdict.check(where, Claim("result beside rank 0's", bucket.found, rows[0], 0.0))
+            num_finite += 1
+            optimizer.step()
+
+
+@contextmanager
+def _overflow(wrapper: nn.Module, *, is_here: bool) -> Iterator[None]:
+    """One gradient becomes infinite on this rank: that of the first parameter, whose bucket comes last."""
+    first = next(iter(wrapper.parameters()))
+    handle = first.register_hook(lambda gradient: gradient * math.inf) if is_here else None
+    yield
+    if handle is not None:
+        handle.remove()
+
+
+def _check_overflow(
+    verdict: Verdict,
+    where: str,
+    parameters: Mapping[str, Tensor],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+) -> None:
+    first = next(iter(parameters.values()))
+    if first.grad is None or bool(torch.isfinite(first.grad).all()):
+        verdict.fail(f"{where}: a gradient that overflowed on one rank is finite on another")
+    if before["step"] != after["step"]:
+        verdict.fail(f"{where}: a step that overflowed was counted")
+    kept, found = before.get("tensors", {}), after.get("tensors", {})
+    for name in kept.keys() | found.keys():
+        old, new = kept.get(name, {}), found.get(name, {})
+        for key in old.keys() | new.keys():
+            if key not in old or key not in new or not torch.equal(old[key], new[key]):
+                word = {"error": "residual", "q": "factor"}.get(key, key)
+                verdict.fail(f"{where}, {name}: a step that overflowed has changed the {word}")
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None  # backward has reduced the bucket
+    return parameter.grad
+
+
+def _residual(state: Mapping[str, Any], names: Sequence[str], parameters: Mapping[str, Tensor]) -> Tensor:
+    """What a hook keeps for the parameters of a bucket; zeros where that is nothing."""
+    tensors = state.get("tensors", {})
+    found = [tensors.get(name, {}).get("error", torch.zeros(parameters[name].numel())) for name in names]
+    return torch.cat([piece.flatten() for piece in found]).to(parameters[names[0]].device)
+
+
+# ---------------------------------------------------------------------- averagers
+
+
+def _averager_options(name: str) -> Mapping[str, Any]:
+    return AVERAGERS[name][0] if name in AVERAGERS else {"period": 2}
+
+
+def _averager_spec(name: str, size: int) -> dict[str, Any]:
+    spec = {"name": name, "start_step": _NUM_GLOBAL_STEPS, **_averager_options(name)}
+    if "periods" in spec and (size <= 2 or size % 2):
+        spec["periods"] = {2: 0}  # pairs would be all ranks, or leave one over
+    return spec
+
+
+def _try_averager(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
+    """Parameters follow the averager's formula after each step, and agree in the end, buffers as well."""
+    for model in MODELS:
+        module = ranks.build(model)
+        wrapper = BucketedDDP(module, bucket_cap_mb=_CAP_MB)
+        optimizer = torch.optim.SGD(module.parameters(), lr=_LR, momentum=0.9)
+        spec = _averager_spec(name, ranks.size)
+        averager = build_averager(spec, module, [optimizer], wrapper.process_group)
+        rounds: Rounds | None = None
+        for step in range(_NUM_GLOBAL_STEPS + _NUM_LOCAL_STEPS):
+            where = f"{model}, step {step}"
+            if not averager.averages_gradients and rounds is None:
+                sizes = [p.numel() for p in module.parameters()]
+                rounds = Rounds(options={**spec, "lr": _LR}, sizes=sizes, anchor=_flat(module).double())
+            with nullcontext() if averager.averages_gradients else wrapper.no_sync():
+                optimizer.zero_grad()
+                compute_loss(wrapper(ranks.batch(model, step))).backward()
+                optimizer.step()
+            rows = ranks.gather(_flat(module)).double()
+            averager.step(optimizer)
+            if rounds is None:
+                expected, bound = rows[0].expand_as(rows), 0.0
+            elif name not in AVERAGERS:
+                continue
+            else:
+                expected = AVERAGERS[name][1](rounds, step + 1 - _NUM_GLOBAL_STEPS, rows)
+                bound = _rounding(rows)
+            claim = Claim("parameters", _flat(module), expected[ranks.rank], bound)
+            verdict.check(where, claim)
+        _check_agreement(ranks, verdict, model, module, averager.agree)
+
+
+def _flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def _rounding(rows: Tensor) -> float:
+    """What a few operations on parameters may be off by."""
+    return 1e-5 * float(rows.abs().max())
+
+
+def _check_agreement(
+    ranks: Ranks, verdict: Verdict, model: str, module: nn.Module, agree: Callable[[], None]
+) -> None:
+    rows = ranks.gather(_flat(module))
+    before = {name: ranks.gather(buffer.flatten()) for name, buffer in module.named_buffers()}
+    agree()
+    where = f"{model}, at the end"
+    claims = [Claim("agreed parameters", _flat(module), mean_of(rows)[0], _rounding(rows))]
+    for name, buffer in module.named_buffers():
+        values = before[name].double()
+        if not buffer.is_floating_point():
+            expected = values.amax(0)
+        elif name.endswith("running_var"):  # that of the data of all ranks taken together
+            means = before[name.replace("running_var", "running_mean")].double()
+            expected = (values + (means - means.mean(0)).square()).mean(0)
+        else:
+            expected = values.mean(0)
+        claims.append(Claim(f"buffer {name}", buffer.flatten(), expected, _rounding(values)))
+    for claim in claims:
+        verdict.check(where, claim)
+        first = ranks.gather(claim.found)[0]
+        verdict.check(where, Claim(f"{claim.what} beside rank 0's", claim.found, first, 0.0))
+
+
+# ---------------------------------------------------------------------- waits of the host
+
+
+def _try_host_waits(ranks: Ranks, verdict: Verdict) -> None:
+    """In a steady step the host does not wait for the device, but for what is known and has a reason."""
+    counts = {}
+    for subject, make_step in _steps_to_watch(ranks).items():
+        step = make_step()
+        for number in range(_NUM_STEPS):
+            step(number)
+        torch.cuda.synchronize(ranks.device)
+        counts[subject] = _num_waits(step)
+        torch.cuda.synchronize(ranks.device)
+        allowed, reason = _WAITS_ALLOWED.get(subject, (0, "none is known"))
+        if counts[subject] > allowed * _NUM_WATCHED:
+            verdict.fail(
+                f"{subject}: {_NUM_WATCHED} steady steps made the host wait for the device"
+                f" {counts[subject]} times, expected {allowed * _NUM_WATCHED} ({reason})"
+            )
+    total = ", ".join(f"{subject} {count}" for subject, count in counts.items() if count)
+    verdict.figure = f"{len(counts)} kinds, {_NUM_WATCHED} steps each; waits: {total or 'none'}"
+
+
+def _num_waits(step: Callable[[int], None]) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for number in range(_NUM_STEPS, _NUM_STEPS + _NUM_WATCHED):
+                step(number)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+def _steps_to_watch(ranks: Ranks) -> dict[str, Callable[[], Callable[[int], None]]]:
+    return {
+        **{name: partial(_step_of, ranks, flags) for name, flags in _FLAGS.items()},
+        **{f"hook {name}": partial(_step_of, ranks, {}, hook=name) for name in available_hooks()},
+        **{f"averager {n}": partial(_step_of, ranks, {}, averager=n) for n in available_averagers()},
+    }
+
+
+def _step_of(
+    ranks: Ranks, flags: Mapping[str, Any], *, hook: str | None = None, averager: str | None = None
+) -> Callable[[int], None]:
+    """Builds what a step needs; returns the step. All ranks call both."""
+    wrapper = BucketedDDP(ranks.build("mlp"), bucket_cap_mb=_CAP_MB, **flags)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=_LR)
+    batches = [ranks.batch("mlp", number) for number in range(_NUM_STEPS + _NUM_WATCHED)]
+    if hook is not None:
+        spec = {"name": hook, **hook_formula(hook)[0]}
+        wrapper.register_comm_hook(None, build_hook(spec, wrapper.process_group, ranks.device))
+    averaging = None
+    if averager is not None:
+        spec = _averager_spec(averager, ranks.size)
+        averaging = build_averager(spec, wrapper.module, [optimizer], wrapper.process_group)
+
+    def step(number: int) -> None:
+        is_local = averaging is not None and not averaging.averages_gradients
+        with wrapper.no_sync() if is_local else nullcontext():
+            optimizer.zero_grad()
+            compute_loss(wrapper(batches[number])).backward()
+            optimizer.step()
+        if averaging is not None:
+            averaging.step(optimizer)
+
+    return step
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def _try_step_time(ranks: Ranks, verdict: Verdict) -> None:
+    """Steps of ours and of torch's class take turns."""
+    model = "transformer6" if ranks.device.type == "cuda" else "linear500"
+    names = ("ours", "torch_ddp")
+    runs = [TrainingRun(name, build_workload(model, rank=ranks.rank), ranks.device) for name in names]
+    seconds = [[timed(run.step, ranks.device) for run in runs] for _ in range(3)]
+    pace = torch.tensor([sum(seconds[-1])], device=ranks.device)
+    dist.all_reduce(pace, dist.ReduceOp.MAX)
+    num_rounds = int(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _SPEED_S / float(pace))))
+    times = []
+    for number in range(num_rounds):
+        order = (0, 1) if number % 2 else (1, 0)
+        found = {index: timed(runs[index].step, ranks.device) for index in order}
+        times.append((found[0], found[1]))
+    # a step is over when the slowest rank has ended it
+    slowest = ranks.gather(torch.tensor(times, device=ranks.device).flatten()).amax(0).view(-1, 2)
+    ours, theirs = slowest.t().tolist()
+    ratio = paired_ratio(ours, theirs)
+    verdict.is_slow = ratio > _SLOW_RATIO
+    verdict.figure = (
+        f"ours / torch's DDP {ratio:.3f}, median of {num_rounds} turns with {model}"
+        f" ({statistics.median(ours) * 1e3:.1f} and {statistics.median(theirs) * 1e3:.1f} ms)"
+    )
+
+
+# ---------------------------------------------------------------------- who starts the trials
 
 KILLED = "killed rank"
 """The name of the check that kills a rank of a script."""
@@ -81,7 +616,7 @@ def refusal(placement: Placement) -> Finding | None:
     )
 
 
-def verify(wanted: Verification) -> list[Finding]:
+def run_checks(wanted: Verification) -> list[Finding]:
     """Runs all checks; one finding each. Leaves no process."""
     num_gpus = torch.cuda.device_count()
     if wanted.device == "cuda" and num_gpus < wanted.world_size:
@@ -109,30 +644,22 @@ def verify(wanted: Verification) -> list[Finding]:
     return findings
 
 
-# ---------------------------------------------------------------------- trials
+def _watcher(wanted: Verification, store: Any, bar: Any) -> Callable[[int], None]:
+    """Makes what looks at the ranks from time to time, and raises once a trial takes too long."""
+    has_started, since = False, time.monotonic()
 
-
-class _Progress:
-    """Looks at the ranks from time to time, and raises once a trial takes too long."""
-
-    def __init__(self, wanted: Verification, store: Any, bar: Any) -> None:
-        self._wanted = wanted
-        self._store = store
-        self._bar = bar
-        self._has_started = False
-        self._since = time.monotonic()
-
-    def __call__(self, count: int) -> None:
-        """Called a few times a second with the trials that have ended since the last call."""
-        if count:
-            self._bar.update(count - (not self._has_started))
-            self._has_started = True
-            self._since = time.monotonic()
-        limit = self._wanted.timeout_s * (1 if self._has_started else _STARTING)
-        if time.monotonic() - self._since > limit:
+    def look(count: int) -> None:
+        nonlocal has_started, since
+        if count:  # the first one is that of the start
+            bar.update(count - (not has_started))
+            has_started, since = True, time.monotonic()
+        limit = wanted.timeout_s * (1 if has_started else _STARTING)
+        if time.monotonic() - since > limit:
             raise ToolError(f"not over after {limit:g} s: the ranks wait for each other, or compute")
-        if self._store.check([FAILURE_KEY]):  # the process itself may hang in the end of its group
-            raise ToolError(self._store.get(FAILURE_KEY).decode())
+        if store.check([FAILURE_KEY]):  # the process itself may hang in the end of its group
+            raise ToolError(store.get(FAILURE_KEY).decode())
+
+    return look
 
 
 def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Finding]:
@@ -145,12 +672,12 @@ def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Findi
     problem: str | None = None
     try:
         run_ranks(
-            run_trials,
+            _run_trials,
             tuple(names),
             world_size=wanted.world_size,
             device=wanted.device,
             timeout_s=longest_s,
-            on_progress=_Progress(wanted, store, bar),
+            on_progress=_watcher(wanted, store, bar),
             store=store,
             preload=wanted.preload,
             start_method=start_method,
@@ -159,14 +686,21 @@ def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Findi
         problem = _shorten(str(error))
     for name in names:
         ranks = range(wanted.world_size)
-        keys = {r: verdict_key(name, r) for r in ranks}
+        keys = {r: _verdict_key(name, r) for r in ranks}
         verdicts = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
         missing = [rank for rank in ranks if rank not in verdicts]
         if missing:
             there = f"{name_ranks(missing)} did not get to its end: {problem}"
             yield Finding("FAIL", name, "; ".join([*_problems(verdicts), there]))
             return
-        yield _conclude(name, verdicts)
+        problems, first = _problems(verdicts), verdicts[0]
+        if problems:
+            yield Finding("FAIL", name, "; ".join(problems))
+        elif first["is_slow"]:
+            message = f"{first['figure']}; is the machine busy? `bench step` says more"
+            yield Finding("WARN", name, message)
+        else:
+            yield Finding("PASS", name, first["figure"])
 
 
 def _problems(verdicts: dict[int, dict[str, Any]]) -> list[str]:
@@ -178,23 +712,10 @@ def _problems(verdicts: dict[int, dict[str, Any]]) -> list[str]:
     return [f"{name_ranks(ranks)}: {problem}" for problem, ranks in found.items()]
 
 
-def _conclude(name: str, verdicts: dict[int, dict[str, Any]]) -> Finding:
-    problems = _problems(verdicts)
-    if problems:
-        return Finding("FAIL", name, "; ".join(problems))
-    first = verdicts[0]
-    if first["is_slow"]:
-        return Finding("WARN", name, f"{first['figure']}; is the machine busy? `bench step` says more")
-    return Finding("PASS", name, first["figure"])
-
-
 def _shorten(text: str) -> str:
     """The first line of an error, and the last one, which says what was raised."""
     lines = [line.strip() for line in text.strip().splitlines()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")[:_MOST_TEXT]
-
-
-# ---------------------------------------------------------------------- a rank that is killed
 
 
 def _kill_a_rank(wanted: Verification) -> Finding:

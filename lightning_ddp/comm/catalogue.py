@@ -1,0 +1,147 @@
+"""Catalogue of hooks or averagers by name, and identity of a hook: what is the same about it on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from types import CodeType
+from typing import Any, Generic, TypeVar
+
+from lightning_ddp.errors import ConfigurationError, closest
+
+K = TypeVar("K")
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class Catalogue(Generic[K]):
+    """Classes by name, with their options: what the files beside that of a base class derive from it.
+
+    Args:
+        what: 'averager' ..., for errors.
+        base: the base class. Those that have a `name` of their own are listed; each has a dataclass `Options`
+            whose fields with `init` are the options.
+        argument: what an entry of a configuration is called in errors, if not as `what`.
+        remark: what else to say where an entry has no name.
+    """
+
+    def __init__(self, what: str, base: type[K], *, argument: str | None = None, remark: str = "") -> None:
+        self._what, self._argument, self._remark = what, argument or what, remark
+        self._kinds: dict[str, Any] = {}
+        for kind in _named_classes(base):
+            assert kind.name not in self._kinds, f"two classes of the {what} {kind.name!r}"
+            self._kinds[kind.name] = kind
+
+    def __getitem__(self, name: str) -> type[K]:
+        kind: type[K] = self._kinds[name]
+        return kind
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(self._kinds)
+
+    def descriptions(self) -> dict[str, str]:
+        """Name -> the first line of its class's docstring, sorted by name."""
+        return {name: (self._kinds[name].__doc__ or "").partition("\n")[0] for name in self.names()}
+
+    def options(self) -> dict[str, Any]:
+        """Name -> the dataclass of its options, sorted by name."""
+        return {name: self._kinds[name].Options for name in self.names()}
+
+    def parse(self, entry: Any) -> tuple[str, Any]:
+        """Finds what an entry of a configuration names, a text or a mapping, and checks its options.
+
+        Returns:
+            The name, and the options as an object of the class's `Options`.
+
+        Raises:
+            ConfigurationError: the name or an option does not exist, or a value cannot be used.
+        """
+        given = {"name": entry} if isinstance(entry, str) else entry
+        if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+            raise ConfigurationError(
+                f"{self._argument} {entry!r}: expected a name or a mapping with 'name'{self._remark}"
+            )
+        given = {str(key): value for key, value in given.items()}
+        name = given.pop("name")
+        if name not in self._kinds:
+            hint = closest(name, self.names(), lists_all=True)
+            raise ConfigurationError(f"unknown {self._what} {name!r}{hint}")
+        kind = self._kinds[name].Options
+        known = [field.name for field in fields(kind) if field.init]
+        for option in given:
+            if option not in known:
+                hint = closest(option, known, lists_all=True)
+                raise ConfigurationError(f"{self._what} {name!r} has no option {option!r}{hint}")
+        try:
+            return name, kind(**given)
+        except (ConfigurationError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigurationError(f"{self._what} {name!r}: {error}") from error
+
+
+def _named_classes(base: type) -> Iterator[Any]:
+    package = base.__module__.rpartition(".")[0]
+    for file in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+        for kind in [*vars(importlib.import_module(file.name)).values()]:
+            is_derived = isinstance(kind, type) and issubclass(kind, base)
+            if is_derived and kind.__module__ == file.name and "name" in vars(kind):
+                yield kind
+
+
+def hook_name(hook: Any) -> str:
+    """The name by which people know a hook: its own, or that of the function.
+
+    >>> from lightning_ddp.hooks.sign import Sign
+    >>> hook_name(Sign.__new__(Sign)), hook_name(functools.partial(print, end=""))
+    ('sign', 'print')
+    """
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    own = getattr(hook, "name", None)
+    return own if isinstance(own, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def describe_hook(hook: Any) -> str:
+    """A hook's name with its options, or with a digest of its code; the same text for the same hook."""
+    if hook is None:
+        return "none"
+    options = getattr(hook, "options", None)
+    if isinstance(getattr(hook, "name", None), str) and options is not None:
+        return f"{hook_name(hook)} ({options})"
+    arguments = []
+    while isinstance(hook, functools.partial):
+        given = [*enumerate(hook.args), *sorted(hook.keywords.items())]
+        arguments += [f"{key}={value!r}" for key, value in given if isinstance(value, _PLAIN)]
+        hook = hook.func
+    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
+    digest = _digest(code) if isinstance(code, CodeType) else "-"
+    module = getattr(hook, "__module__", "")
+    return f"{module}.{hook_name(hook)} ({', '.join([*arguments, f'code {digest}'])})"
+
+
+def describe_state(state: Any) -> str:
+    """The settings in the state of one of torch's hooks; '' for any other, which may differ between ranks.
+
+    >>> from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+    >>> describe_state(PostLocalSGDState(None, None, start_localSGD_iter=5))
+    'PostLocalSGDState(iter=0, post_local_gradient_allreduce=True, start_localSGD_iter=5)'
+    """
+    if not type(state).__module__.startswith("torch.") or not hasattr(state, "__slots__"):
+        return ""
+    values = {key: getattr(state, key, None) for key in sorted(state.__slots__)}
+    listed = ", ".join(f"{k}={v!r}" for k, v in values.items() if isinstance(v, _PLAIN) and v is not None)
+    return f"{type(state).__name__}({listed})"
+
+
+def _digest(code: CodeType) -> str:
+    """Of instructions, names and plain constants; not of paths, which may differ between hosts."""
+    parts = [repr(code.co_code), repr(code.co_names)]
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            parts.append(_digest(constant))
+        elif isinstance(constant, _PLAIN):
+            parts.append(repr(constant))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:8]

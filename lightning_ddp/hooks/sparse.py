@@ -1,0 +1,171 @@
+"""`topk` and `randomk`: a part of the elements of each parameter; the others wait, with their momentum.
+
+Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for
+Distributed Training", ICLR 2018, section 3 and algorithm 1. Stich, Cordonnier and Jaggi, "Sparsified SGD with
+Memory", NeurIPS 2018.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ddp.comm.group import uploaded
+from lightning_ddp.errors import require
+from lightning_ddp.hooks.base import MomentumHook, MomentumOptions, Part
+
+_WARMUP_FACTOR = 0.25
+"""The first warm-up ratio, and the factor between two of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseOptions(MomentumOptions):
+    """Options of `topk` and `randomk`."""
+
+    ratio: float = 0.01
+    """Part of each parameter's elements that is sent, at least one element."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.ratio <= 1, f"ratio={self.ratio}: expected above 0 and at most 1")
+
+    def ratio_at(self, step: int) -> float:
+        """The ratio of a step."""
+        return self.ratio
+
+
+class SparseHook(MomentumHook):
+    """A hook that sends some elements of each parameter, and keeps the others for later.
+
+    With g the gradient: u = m u + g, v = v + u. The chosen elements of v are sent, and at their positions
+    both are set to 0, so that old momentum does not push them further (momentum factor masking). Without
+    momentum that is error feedback: v is the residual.
+    """
+
+    takes_wire = True
+    Options = SparseOptions
+    options: SparseOptions
+
+    def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
+        """The mean over the ranks of what each has sent, zero elsewhere."""
+        chosen = []
+        start = 0
+        ratio = self.options.ratio_at(self.step)
+        for name, piece, is_present in zip(part.names, part.slices(), part.present, strict=True):
+            if is_present and piece.numel():
+                count = max(1, math.ceil(ratio * piece.numel()))
+                chosen.append(self.choose(name, piece, count) + start)
+            start += piece.numel()
+        if not chosen:
+            return part.flat
+        indices = torch.cat(chosen)
+        if indices.device != part.flat.device:
+            indices = uploaded(indices, part.flat.device)
+        sent = part.flat[indices]
+        part.flat[indices] = 0
+        self.remember_slices(part, "error", part.flat)
+        if velocity is not None:
+            velocity[indices] = 0
+        return self.exchange(part, indices, sent)
+
+    def choose(self, name: str, piece: torch.Tensor, count: int) -> torch.Tensor:
+        """`count` different positions in one parameter's gradient, 1-D: as many on all ranks."""
+        raise NotImplementedError
+
+    def exchange(self, part: Part, indices: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        """The mean of `part.flat`, of which each rank sends the elements at its `indices`. Communicates."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKOptions(SparseOptions):
+    """Options of `topk`."""
+
+    warmup_steps: int = 0
+    """Steps from `start_step` on over which the ratio falls to its value: a quarter, a sixteenth and so on,
+    for equal times."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps}: expected 0 or more")
+
+    def ratio_at(self, step: int) -> float:
+        """The ratio of a step from `start_step` on.
+
+        >>> [TopKOptions(ratio=0.01, warmup_steps=8).ratio_at(step) for step in (0, 2, 4, 6, 8)]
+        [0.25, 0.0625, 0.015625, 0.01, 0.01]
+        """
+        step -= self.start_step
+        if step >= self.warmup_steps or self.ratio >= _WARMUP_FACTOR:
+            return self.ratio
+        num_stages = math.ceil(math.log(self.ratio) / math.log(_WARMUP_FACTOR))
+        stage = step * num_stages // self.warmup_steps
+        return max(self.ratio, _WARMUP_FACTOR ** (stage + 1))
+
+
+class TopK(SparseHook):
+    """Sends of each parameter the elements with the largest accumulated velocity; the rest waits.
+
+    Values and positions of all ranks go to all ranks, so the traffic grows with their number.
+    """
+
+    name = "topk"
+    Options = TopKOptions
+
+    def choose(self, name: str, piece: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.topk(piece.abs(), count, sorted=False).indices
+
+    def exchange(self, part: Part, indices: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        values = self.check_finite(self.wire.gather(sent))
+        positions = self.channel.all_gather(indices.to(torch.int32))
+        # where the wire rounds, what it rounded off stays here
+        part.flat[indices] = sent - values[self.channel.rank].to(sent.dtype)
+        mean = torch.zeros_like(part.flat)
+        # rank by rank: the positions of one rank differ, so the order of every sum is the same everywhere
+        for row, where in zip(values.unbind(0), positions.unbind(0), strict=True):
+            mean[where.long()] += row.to(mean.dtype)
+        return mean.div_(self.channel.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomKOptions(SparseOptions):
+    """Options of `randomk`."""
+
+    seed: int = 0
+    """Of the choice of elements; the same on all ranks."""
+
+
+class RandomK(SparseHook):
+    """Sends random elements of each parameter, without their positions, and keeps the others for later.
+
+    The positions follow from seed, step and parameter name, so all ranks choose the same ones and the values
+    can be averaged as they are: the traffic does not grow with the number of ranks. An element waits
+    1 / ratio steps on average, which an optimizer with momentum at a high learning rate does not bear: set
+    `momentum` here instead, as with `topk`.
+    """
+
+    name = "randomk"
+    Options = RandomKOptions
+    options: RandomKOptions
+
+    def choose(self, name: str, piece: torch.Tensor, count: int) -> torch.Tensor:
+        size = piece.numel()
+        key = f"{self.options.seed} {self.step} {name}"
+        generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+        if 4 * count >= size:
+            return torch.randperm(size, generator=generator)[:count]
+        # drawing again what was drawn twice costs far less than a permutation of a large tensor
+        found: torch.Tensor = torch.randint(size, (count,), generator=generator).unique()
+        while found.numel() < count:
+            more = torch.randint(size, (count - found.numel(),), generator=generator)
+            found = torch.cat([found, more]).unique()
+        return found
+
+    def exchange(self, part: Part, indices: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        means = self.check_finite(self.wire.mean(sent))
+        result = torch.zeros_like(part.flat)
+        result[indices] = means.to(result.dtype)
+        return result

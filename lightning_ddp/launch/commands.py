@@ -1,0 +1,201 @@
+"""`python -m lightning_ddp run`, `join`, `leave`: start a program; bring nodes into a run, or out of it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_ddp._lightning import ROOTS, lightnings
+from lightning_ddp.errors import LightningDDPError
+from lightning_ddp.launch.supervisor import Program, Supervisor
+from lightning_ddp.supervise.protocol import Dismiss, Dismissed, Message, Missing, WhoIsMissing
+
+__all__ = ["Join", "Leave", "Run"]
+
+_ANSWER_S = 15.0
+_IMPORTED = (
+    "lightning_ddp.ddp.module",
+    "lightning_ddp.launch.launcher",
+)
+_RARE = (100_000, 10, 10)
+
+
+class Run:
+    """`python -m lightning_ddp run`: imports once, and forks the ranks of this node."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the options; all that follows the program belongs to that."""
+        parser.add_argument(
+            "--preload",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="import this as well, once for all ranks; may be given several times",
+        )
+        parser.add_argument(
+            "-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module"
+        )
+        parser.add_argument(
+            "program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="the script, and its arguments"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Runs a program; ends as its rank 0 does, by exit code or signal. Returns in ranks only."""
+        if not args.program or sys.platform != "linux":
+            why = "which program?" if sys.platform == "linux" else "forking torch is safe on Linux alone"
+            print(f"error: python -m lightning_ddp run: {why}", file=sys.stderr)
+            return 2
+        name, *arguments = args.program
+        if not args.is_module and not os.path.exists(name):
+            path = os.path.abspath(name)
+            print(
+                f"{sys.executable}: can't open file {path!r}: [Errno 2] No such file or directory",
+                file=sys.stderr,
+            )
+            return 2
+        program = Program("module" if args.is_module else "script", name, arguments)
+        if not sys.flags.safe_path:
+            del sys.path[0]  # the folder of what Python was started with
+        _import_once([*_namespaces(program), *_IMPORTED, *args.preload])
+        _launch_on_each_node()
+        return Supervisor().run(program)
+
+
+def _import_once(modules: Sequence[str]) -> None:
+    """Imports, and keeps what that makes out of the collections of the ranks, which would copy it."""
+    usual = gc.get_threshold()
+    gc.set_threshold(*_RARE)
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.set_threshold(*usual)
+
+
+def _namespaces(program: Program) -> list[str]:
+    """Those of Lightning that the program names; if it names none, one that is installed."""
+    path = Path(program.name)
+    if program.kind == "module":
+        path = Path(*program.name.split(".")).with_suffix(".py")
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    patterns = (r"\bpytorch_lightning\b", r"\b(import|from) lightning\b|\blightning\.pytorch\b")
+    is_named = {root: re.search(pattern, text) for root, pattern in zip(ROOTS, patterns, strict=True)}
+    there = [root for root in ROOTS if importlib.util.find_spec(root.partition(".")[0]) is not None]
+    return [root for root in there if is_named[root]] or there[:1]
+
+
+def _launch_on_each_node() -> None:
+    """If srun has started one task a node, that is no rank, but launches those there.
+
+    So this process gets the variables of a node that was started by hand, and not the one by which Lightning
+    takes each task for a rank.
+    """
+    num_tasks, kind = os.environ.get("SLURM_NTASKS"), lightnings("SLURMEnvironment")
+    if num_tasks is None or num_tasks != os.environ.get("SLURM_NNODES") or not kind.detect():
+        return
+    slurm = kind()
+    address, port, node = slurm.main_address, slurm.main_port, slurm.node_rank()
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
+    del os.environ["SLURM_NTASKS"]
+
+
+class Join(Run):
+    """`python -m lightning_ddp join`: brings this node into a run, in the place of a lost one."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the options: the address, and those of `run`."""
+        parser.add_argument("address", metavar="HOST:PORT", help="MASTER_ADDR and MASTER_PORT of the run")
+        super().add_arguments(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Runs the program on this node, as `run` does, under the NODE_RANK of a node that is lost."""
+        try:
+            address, port = _address_of(args.address)
+            node = os.environ.get("NODE_RANK") or _missing_node(address, port)
+        except LightningDDPError as error:
+            print(f"error: python -m lightning_ddp join: {error}", file=sys.stderr)
+            return 2
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=node)
+        print(
+            f"lightning_ddp: this node joins the run at {args.address} with NODE_RANK={node}", file=sys.stderr
+        )
+        return super().run(args)
+
+
+class Leave:
+    """`python -m lightning_ddp leave`: takes a node out of a run, whose others go on."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the options."""
+        parser.add_argument(
+            "--node",
+            type=int,
+            metavar="N",
+            help="the NODE_RANK of the node; that of the environment by default",
+        )
+        parser.add_argument(
+            "address",
+            nargs="?",
+            metavar="HOST:PORT",
+            help="MASTER_ADDR and MASTER_PORT of the run; those of the environment by default",
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Asks the run; returns at once, while the node trains up to the next step boundary."""
+        variables = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+        told = args.address or (":".join(variables) if all(variables) else None)
+        node = args.node if args.node is not None else os.environ.get("NODE_RANK", "")
+        try:
+            if told is None:
+                raise LightningDDPError("which run? Name HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
+            if not str(node).isdecimal():
+                raise LightningDDPError("which node? Name it by --node, or set NODE_RANK")
+            answer = _ask_run(*_address_of(told), Dismiss(int(node)))
+            if not isinstance(answer, Dismissed) or answer.why is not None:
+                raise LightningDDPError(f"{getattr(answer, 'why', None) or 'the run is another version'}")
+        except LightningDDPError as error:
+            print(f"error: python -m lightning_ddp leave: {error}", file=sys.stderr)
+            return 2
+        ranks = ", ".join(map(str, answer.ranks))
+        print(f"lightning_ddp: rank {ranks} of node {node} leaves the run at the next step boundary")
+        return 0
+
+
+def _address_of(text: str) -> tuple[str, int]:
+    """Where the store of a run listens; LightningDDPError if the text is no HOST:PORT."""
+    address, _, port = text.rpartition(":")
+    address = address.strip("[]")
+    if not address or not port.isdecimal():
+        raise LightningDDPError(f"{text!r} is no HOST:PORT")
+    return address, int(port)
+
+
+def _ask_run(address: str, port: int, question: Message) -> Message:
+    """What the control server answers of the run whose store listens there; an error if there is none."""
+    # only here, as all other commands import this file
+    from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, run_store, running
+    from lightning_ddp.launch.session import server_in
+    from lightning_ddp.supervise.client import ask
+
+    number = running(address, port)
+    if number is None:
+        raise LightningDDPError(
+            f"no run that goes on without lost nodes is at {address}, port {port}: it has ended, or its nodes"
+            " have not met yet, or it has on_failure='stop'"
+        )
+    store = run_store(f"{address}:{port}/{number}", None)
+    return ask(server_in(store, os.environ.get(TOKEN_VARIABLE)), question, timeout_s=_ANSWER_S)
+
+
+def _missing_node(address: str, port: int) -> str:
+    """The lowest node that the run has lost; LightningDDPError if there is none, or no such run."""
+    answer = _ask_run(address, port, WhoIsMissing())
+    if not isinstance(answer, Missing) or not answer.nodes:
+        raise LightningDDPError("all nodes of the run are there. NODE_RANK=... waits until that one is lost")
+    return str(answer.nodes[0])

@@ -1,0 +1,453 @@
+"""Launcher of functions: it runs them in processes that are spawned or forked, and all end if one fails.
+
+Lightning and torch start the processes. Where there is a control server they are waited for here, as the run
+may go on without some of them, with others in their places; then torch says how one has failed.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.multiprocessing as mp
+
+from lightning_ddp._lightning import (
+    MultiProcessingLauncher,
+    check_missing_main_guard,
+    end_silently,
+    interrupt_trainer,
+    process_arguments,
+    teardown_trainer,
+    unshare,
+)
+from lightning_ddp._torch import MODULE_DICTS
+from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.hydra_jobs.jobs import restore
+from lightning_ddp.launch.child_process import Guard, die_with_parent
+from lightning_ddp.launch.launcher import node_rank_of
+from lightning_ddp.launch.reconciliation import is_enabled
+from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
+from lightning_ddp.launch.session import Session, session_of_process
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, describe_exit
+from lightning_ddp.supervise.members import LocalProcesses
+from lightning_ddp.supervise.protocol import Exited, Failed
+from lightning_ddp.supervise.server import ECHO_WAIT_S, EXIT_WAIT_S, ControlServer
+from lightning_ddp.supervise.settings import ReconcileSettings
+
+if TYPE_CHECKING:
+    from lightning_ddp._lightning import Trainer
+
+__all__ = ["MultiprocessLauncher"]
+
+_LOOK_AGAIN_S = 0.1
+_MOST_LEVELS = 20
+
+
+class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
+    """Runs a function in N processes made by spawn, fork or forkserver; this process only waits for them.
+
+    Args:
+        strategy: the strategy whose processes they are.
+        start_method: how they are made.
+        settings: times of reconciliation.
+        init_method: as for `ScriptLauncher`.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        start_method: Literal["spawn", "fork", "forkserver"],
+        settings: ReconcileSettings,
+        init_method: str | None,
+    ) -> None:
+        self._server: ControlServer | None = None
+        self._guard: Guard | None = None
+        self._arguments: list[Any] = []
+        """What the processes were started with, for others in their places."""
+        self._is_joining = False
+        self._vacant: list[int] = []
+        """Places in which a process is to be started."""
+        self._again: set[int] = set()
+        """Local ranks whose process is another one than torch has started."""
+        super().__init__(strategy, start_method=start_method)
+        self._made_by = start_method
+        self._owner = strategy
+        self._init_method = init_method
+        self._settings = settings
+        self._all_forked: Barrier | None = None
+        self._output: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is sent to the processes."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_processes": [], "_server": None, "_guard": None, "_arguments": []}
+
+    @property
+    def procs(self) -> list[Any]:
+        """The processes."""
+        return self._processes
+
+    @procs.setter
+    def procs(self, processes: list[Any]) -> None:
+        self._processes = list(processes)
+        self._again.clear()
+        self._vacant.clear()
+        self._guard = Guard(process.pid for process in processes) if processes else None
+        if processes and self._server is not None:
+            self._arguments = process_arguments(sys._getframe(1))
+            self._wait(self._server)
+            for local_rank, process in enumerate(self._processes):
+                has_ended = local_rank in self._again or process.exitcode is not None
+                if has_ended and self._is_out(local_rank, self._server):
+                    processes[local_rank] = _ENDED_WELL
+
+    @property
+    def _first_rank(self) -> int:
+        node_rank = node_rank_of(self._owner.cluster_environment, self._owner.num_nodes)
+        return node_rank * int(self._owner.num_processes)
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
+    ) -> Any:
+        """Runs `function` in all processes and returns what rank 0 returned, the lowest that is left.
+
+        Raises:
+            PeerFailure: a process raised or died; with its traceback where there is one. It is torch's
+                `ProcessRaisedException` or `ProcessExitedException` as well.
+            ConfigurationError: several nodes without a port that all know, or what is to be sent to the
+                processes does not pickle.
+            RendezvousError: the port that the user named is taken.
+            RuntimeError: the script has no main guard, so that each new process would run it anew.
+        """
+        if self._made_by != "fork":
+            check_missing_main_guard()
+        strategy = self._owner
+        environment = strategy.cluster_environment
+        assert environment is not None  # the Trainer has set it before it launches
+        self.procs = []
+        if self._made_by == "fork":
+            # The store looks up the address of each rank that connects, and holds a lock of the C library
+            # while it does: a process forked then could never take that lock.
+            self._all_forked = mp.get_context("fork").Barrier(strategy.num_processes)
+        node_rank, first_rank = node_rank_of(environment, strategy.num_nodes), self._first_rank
+        session = session_of_process()
+        rendezvous = session.rendezvous
+        variables = rendezvous.host(
+            environment, self._init_method, num_nodes=strategy.num_nodes, node_rank=node_rank
+        )
+        variables |= rendezvous.handed
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        server = self._open_server(session, node_rank) if is_enabled() and node_rank == 0 else None
+        self._server = server
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            _remove_error_files(error)
+            failure = _process_failure(error, first_rank)
+            known = server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S) if server is not None else None
+            if known is not None:
+                failure = self._with_exit(known, first_rank)
+            raise _like_torch(failure, error, failure.rank - first_rank) from error
+        except BaseException as error:
+            if server is not None:
+                launcher = Identity(rank=-1, node_rank=node_rank)
+                server.tell(Failed(FailureRecord.of_exception(error, launcher, Where())))
+                server.wait_for_verdict(EXIT_WAIT_S)
+            if isinstance(error, Exception) and not self.procs and self._made_by != "fork":
+                named = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+                self._explain_unpicklable(error, {**named, "trainer": trainer})
+            raise
+        finally:
+            if server is not None:
+                self._end_new(server)
+                server.close()
+            if self._guard is not None:
+                self._guard.end()
+            self._arguments, self._server, self._guard = [], None, None
+            rendezvous.close()
+            restore(before)
+
+    def _explain_unpicklable(self, error: Exception, sent: Mapping[str, Any]) -> None:
+        """Raises an error that says what cannot be sent to new processes, if that is what has failed."""
+        found = _find_unpicklable(sent)
+        if found is not None:
+            raise ConfigurationError(
+                f"start_method={self._made_by!r} sends the model, the Trainer and all that they hold to"
+                f" new processes, and this does not pickle: {found}. Make it in setup(), which runs in those"
+                ' processes, or use a function or class of a module; or let strategy="custom_ddp" run the'
+                ' script again, or "custom_ddp_fork" copy the process, which send nothing.'
+            ) from error
+
+    def _open_server(self, session: Session, node_rank: int) -> ControlServer:
+        strategy = self._owner
+        server = session.open_server(
+            strategy.cluster_environment.main_address,
+            session.rendezvous.hosted,
+            identity=Identity(rank=-1, node_rank=node_rank),
+            world_size=strategy.num_processes * strategy.num_nodes,
+            num_nodes=strategy.num_nodes,
+            settings=self._settings,
+            processes=self,
+        )
+        assert isinstance(server, ControlServer)  # only scripts have it in a control process
+        return server
+
+    def _with_exit(self, record: FailureRecord, first_rank: int) -> PeerFailure:
+        """The failure with the exit code of its process, which all have by now."""
+        local_rank = record.rank - first_rank
+        code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
+        if code:
+            record = record.with_exit(code, f"the process {describe_exit(code)}")
+        return record.to_error(is_rank=False)
+
+    def failed(self, record: FailureRecord) -> None:
+        """Continues processes that are stopped, so that they hear of the failure."""
+        for process in filter(_runs, self._processes):
+            with suppress(ProcessLookupError):  # the main thread has just waited for it
+                os.kill(process.pid, signal.SIGCONT)
+
+    def kill_one(self, pid: int) -> None:
+        """Ends a process that the others go on without."""
+        for process in filter(_runs, self._processes):
+            if process.pid == pid:
+                process.kill()
+
+    def start_again(self, place: int) -> None:
+        """Has a process started in the place of one that is lost, by the thread that waits for them all."""
+        self._vacant.append(place)
+
+    def _wait(self, server: ControlServer) -> None:
+        """Waits until all have ended well, or one has not and it is known why.
+
+        One that ends well before all ranks have found each other has failed, as the others wait for it. Where
+        the run goes on without lost ranks the server is told of each end, and others are started.
+
+        Raises:
+            PeerFailure: all have ended well, so that nobody else is left to be told of a failure.
+        """
+        tells_all = self._settings.recovery is not None
+        results = self._arguments[4]
+        told: set[int] = set()
+        failure: FailureRecord | None = None
+        while True:
+            self._start_new()
+            codes = [process.exitcode for process in self._processes]
+            for local_rank, code in enumerate(codes):
+                pid = self._processes[local_rank].pid
+                if tells_all and pid not in told and (code or (code == 0 and server.has_met)):
+                    told.add(pid)
+                    self._tell_exit(server, local_rank, code, f"the process {describe_exit(code)}")
+                if code and self._is_out(local_rank, server):
+                    codes[local_rank] = 0
+            failure = failure or server.wait_for_verdict(0.0)
+            if any(codes) and (failure is not None or not tells_all):
+                return
+            if 0 in codes and failure is None and not server.has_met:
+                message = "the process exited with code 0 before it had joined the others"
+                failure = self._tell_exit(server, codes.index(0), 0, message)
+            awaited = [rank for rank, code in enumerate(codes) if code != 0]
+            awaited = [rank for rank in awaited if not self._comes_late(rank, server)]
+            if not awaited and failure is not None:
+                raise failure.to_error()
+            if not awaited and not results.empty():
+                return
+            running = (process for process in self._processes if process.exitcode is None)
+            wait([process.sentinel for process in running], _LOOK_AGAIN_S)
+
+    def _tell_exit(self, server: ControlServer, local_rank: int, code: int, message: str) -> FailureRecord:
+        pid = self._processes[local_rank].pid
+        identity = Identity(rank=self._first_rank + local_rank, node_rank=0, pid=pid)
+        record = FailureRecord.of_identity(identity, message, exit_code=code)
+        server.tell(Exited(record))
+        return record
+
+    def _is_out(self, local_rank: int, server: ControlServer) -> bool:
+        """Whether it is nothing to the run how a process ends: the others go on, or it was started later."""
+        return local_rank in self._again or server.goes_on_without(self._first_rank + local_rank)
+
+    def _comes_late(self, local_rank: int, server: ControlServer) -> bool:
+        """Whether a process in the place of another one has not joined the others."""
+        return local_rank in self._again and server.goes_on_without(self._first_rank + local_rank)
+
+    def _start_new(self) -> None:
+        """Starts processes in the places of lost ones."""
+        while self._vacant:
+            place = self._vacant.pop(0)
+            local_rank = place - self._first_rank
+            launcher = copy.copy(self)
+            launcher._is_joining = True
+            context: Any = mp.get_context(self._made_by)
+            process = context.Process(target=launcher._wrapping_function, args=(local_rank, *self._arguments))
+            try:
+                process.start()
+            except OSError:  # there are too many now
+                self._vacant.append(place)
+                return
+            self._processes[local_rank] = process
+            self._again.add(local_rank)
+
+    def _end_new(self, server: ControlServer) -> None:
+        """All others have ended: those that have not joined come too late."""
+        for local_rank in self._again:
+            if self._comes_late(local_rank, server):
+                self._processes[local_rank].kill()
+            self._processes[local_rank].join()
+
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: Trainer | None,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        results: Any,
+        *rest: Any,
+    ) -> None:
+        die_with_parent(os.getppid())
+        if self._is_joining:  # until there is a session
+            os.environ[JOIN_VARIABLE] = "1"
+        if self._all_forked is not None:
+            self._all_forked.wait()
+        wrapped = partial(_run, function, trainer)
+        if self._made_by != "fork":  # Lightning does not for all of them
+            args, kwargs = unshare((args, kwargs))
+        super()._wrapping_function(process_idx, trainer, wrapped, args, kwargs, results, *rest)
+        if process_idx != 0 and self._output is not None:
+            results.put(self._output)  # in the place of a process that is lost
+        session_of_process().control.close()
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        self._output = super()._collect_rank_zero_results(trainer, results)
+        return self._output
+
+
+_ENDED_WELL: Any = SimpleNamespace(exitcode=0, is_alive=lambda: False, join=lambda timeout=None: None)
+"""What torch has in the place of a process whose end is none of the run."""
+
+
+def _runs(process: Any) -> bool:
+    """Whether a process has not ended. Any thread: it takes no exit code from the one that waits for it."""
+    return not wait([process.sentinel], 0.0)
+
+
+def _run(function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kwargs: Any) -> Any:
+    """Runs the function of a process; unwinds as Lightning does from exceptions in the main process only."""
+    try:
+        return session_of_process().control.run(trainer, function, *args, **kwargs)
+    except BaseException as error:
+        if trainer is not None:
+            if session_of_process().control.has_left:
+                end_silently(trainer)
+            interrupt_trainer(trainer, error)
+            teardown_trainer(trainer)
+        if isinstance(error, SystemExit) and not error.code:
+            raise SystemExit(1) from error  # with 0 the launching process would wait for the result
+        raise
+
+
+def _remove_error_files(error: mp.ProcessRaisedException | mp.ProcessExitedException) -> None:
+    """Removes the files in which torch has the exceptions of processes, all of which have ended by now."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        joined = frame.f_locals.get("self")
+        if isinstance(joined, mp.ProcessContext):
+            for path in joined.error_files:
+                Path(path).unlink(missing_ok=True)
+
+
+def _like_torch(
+    failure: PeerFailure, error: mp.ProcessRaisedException | mp.ProcessExitedException, local_rank: int
+) -> PeerFailure:
+    """The failure as the exception that `torch.multiprocessing` raises for it, as after `ddp_spawn`."""
+    kind = mp.ProcessRaisedException if failure.exception_type is not None else mp.ProcessExitedException
+    like: Any = failure.like(type(error) if error.error_index == local_rank else kind)
+    like.msg, like.error_index, like.error_pid = str(failure), local_rank, failure.pid
+    like.signal_name = getattr(error, "signal_name", None)
+    raised: PeerFailure = like
+    return raised
+
+
+def _process_failure(
+    error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int
+) -> PeerFailure:
+    code, kind, trace = 1, None, None
+    if isinstance(error, mp.ProcessExitedException):
+        code = int(error.exit_code)
+        message = f"the process {describe_exit(code)}; what it printed stands above"
+    else:
+        trace = str(error).strip()
+        kind, _, message = trace.splitlines()[-1].partition(": ")
+    return PeerFailure(
+        rank=first_rank + int(error.error_index),
+        host=socket.gethostname(),
+        pid=error.error_pid,
+        exit_code=code,
+        exception_type=kind,
+        message=message,
+        traceback=trace,
+        is_own=None,
+    )
+
+
+# ---------------------------------------------------------------------- what cannot be sent
+
+
+def _find_unpicklable(roots: Mapping[str, Any]) -> str | None:
+    """The innermost part that does not pickle, such as `model.transform`, its type and why; None for none."""
+    found, parts = None, list(roots.items())
+    for _ in range(_MOST_LEVELS):
+        failing = next(((path, value, why) for path, value in parts if (why := _obstacle(value))), None)
+        if failing is None:
+            break
+        path, value, why = failing
+        found = f"`{path}`, a {type(value).__qualname__}: {why}"
+        parts = list(_parts(path, value))
+    return found
+
+
+class _Probe(ForkingPickler):
+    """Pickles as for a new process, without the contents of tensors."""
+
+    def persistent_id(self, obj: object) -> str | None:
+        is_plain = isinstance(obj, torch.Tensor) and (obj.is_leaf or not obj.requires_grad)
+        return "tensor" if is_plain else None
+
+
+def _obstacle(value: Any) -> str | None:
+    try:
+        _Probe(io.BytesIO()).dump(value)
+    except Exception as error:  # noqa: BLE001 (classes raise what they like)
+        # queues and locks of multiprocessing can be sent, though not just now
+        return None if "through inheritance" in str(error) else str(error) or type(error).__name__
+    return None
+
+
+def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{path}[{index}]", part) for index, part in enumerate(value))
+    elif isinstance(value, partial):
+        yield from _parts(path, (value.func, *value.args, *value.keywords.values()))
+    else:
+        for name, part in getattr(value, "__dict__", {}).items():
+            if name in MODULE_DICTS and isinstance(value, torch.nn.Module):
+                yield from ((f"{path}.{inner}", module) for inner, module in part.items())
+            else:
+                yield f"{path}.{name}", part

@@ -1,0 +1,612 @@
+"""Members of a run, as the control server knows them: who has which rank, and who comes in whose place.
+
+`Membership` decides who goes on after a failure; here its decisions meet the connections. A process keeps its
+place, the rank that it had in the beginning, while its rank is another one in each generation. A process that
+is started in the place of a lost one is new until a generation has it as a member. A spare is such a one that
+has a place of its own, behind those of the ranks, until it is called to that of a lost process.
+
+It is long because its tables are one state: each loss, call and join changes most of them together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import lightning_ddp.supervise.protocol as protocol
+from lightning_ddp.supervise.connections import Connections, Peer
+from lightning_ddp.supervise.desync import Inspection, StallWatch
+from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity
+from lightning_ddp.supervise.membership import STEPS_TO_FORGET, Membership, Phase
+from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
+from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
+
+__all__ = ["LocalProcesses", "Members", "Vacancies"]
+
+_TAKES_WITHIN_S = 5.0
+"""How long a spare may take to answer that it is called; then it is killed, as it may be stopped."""
+_FIRST_DELAY_S = 0.5
+_LONGEST_DELAY_S = 60.0
+_NEXT_SPARE_S = 1.0
+"""How long after one was called, so that it has joined before the next one takes time to start."""
+
+
+@dataclass
+class _Process:
+    """What launchers and others have said of a process, which they know by its node and process id."""
+
+    place: int
+    has_ended: bool = False
+    is_lost: bool = False
+    """Whether it was a member, and the others go on without it."""
+    has_fallen: bool = False
+    """Whether it was lost as it joined, and is to be killed."""
+    is_released: bool = False
+    """Whether it has left, as it was asked to."""
+
+
+class LocalProcesses:
+    """What the server asks of whoever has started the processes of its node, in its thread; here nothing."""
+
+    def failed(self, record: FailureRecord) -> None:
+        """The first failure is certain. Called once."""
+
+    def kill_one(self, pid: int) -> None:
+        """Ends a rank that the others go on without. Its end is to be told as of any child."""
+
+    def start_again(self, place: int) -> None:
+        """Starts a process in the place of one that is lost, or of a spare, to join the run."""
+
+    def move(self, pid: int, place: int) -> None:
+        """A spare is in the place of one that is lost from now on."""
+
+
+class Members:
+    """The processes of a run, and what becomes of them. In the server's thread.
+
+    Args:
+        connections: of the server.
+        world_size: number of ranks.
+        settings: times, and whether the run goes on without ranks that it loses.
+        processes: those of the server's node.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        world_size: int,
+        settings: ReconcileSettings,
+        processes: LocalProcesses,
+    ) -> None:
+        self._connections, self._settings, self._processes = connections, settings, processes
+        recovery = settings.recovery or RecoverySettings()
+        self.goes_on = settings.recovery is not None
+        """Whether the run goes on without ranks that it loses."""
+        self._replaces = isinstance(recovery, ReplaceSettings)
+        self._spares_a_node = recovery.spares if isinstance(recovery, ReplaceSettings) else 0
+        self.membership = Membership(range(world_size), recovery, settings.failure_grace_s)
+        self._vacancies = Vacancies(recovery.max_recoveries)
+        self.history = History()
+        self.world_size = world_size
+        self.has_met = False
+        """Whether all ranks have been connected."""
+        self.ranks: dict[int, Peer] = {}
+        """Those that are connected."""
+        self.identities: dict[int, Identity] = {}
+        """Place -> who has it, with its present rank."""
+        self.inspection = Inspection(world_size)
+        self.stall = StallWatch(settings.stall_timeout_s, world_size)
+        self._nodes: dict[int, int] = {}
+        """Place -> its node."""
+        self._known: dict[tuple[int | None, int | None], _Process] = {}
+        """By node and process id."""
+        self._new: dict[int, Peer] = {}
+        """Place -> a process that is to join there."""
+        self._spares = range(0)
+        """Places of spares."""
+
+    # ------------------------------------------------------------------ who is there
+
+    def admit(self, peer: Peer, hello: protocol.Hello) -> None:
+        """A process that knows the run's secret has connected.
+
+        Raises:
+            ProtocolError: there is no place for it.
+        """
+        who = hello.identity
+        if hello.is_new and who.rank in self._new:
+            text = f"another process has come before this one, to join as rank {who.rank}"
+            self._connections.send(peer, protocol.Failure(FailureRecord.of_identity(who, text)))
+        if not (self._may_come(hello) if hello.is_new else who.rank < self.world_size):
+            raise ProtocolError(f"rank {who.rank}")
+        peer.identity, peer.is_new, peer.is_launcher = who, hello.is_new, hello.is_launcher
+        peer.is_active = who.rank >= 0
+        self._connections.admit(peer, self._settings.heartbeat_timeout_s)
+        if who.rank >= 0:
+            self._known[who.node_rank, who.pid] = _Process(who.rank)
+        if peer.is_new:
+            self._new[who.rank] = peer
+            self._connections.send(peer, protocol.AllHere())
+            if self._launcher_of(who.rank) is peer:  # its node has come back
+                self._reopen(who.node_rank)
+        elif who.rank >= 0:
+            self.ranks[who.rank], self.identities[who.rank] = peer, who
+            self._nodes[who.rank] = who.node_rank
+            self.inspection.joined(who.rank)
+            if len(self.ranks) == self.world_size:
+                self.has_met = True
+                self.stall.begin(self.identities.values(), time.monotonic())
+                self._connections.send_all([protocol.AllHere()])
+
+    def _may_come(self, hello: protocol.Hello) -> bool:
+        """Whether a new process is one that was asked for, or the launcher of a node that comes back.
+
+        That may be sooner back than it is known to be lost: then it waits.
+        """
+        place, node = hello.identity.rank, hello.identity.node_rank
+        if not self._replaces or place in self._new or self._nodes.get(place) != node:
+            return False
+        return self._vacancies.is_expected(place) or (hello.is_launcher and node != 0)
+
+    def _process(self, who: Identity | FailureRecord, place: int) -> _Process:
+        return self._known.setdefault((who.node_rank, who.pid), _Process(place))
+
+    def hang_up(self, peer: Peer) -> None:
+        """Closes a connection, and has its process connected no more."""
+        if peer.is_closed:
+            return
+        self._connections.hang_up(peer)
+        if peer.identity is None:
+            return
+        rank = peer.identity.rank
+        if peer.is_new and self._new.get(rank) is peer:
+            del self._new[rank]
+            self.membership.withdrew(rank)
+        elif not peer.is_new and self.ranks.get(rank) is peer:
+            del self.ranks[rank]
+            self.deliver(self.inspection.left(rank, time.monotonic()))
+        if peer.is_launcher and self._replaces:
+            self._reopen(peer.identity.node_rank)  # what it was asked for is of another one, if there is one
+
+    def deliver(self, outgoing: Outgoing) -> None:
+        """Sends messages to ranks."""
+        for rank, message in outgoing:
+            if rank in self.ranks:
+                self._connections.send(self.ranks[rank], message)
+
+    def send_to_places(self, outgoing: Outgoing) -> None:
+        """Sends messages to members that are known by their places."""
+        known = self.identities
+        self.deliver([(known[place].rank, message) for place, message in outgoing if place in known])
+
+    def place_of(self, rank: int) -> int:
+        """The place of a member."""
+        if rank in self.identities and self.identities[rank].rank == rank:  # none of them is lost yet, mostly
+            return rank
+        return next((place for place, who in self.identities.items() if who.rank == rank), rank)
+
+    def on_node(self, node: int) -> list[int]:
+        """Places of the members of a node."""
+        return [place for place, who in self.identities.items() if who.node_rank == node]
+
+    def missing_nodes(self) -> tuple[int, ...]:
+        """Nodes that are lost, and have not come back."""
+        here = {self._nodes.get(place) for place in (*self.membership.members, *self._new)}
+        return tuple(sorted(set(self._nodes.values()) - here))
+
+    # ------------------------------------------------------------------ who is lost
+
+    def exited(self, record: FailureRecord, now: float) -> FailureRecord | None:
+        """A child has ended: that record with its present rank, or None if it is no news of a failure."""
+        if not self.goes_on:
+            return record
+        process = self._process(record, record.rank)
+        place = process.place
+        if process.has_ended:  # two have told of it
+            return None
+        process.has_ended = True
+        if process.is_released:
+            self._vacancies.left(place, now)
+            return None
+        is_member = place in self.membership.remaining
+        if process.is_lost and is_member:  # another one is there already
+            return None
+        if not process.is_lost:
+            if place in self._spares and record.exit_code == 0:
+                self._vacancies.close(place)
+            if self._vacancies.ended(place, now):
+                self.membership.withdrew(place)
+                self.membership.ended(place)
+                return None
+        if process.has_fallen:
+            self._vacancies.lost([place], 0, now)
+        if not is_member:
+            self.membership.ended(place)
+            return None
+        if record.exit_code == 0 and self.has_met:  # what its connection says counts
+            return None
+        return replace(record, rank=self.identities[place].rank) if place in self.identities else record
+
+    def vanished(self, record: FailureRecord) -> FailureRecord | None:
+        """A process is gone, says one that it has started: it may be a rank, or one that is lost already."""
+        process = self._known.get((record.node_rank, record.pid)) if self.goes_on else None
+        if process is None:
+            return record
+        who = self.identities.get(process.place)
+        if process.place not in self.membership.remaining or who is None or who.pid != record.pid:
+            return None
+        return replace(record, rank=who.rank)
+
+    def lose(self, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
+        """A rank is lost; returns whether the others may go on without it."""
+        membership, place = self.membership, self.place_of(record.rank)
+        is_possible = self.goes_on and self.has_met and membership.phase is not Phase.OVER
+        if not is_possible or place not in membership.members:
+            return False
+        # one of another node cannot be killed from here; it is told nothing more, and its node does that
+        who = self.identities[place]
+        process = self._process(who, place)
+        has_ended |= process.has_ended or who.node_rank != 0
+        process.is_lost = True
+        self.history.lost(place, record, now)
+        before = membership.members
+        self.send_to_places(membership.lost(place, record, now, has_ended=has_ended))
+        self._demote(set(before) - set(membership.members) - {place})
+        if place in membership.condemned:
+            self._processes.kill_one(who.pid)
+        if place not in membership.members:  # it has not got as far as the others, to whom it is no loss
+            process.has_fallen = place in membership.condemned
+            if not process.has_fallen:
+                self._vacancies.lost([place], 0, now)
+        peer = self.ranks.get(record.rank)
+        if peer is not None:
+            peer.has_left = True
+            self.hang_up(peer)
+        self.stall.forget(record.rank)
+        return True
+
+    def _demote(self, places: Iterable[int]) -> None:
+        """They have not got their state, and may ask again."""
+        for place in places:
+            identity = self.identities.pop(place)
+            self.stall.forget(identity.rank)
+            peer = self.ranks.pop(identity.rank, None)
+            if peer is not None:
+                peer.is_new, peer.identity = True, replace(identity, rank=place)
+                self._new[place] = peer
+                self._vacancies.expect(place)
+
+    # ------------------------------------------------------------------ the next generation
+
+    def heard(self, place: int, message: Message, now: float) -> None:
+        """What a member says of calls and generations."""
+        membership = self.membership
+        match message:
+            case protocol.Position(position):
+                self.send_to_places(membership.stands(place, position))
+            case protocol.Present():
+                membership.present(place, message)
+            case protocol.Joined(generation):
+                membership.joined(place, generation)
+                if membership.phase is Phase.RUNNING:
+                    self.history.went_on(now)
+            case protocol.Begun(generation):
+                membership.begun(place, generation)
+            case protocol.Declined(call, why):
+                self.send_to_places(membership.declined(place, call, why))
+
+    def go_on(self, now: float) -> bool:
+        """Says to members what is due; returns whether the next generation has formed."""
+        membership = self.membership
+        for place in membership.late(now):
+            message = f"it did not stop within failure_grace_s={self._settings.failure_grace_s:g} s"
+            record = FailureRecord.of_identity(self.identities[place], message)
+            self.lose(record, now, has_ended=False)
+        before, members = membership.generation, membership.members
+        outgoing = membership.due(now)
+        if membership.generation == before:
+            self.send_to_places(outgoing)
+            return False
+        form = next(message for _, message in outgoing if isinstance(message, protocol.Form))
+        self._release(form, now)
+        self.history.formed(form.step, members, form.members, now)
+        self._vacancies.lost(form.lost, form.step, now)
+        self._vacancies.joined(form.joined, form.step)
+        self._renumber(form.members)
+        self.send_to_places(outgoing)
+        return True
+
+    def _release(self, form: protocol.Form, now: float) -> None:
+        """Lets go of members that were asked to leave."""
+        released = {place: self.identities.pop(place) for place in form.left if place in self.identities}
+        for place, who in released.items():
+            self.history.released(place, FailureRecord.of_identity(who, "the process was asked to leave"))
+            self._process(who, place).is_released = True
+            self.stall.forget(who.rank)
+            peer = self.ranks.pop(who.rank, None)
+            if peer is not None:
+                peer.is_out, peer.is_launcher = True, False
+                self._connections.send(peer, form)
+                self._connections.send(peer, protocol.Closing())
+        for place in released:
+            if not self._may_start(place):  # nobody is left there who would tell of its end
+                self._vacancies.left(place, now)
+
+    def _renumber(self, members: tuple[int, ...]) -> None:
+        """From now on ranks are those of the new generation."""
+        connected = {place: self.ranks.get(who.rank) for place, who in self.identities.items()}
+        for place in members:
+            peer = self._new.pop(place, None)
+            if peer is not None and peer.identity is not None:
+                peer.is_new = peer.is_ready = False
+                connected[place], self.identities[place] = peer, peer.identity
+        self.identities = {
+            place: replace(self.identities[place], rank=rank) for rank, place in enumerate(members)
+        }
+        self.world_size = len(members)
+        self.ranks, self.inspection = {}, Inspection(self.world_size)
+        for rank, place in enumerate(members):
+            peer = connected[place]
+            if peer is not None:
+                peer.identity = self.identities[place]
+                self.ranks[rank] = peer
+                self.inspection.joined(rank)
+        self.stall = StallWatch(self._settings.stall_timeout_s, self.world_size)
+        self.stall.begin(self.identities.values(), time.monotonic())
+
+    # ------------------------------------------------------------------ processes in the place of lost ones
+
+    def handle_new(self, peer: Peer, who: Identity, message: Message, now: float) -> None:
+        """What happens to one that is no member yet is nobody's failure but its own."""
+        match message:
+            case protocol.Ready():
+                peer.is_ready, peer.takes_by = True, None
+                if who.rank in self._spares:
+                    self._vacancies.waits(who.rank, now)
+                self.close_late()
+            case protocol.Active(is_active=False):  # a run that the others have ended long ago
+                peer.num_ended += 1
+                self._connections.send(peer, protocol.Left())
+            case protocol.Failed(record) | protocol.Echoed(record):
+                self._connections.send(peer, protocol.Failure(record.cut()))
+            case protocol.Stop() | protocol.Leave():
+                peer.is_ready = False
+                self.membership.withdrew(who.rank)
+                self._connections.send(peer, protocol.Closing())
+
+    def close_late(self) -> None:
+        """Has those leave that come after the last step."""
+        if not self._new:
+            return
+        num_ended = max((peer.num_ended for peer in self.ranks.values()), default=0)
+        for place, new in self._new.items():
+            if new.num_ended < num_ended:
+                new.is_ready = False
+                self.membership.withdrew(place)
+                self._vacancies.close(place)
+                self._connections.send(new, protocol.Closing())
+
+    def fill_vacancies(self, now: float) -> None:
+        """Has processes started, and asks for those that are ready to be members."""
+        if not self._replaces:
+            return
+        for place in self._vacancies.due(now, self._may_start):
+            spare, launcher = self._spare_for(place), self._launcher_of(place)
+            if spare is not None:
+                self._call(spare, place, now)
+            elif launcher is None:
+                self._processes.start_again(place)
+            else:
+                self._connections.send(launcher, protocol.Start(place))
+        for place in filter(self._waits, self._new):
+            if self._vacancies.may_enter(place, now):
+                self.membership.ready(place)
+        for place, peer in list(self._new.items()):
+            if peer.takes_by is not None and peer.takes_by <= now:
+                self._drop_spare(peer, place, now)
+
+    def deadline(self) -> float | None:
+        """When to fill vacancies at the latest; None if nothing is pending."""
+        if not self._replaces:
+            return None
+        deadlines = [self._vacancies.deadline(lambda p: self._may_start(p) or self._waits(p))]
+        deadlines += [peer.takes_by for peer in self._new.values()]
+        return min((at for at in deadlines if at is not None), default=None)
+
+    def _reopen(self, node: int) -> None:
+        """The launcher of a node has come or gone: processes are asked for in the other places there."""
+        taken = {*self.membership.members, *self._new}
+        places = [place for place, its in self._nodes.items() if its == node and place not in taken]
+        self._vacancies.reopen(places, time.monotonic())
+
+    def _may_start(self, place: int) -> bool:
+        """Whether there is somebody who starts processes on the node of a place, and none is there."""
+        has_launcher = self._nodes.get(place, 0) == 0 or self._launcher_of(place) is not None
+        return has_launcher and place not in self._new
+
+    def _waits(self, place: int) -> bool:
+        """Whether a process is there that is let in once it is time."""
+        is_vacant = place not in self.membership.members and place not in self._spares
+        return is_vacant and place in self._new and self._new[place].is_ready
+
+    def _launcher_of(self, place: int) -> Peer | None:
+        """Who starts processes on the node of a place; None for the first one, where this process does."""
+        node = self._nodes.get(place, 0)
+        for peer in self._connections.peers:
+            if peer.is_launcher and peer.identity is not None and peer.identity.node_rank == node != 0:
+                return peer
+        return None
+
+    # ------------------------------------------------------------------ spares
+
+    def start_spares(self, now: float) -> None:
+        """Training begins; from now on there are spares."""
+        if not self._spares_a_node or self._spares:
+            return
+        first, nodes = len(self._nodes), sorted(set(self._nodes.values()))
+        self._spares = range(first, first + self._spares_a_node * len(nodes))
+        self._nodes |= {place: nodes[(place - first) // self._spares_a_node] for place in self._spares}
+        self._vacancies.open(self._spares, now)
+
+    def _spare_for(self, place: int) -> Peer | None:
+        """One of the same node that waits; None where a process is to be started."""
+        if place in self._spares:
+            return None
+        for spare in self._spares:
+            peer = self._new.get(spare)
+            if peer is None or peer.identity is None or not peer.is_ready:
+                continue
+            has_ended = self._process(peer.identity, spare).has_ended
+            if peer.identity.node_rank == self._nodes[place] and not has_ended:
+                return peer
+        return None
+
+    def _call(self, peer: Peer, place: int, now: float) -> None:
+        """Has a spare take the place of a lost process."""
+        assert peer.identity is not None
+        spare, peer.is_ready = peer.identity, False
+        self._new[place] = self._new.pop(spare.rank)
+        peer.identity = replace(spare, rank=place)
+        peer.takes_by = now + _TAKES_WITHIN_S
+        self._vacancies.called(spare.rank, now)
+        self._process(spare, place).place = place
+        launcher = self._launcher_of(place)
+        if launcher is None:
+            self._processes.move(spare.pid, place)
+        else:
+            self._connections.send(launcher, protocol.Moved(spare.pid, place))
+        self._connections.send(peer, protocol.Take(place))
+
+    def _drop_spare(self, peer: Peer, place: int, now: float) -> None:
+        """One that was called has not answered: it is stopped, or hangs."""
+        peer.takes_by = None
+        assert peer.identity is not None
+        if peer.identity.node_rank == 0:
+            self._processes.kill_one(peer.identity.pid)
+        else:  # its launcher kills it before the next one is started
+            self._process(peer.identity, place).is_lost = True
+            self.hang_up(peer)
+            self._vacancies.ended(place, now)
+
+
+@dataclass
+class _Vacancy:
+    """A place in which processes are started."""
+
+    opens_at: float | None = None
+    """When the next one is to be."""
+    is_started: bool = False
+    """Whether one was that is no member yet."""
+    joined_at: int | None = None
+    """The step at which its present process has joined; None for a first one."""
+    num_failed: int = 0
+    waits_since: float | None = None
+    """Since when the process there waits, as a spare."""
+
+    def failed(self, now: float) -> None:
+        """Another one is to be started; later each time."""
+        delay_s = min(_FIRST_DELAY_S * 2 ** (self.num_failed - 1), _LONGEST_DELAY_S)
+        self.opens_at = now + (delay_s if self.num_failed else 0.0)
+
+
+class Vacancies:
+    """Says when a new process is started in a place, and when no more. Pure: told what happened.
+
+    Args:
+        most: how often a process may be started in a place without `STEPS_TO_FORGET` steps in between.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._places: defaultdict[int, _Vacancy] = defaultdict(_Vacancy)
+
+    def open(self, places: Iterable[int], now: float) -> None:
+        """Processes are to be started in places that nobody has had."""
+        for place in places:
+            self._places[place].opens_at = now
+
+    def waits(self, spare: int, now: float) -> None:
+        """The process in the place of a spare waits to be called."""
+        self._places[spare].waits_since = now
+
+    def called(self, spare: int, now: float) -> None:
+        """It is called to another place, so that its own is vacant."""
+        self._places[spare] = _Vacancy(opens_at=now + _NEXT_SPARE_S)
+
+    def close(self, place: int) -> None:
+        """The process there ends, and none is to follow."""
+        vacancy = self._places[place]
+        vacancy.is_started, vacancy.waits_since, vacancy.opens_at = False, None, None
+
+    def lost(self, places: Iterable[int], step: int, now: float) -> None:
+        """Members are lost, when `step` steps are committed, and known to have ended."""
+        for place in places:
+            vacancy = self._places[place]
+            is_soon = vacancy.joined_at is not None and step - vacancy.joined_at < STEPS_TO_FORGET
+            vacancy.num_failed = vacancy.num_failed + 1 if is_soon else 0
+            vacancy.joined_at = None
+            vacancy.failed(now)
+
+    def left(self, place: int, now: float) -> None:
+        """A member has left as it was asked to, and has ended: that is no failure of its place."""
+        self._places[place] = _Vacancy(opens_at=now)
+
+    def ended(self, place: int, now: float) -> bool:
+        """A process has ended; returns whether it was one that had not joined."""
+        vacancy = self._places[place]
+        if not vacancy.is_started:
+            return False
+        has_waited = vacancy.waits_since is not None and now - vacancy.waits_since > _LONGEST_DELAY_S
+        vacancy.num_failed = 1 if has_waited else vacancy.num_failed + 1
+        vacancy.is_started, vacancy.waits_since = False, None
+        vacancy.failed(now)
+        return True
+
+    def joined(self, places: Iterable[int], step: int) -> None:
+        """Processes that were started here are members."""
+        for place in places:
+            vacancy = self._places[place]
+            vacancy.is_started, vacancy.opens_at, vacancy.joined_at = False, None, step
+
+    def reopen(self, places: Iterable[int], now: float) -> None:
+        """Who starts processes there has come or gone: also where that was given up, or begun by another."""
+        for place in places:
+            vacancy = self._places[place]
+            vacancy.is_started = False
+            if vacancy.opens_at is None:
+                vacancy.num_failed, vacancy.opens_at = 0, now
+
+    def may_enter(self, place: int, now: float) -> bool:
+        """Whether a process that nobody was asked to start is let in there; it may have to wait as others."""
+        vacancy = self._places[place]
+        if vacancy.opens_at is not None and vacancy.opens_at > now:
+            return False
+        vacancy.opens_at = None
+        return True
+
+    def expect(self, place: int) -> None:
+        """The process there has not joined after all, and may yet."""
+        vacancy = self._places[place]
+        vacancy.is_started, vacancy.joined_at = True, None
+
+    def is_expected(self, place: int) -> bool:
+        """Whether a process was started there that has not joined."""
+        return self._places[place].is_started
+
+    def due(self, now: float, may_start: Callable[[int], bool]) -> list[int]:
+        """Places in which a process is to be started now, if somebody is there who does; each once."""
+        found = []
+        for place, vacancy in sorted(self._places.items()):
+            if vacancy.opens_at is not None and vacancy.opens_at <= now and may_start(place):
+                vacancy.opens_at = None
+                if vacancy.num_failed <= self._most:
+                    vacancy.is_started = True
+                    found.append(place)
+        return found
+
+    def deadline(self, may_start: Callable[[int], bool]) -> float | None:
+        """When to ask `due` at the latest; None if nothing is pending."""
+        opens = {place: v.opens_at for place, v in self._places.items() if v.opens_at is not None}
+        return min((at for place, at in opens.items() if may_start(place)), default=None)

@@ -1,0 +1,160 @@
+"""Options that the tools share, and what they print: tables, ratios of paired rounds, the progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
+
+from lightning_ddp.tools.models import MODEL_NAMES
+
+PICTURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
+
+
+def _number(kind: type, least: float, expected: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
+positive_int = _number(int, 1, "an integer of at least 1")
+"""Parse a number of things for argparse."""
+positive_float = _number(float, 5e-324, "a number above 0")
+"""Parse a finite quantity for argparse."""
+
+
+def existing_file(text: str) -> str:
+    """Parse a file to read; refuses one that is not there."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
+    return str(Path(text).resolve())
+
+
+def output_path(text: str) -> Path:
+    """Parse a file to write, and refuse one whose folder is missing before anything long has run."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {text!r}")
+    return path
+
+
+def picture_path(text: str) -> Path:
+    """Parse a picture to draw, and refuse one that could not be drawn before anything long has run."""
+    path = output_path(text)
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PICTURE_SUFFIXES)}, got {text!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install matplotlib")
+    return path
+
+
+_COUNT: Final = {"type": positive_int, "metavar": "N"}
+_SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
+    "rounds": (("--rounds",), {**_COUNT, "help": "measured rounds"}),
+    "world_size": (
+        ("--world-size", "--devices"),
+        {**_COUNT, "help": "number of processes (default: 2, or torchrun's)"},
+    ),
+    "timeout_s": (
+        ("--timeout-s",),
+        {"type": positive_float, "metavar": "S", "help": "seconds after which processes are ended"},
+    ),
+    "device": (
+        ("--device",),
+        {"choices": ("cpu", "cuda"), "help": "cpu with gloo, or cuda with NCCL and one GPU per process"},
+    ),
+    "models": (
+        ("--models", "--model"),
+        {"choices": MODEL_NAMES, "metavar": "MODEL", "help": f"any of {', '.join(MODEL_NAMES)}"},
+    ),
+}
+"""Option -> its names and what argparse is told."""
+
+
+def add_shared(parser: Any, **defaults: Any) -> None:
+    """Declare some of the options that several tools have: name -> default; a list takes several values."""
+    for name, default in defaults.items():
+        names, options = _SHARED[name]
+        if isinstance(default, list):
+            options = {**options, "nargs": "+"}
+        if default is not None:
+            shown = " ".join(map(str, default)) if isinstance(default, list) else default
+            options = {**options, "help": f"{options['help'].partition(' (')[0]} (default: {shown})"}
+        parser.add_argument(*names, default=default, **options)
+
+
+def add_choices(parser: Any, option: str, choices: Sequence[str], default: Sequence[str], what: str) -> None:
+    """Declare an option that takes some of several names; the help says which there are."""
+    shown = "all" if tuple(default) == tuple(choices) else " ".join(default)
+    text = f"{what}, any of {', '.join(choices)} (default: {shown})"
+    parser.add_argument(
+        option, nargs="+", choices=tuple(choices), default=list(default), metavar="NAME", help=text
+    )
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median over rounds of `numerator / denominator`.
+
+    Pairing by round cancels what changed between rounds (clock speed, other load); the ratio of two medians
+    does not.
+
+    >>> paired_ratio([2.0, 20.0, 3.0], [4.0, 40.0, 4.0])
+    0.5
+
+    Raises:
+        ValueError: the lengths differ, there is no sample, or a value is not above 0.
+    """
+    if len(numerators) != len(denominators) or not numerators:
+        raise ValueError(
+            f"expected as many samples on both sides, got {len(numerators)} and {len(denominators)}"
+        )
+    if min(*numerators, *denominators) <= 0:
+        raise ValueError("expected samples above 0, got one that is not")
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[str | int | float]]) -> str:
+    """Lay out rows under headers: numbers right-aligned with three decimals, text left-aligned.
+
+    >>> print(format_table(("model", "ms"), [("a", 1.5), ("longer", 10.0)]))
+    model       ms
+    ------  ------
+    a        1.500
+    longer  10.000
+    """
+    cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    numeric = [bool(rows) and not isinstance(rows[0][column], str) for column in range(len(headers))]
+
+    def line(texts: Sequence[str]) -> str:
+        columns = zip(texts, widths, numeric, strict=True)
+        return "  ".join(t.rjust(width) if right else t.ljust(width) for t, width, right in columns).rstrip()
+
+    return "\n".join(map(line, [headers, ["-" * width for width in widths], *cells]))
+
+
+def installed_version(name: str) -> str | None:
+    """Version of an installed distribution; None where it is not installed, such as in a source tree."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def progress_bar(total: int, label: str, *, is_shown: bool = True) -> tqdm[None]:
+    """Make a progress bar on standard error; it stays silent where that is no terminal."""
+    return tqdm(total=total, desc=label, file=sys.stderr, disable=None if is_shown else True, leave=False)

@@ -1,0 +1,323 @@
+"""What this process knows of itself and reaches: who started it, its machine, addresses, with deadlines."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp._lightning import lightnings
+from lightning_ddp.comm.group import InThread
+from lightning_ddp.errors import LightningDDPError
+from lightning_ddp.launch.interface import interfaces, route_to
+from lightning_ddp.tools.command_line import installed_version
+
+T = TypeVar("T")
+Level = Literal["PASS", "WARN", "FAIL"]
+LEVELS: tuple[Level, ...] = ("PASS", "WARN", "FAIL")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the verdict."""
+
+    level: Level
+    check: str
+    """What was looked at, in a word or two."""
+    message: str
+    """What was found and, unless it passed, what to do."""
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    """The worst level.
+
+    >>> worst([Finding(level="PASS", check="a", message=""), Finding(level="WARN", check="b", message="")])
+    'WARN'
+    """
+    return max((finding.level for finding in findings), key=LEVELS.index, default="PASS")
+
+
+# ---------------------------------------------------------------------- this machine
+
+_PACKAGES = ("torch", "pytorch-lightning", "lightning", "hydra-core", "lightning_ddp")
+_SHARED_MEMORY = "/dev/shm"
+_LIMITS = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
+_PREFIXES = ("SLURM_", "TORCHELASTIC_", "MASTER_", "NCCL_", "GLOO_", "PL_", "LIGHTNING_DDP_", "OMP_", "CUDA_")
+_NAME = re.compile(r"NODE_RANK|((LOCAL_|GROUP_)?(RANK|WORLD_SIZE))")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[str, Any]:
+    """Versions, devices, limits, shared memory and the variables that matter, as JSON. Does not communicate.
+
+    Variables of `env` that look like secrets are left out.
+    """
+    has_cuda = torch.cuda.is_available()
+    has_nccl = has_cuda and dist.is_nccl_available()
+    usage = shutil.disk_usage(_SHARED_MEMORY) if os.path.isdir(_SHARED_MEMORY) else None
+    limits = {name: resource.getrlimit(getattr(resource, constant))[0] for name, constant in _LIMITS.items()}
+    return {
+        "rank": rank,
+        "local_rank": local_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: installed_version(name) for name in _PACKAGES},
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() * has_cuda)],
+        "backend": "nccl" if has_nccl else "gloo",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "shared_memory": {"total": usage.total, "free": usage.free} if usage is not None else None,
+        "limits": {name: None if soft == resource.RLIM_INFINITY else soft for name, soft in limits.items()},
+        "variables": {
+            name: value
+            for name, value in sorted(env.items())
+            if (_NAME.fullmatch(name) or name.startswith(_PREFIXES))
+            and not any(word in name for word in _SECRET)
+        },
+        "executable": sys.executable,
+    }
+
+
+# ---------------------------------------------------------------------- addresses
+
+_RETRY_S = 0.2
+
+
+class DeadlinePassed(LightningDDPError, TimeoutError):
+    """A step took longer than it may. Its thread may still be blocked."""
+
+
+def within(seconds: float, what: str, step: Callable[[], T]) -> T:
+    """Run a step that may block in C code, in a thread, and wait for it no longer than `seconds`.
+
+    Raises:
+        DeadlinePassed: it has not ended; its thread is a daemon and does not keep the process.
+        Exception: what the step raised.
+    """
+    call = InThread(lambda _: step())
+    if not call.is_over.wait(seconds):
+        raise DeadlinePassed(f"{what} did not end within {seconds:g} s")
+    return call.result
+
+
+@functools.cache
+def resolve(host: str, timeout_s: float) -> str:
+    """The address of a host name, IPv4 where there is one. Looked up once."""
+    look_up = functools.partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+    found = within(timeout_s, f"looking up {host!r}", look_up)
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+
+
+def addresses() -> dict[str, str]:
+    """Interface -> an address of it, IPv4 where there is one."""
+    found: dict[str, str] = {}
+    for name, address in interfaces():
+        if name not in found or (":" in found[name] and ":" not in address):
+            found[name] = address
+    return found
+
+
+def interface_to(address: str) -> str | None:
+    """The interface by which the kernel would send to an address; None if it knows no way. Sends nothing."""
+    try:
+        name, own = route_to(address)
+    except OSError:
+        return None
+    return name or own
+
+
+def connect_problem(address: str, port: int, timeout_s: float) -> str | None:
+    """Why no connection can be made, in words; None if one can."""
+    try:
+        socket.create_connection((address, port), timeout_s).close()
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s; a firewall may drop the packets, or the host is down"
+    except OSError as error:
+        if error.errno == errno.ECONNREFUSED:
+            return "the host answers, but nothing listens there (yet)"
+        return error.strerror or str(error)
+    return None
+
+
+def wait_until_reached(address: str, port: int, timeout_s: float) -> str | None:
+    """Try to connect until somebody listens; returns why nobody has in time, None once somebody does."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        problem = connect_problem(address, port, max(0.1, deadline - time.monotonic()))
+        if problem is None or time.monotonic() + _RETRY_S > deadline:
+            return problem
+        time.sleep(_RETRY_S)
+
+
+# ---------------------------------------------------------------------- who started this process
+
+_INTERACTIVE_JOBS = ("bash", "interactive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """This process among the others, from the variables of torchrun, SLURM or the user."""
+
+    starter: Literal["nobody", "torchrun", "slurm", "script"]
+    """'script': the user, on every node, as for this package's own launcher; 'nobody': it is alone."""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    num_nodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    has_agent_store: bool = False
+    """Whether torchrun's agent hosts the store; rank 0 does otherwise."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong or worth knowing about the variables."""
+
+
+def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
+    """Read environment variables; `num_nodes` are started by hand, None where the user does not say.
+
+    >>> place({"NODE_RANK": "1", "MASTER_ADDR": "gpu-07", "MASTER_PORT": "29500"}, num_nodes=2).rank
+    1
+    """
+    try:
+        if "RANK" in env and "WORLD_SIZE" in env:
+            return _from_torchrun(env)
+        # Lightning takes the variables of other jobs not for those of a run
+        if (
+            "SLURM_NTASKS" in env
+            and "SLURM_JOB_ID" in env
+            and env.get("SLURM_JOB_NAME") not in _INTERACTIVE_JOBS
+        ):
+            return _from_slurm(env)
+        return _from_user(env, num_nodes or 1)
+    except ValueError as error:
+        message = f"an environment variable holds no number ({error}): correct or unset it"
+        return Placement(starter="nobody", findings=_findings("variables", [message]))
+
+
+def _findings(check: str, problems: Sequence[str], all_is_well: str = "") -> tuple[Finding, ...]:
+    """A failure for each problem; one that passes where there is none."""
+    if problems or not all_is_well:
+        return tuple(Finding("FAIL", check, problem) for problem in problems)
+    return (Finding("PASS", check, all_is_well),)
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Placement:
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
+    num_nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
+    found = (
+        f"{world_size} ranks, {local_size} on each of {num_nodes} node(s), restart"
+        f" {env.get('TORCHELASTIC_RESTART_COUNT', '0')} of {env.get('TORCHELASTIC_MAX_RESTARTS', '0')}:"
+        f" use Trainer(devices={local_size}, num_nodes={num_nodes})"
+    )
+    problems = []
+    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if missing:
+        problems.append(
+            f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: a part of another launcher's"
+            " variables has been passed on. Unset RANK and WORLD_SIZE, or start with torchrun"
+        )
+    if not 0 <= rank < world_size:
+        problems.append(f"RANK={rank} is not below WORLD_SIZE={world_size}")
+    if local_size * num_nodes != world_size:
+        problems.append(
+            f"{num_nodes} nodes x {local_size} ranks are not WORLD_SIZE={world_size}; Lightning needs as"
+            " many processes on each node: give all nodes the same --nproc-per-node"
+        )
+    return Placement(
+        starter="torchrun",
+        rank=rank,
+        local_rank=int(env.get("LOCAL_RANK", 0)),
+        world_size=world_size,
+        num_nodes=num_nodes,
+        master_addr=env.get("MASTER_ADDR"),
+        master_port=_port(env),
+        has_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        findings=_findings("torchrun", problems, found),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> Placement:
+    num_tasks = int(env["SLURM_NTASKS"])
+    num_nodes = int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", 1)))
+    per_node = num_tasks // num_nodes
+    problems = []
+    if num_tasks > 1 and "SLURM_STEP_ID" not in env:
+        problems.append(
+            f"the job has {num_tasks} tasks, but this is the batch script itself: only one process runs,"
+            " and the others would be waited for. Start the program with `srun python ...`"
+        )
+    if num_tasks % num_nodes:
+        problems.append(
+            f"--ntasks={num_tasks} cannot be spread evenly over --nodes={num_nodes}: use"
+            " --ntasks-per-node with the number of devices of a node instead of --ntasks"
+        )
+    found = (
+        f"job {env['SLURM_JOB_ID']}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s):"
+        f" use Trainer(devices={per_node}, num_nodes={num_nodes})"
+    )
+    first_host = lightnings("SLURMEnvironment").resolve_root_node_address(env.get("SLURM_NODELIST", ""))
+    port = env.get("MASTER_PORT") or str(15000 + int(env["SLURM_JOB_ID"][-4:]))  # as Lightning chooses it
+    return Placement(
+        starter="slurm",
+        rank=int(env.get("SLURM_PROCID", 0)),
+        local_rank=int(env.get("SLURM_LOCALID", 0)),
+        world_size=num_tasks,
+        num_nodes=num_nodes,
+        master_addr=env.get("MASTER_ADDR") or first_host or "127.0.0.1",
+        master_port=int(port),
+        findings=_findings("SLURM", problems, found),
+    )
+
+
+def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
+    findings: tuple[Finding, ...] = ()
+    if env.get("SLURM_JOB_ID"):
+        reason = "SLURM_NTASKS is not set" if "SLURM_NTASKS" not in env else "the job is an interactive one"
+        found = f"inside job {env['SLURM_JOB_ID']}, but {reason}: Lightning starts processes itself"
+        findings = _findings("SLURM", [], found)
+    node_rank = int(env.get("NODE_RANK", 0))
+    problems = []
+    if num_nodes > 1:
+        missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+        if missing:
+            problems.append(
+                f"--nodes {num_nodes}, but {', '.join(missing)} not set: give every node the same MASTER_ADDR"
+                " and MASTER_PORT, and NODE_RANK 0, 1, ... in turn"
+            )
+        if not 0 <= node_rank < num_nodes:
+            problems.append(f"NODE_RANK={node_rank} is not below --nodes {num_nodes}")
+    return Placement(
+        starter="nobody" if num_nodes == 1 else "script",
+        rank=node_rank,
+        world_size=num_nodes,
+        num_nodes=num_nodes,
+        master_addr=env.get("MASTER_ADDR"),
+        master_port=_port(env),
+        findings=(*findings, *_findings("variables", problems)),
+    )
+
+
+def _port(env: Mapping[str, str]) -> int | None:
+    text = env.get("MASTER_PORT")
+    if not text:
+        return None
+    port = int(text)
+    if not 0 < port < 65536:
+        raise ValueError(f"MASTER_PORT={text}, expected 1 to 65535")
+    return port
