@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_ddp.catalogue import describe_hook, hook_name
 from lightning_ddp.comm import all_gather_objects, broadcast_nested
-from lightning_ddp.comm.catalogue import describe_hook, hook_name
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
 from harness import run_ranks, run_threads, run_threads_outcomes
 
-from lightning_ddp.comm.catalogue import Catalogue
+from lightning_ddp.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import available_hooks, build_hook, parse_hook

@@ -20,7 +20,7 @@ import lightning_ddp
 PACKAGE = Path(lightning_ddp.__file__).parent
 HOUSE = (
     ("_torch", "errors", "import_hook"),
-    ("_lightning", "comm"),
+    ("_lightning", "catalogue", "comm"),
     ("replicas", "shm", "supervise", "telemetry"),
     ("encoding", "hydra_jobs"),
     ("averaging", "hooks", "launch"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions
-from lightning_ddp.comm.catalogue import Catalogue
+from lightning_ddp.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
 
 _AVERAGERS: Catalogue[Averager] = Catalogue("averager", Averager, argument="model averaging")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
-from lightning_ddp.comm.catalogue import hook_name
+from lightning_ddp.catalogue import hook_name
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.subgroups import part_group
 from lightning_ddp.encoding.mean import PlainWire, average_

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import TorchDispatchMode, name_of_operator, pop_mode, push_mode, tree_leaves
-from lightning_ddp.comm.catalogue import describe_hook, describe_state
+from lightning_ddp.catalogue import describe_hook, describe_state
 from lightning_ddp.comm.group import Group, InThread
 
 _NUM_STEPS = 2

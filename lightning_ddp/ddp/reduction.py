@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_ddp._torch import Future, queue_callback, without_engine_context
-from lightning_ddp.comm.catalogue import hook_name
+from lightning_ddp.catalogue import hook_name
 from lightning_ddp.comm.gather_scatter import broadcast_coalesced, chunks
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, GradientStreams

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.catalogue import Catalogue
+from lightning_ddp.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
 from lightning_ddp.encoding.mean import EncodedWire, PlainWire, Wire
 from lightning_ddp.encoding.side_stream import Channel
