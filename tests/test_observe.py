@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -182,6 +183,44 @@ def test_a_late_rank_lacks_slack_whatever_its_clock_says() -> None:
     late = lateness(0, dict(enumerate(run_threads(rank_main, 2)))).median_us()
     assert late[1] > late[0]
     assert late[1] > 10_000
+
+
+def test_steps_that_nobody_records_cost_no_look_at_a_bucket() -> None:
+    def rank_main(rank: int, world_size: int, process_group: Any) -> list[int]:
+        model = BucketedDDP(layers(), process_group=process_group, bucket_cap_mb=0.0003)
+        counts = []
+        for num_steps in (0, 1):
+            model.record_steps(num_steps)
+            loss = model(torch.ones(2, 8)).sum()
+            calls: list[str] = []
+
+            def note(frame: Any, event: str, called: Any, calls: list[str] = calls) -> None:
+                calls.append(called.__name__ if event == "c_call" else "")
+
+            sys.setprofile(note)
+            loss.backward()
+            sys.setprofile(None)
+            counts.append(calls.count("element_size"))
+        return counts
+
+    (counts,) = run_threads(rank_main, 1)
+    assert counts[0] == 0
+    assert counts[1] > 1, "one for each bucket of a step that is recorded"
+
+
+def test_a_second_call_begins_to_record_anew() -> None:
+    def rank_main(rank: int, world_size: int, process_group: Any) -> None:
+        model = BucketedDDP(layers(), process_group=process_group)
+        recorder = model.record_steps()
+        for num_steps, kept in ((2, [1, 2]), (5, [4, 5, 6])):
+            model(torch.ones(2, 8)).sum().backward()
+            assert model.record_steps(num_steps) is recorder
+            assert not recorder.records
+            for _ in range(len(kept)):
+                model(torch.ones(2, 8)).sum().backward()
+            assert [record.step for record in recorder.records] == kept
+
+    run_threads(rank_main, 1)
 
 
 def test_a_negative_number_of_steps_is_refused() -> None:

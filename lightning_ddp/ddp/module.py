@@ -491,10 +491,10 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """From now on keeps what the last synchronised steps did, on this rank. Does not communicate.
 
         Args:
-            num_steps: how many are kept; 0 for none, as in the beginning.
+            num_steps: how many are kept, instead of those of an earlier call; 0 for no more than there are.
 
         Returns:
-            The recorder, with the `records`; with 0 it gets no more.
+            The recorder of this wrapper, with the `records`; 0 leaves those that there are.
 
         Raises:
             ConfigurationError: a negative number.

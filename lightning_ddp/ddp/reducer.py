@@ -317,7 +317,7 @@ class Reducer:
 
     def _fill(self, bucket: Bucket, state: BackwardState) -> None:
         """All that this bucket can get is there: it and those that waited for it are launched, in order."""
-        self.recorder.ready(bucket.index(), bucket.flat.numel() * bucket.flat.element_size())
+        self.recorder.ready(bucket.index(), bucket.flat)
         if bucket.streams is not None:
             bucket.streams.join()
         if not bucket.is_skipped:

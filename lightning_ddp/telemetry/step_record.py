@@ -143,6 +143,7 @@ class StepRecorder:
         self._events = _Events(device) if device.type == "cuda" else None
         self._is_keeping = False
         self._open: StepRecord | None = None
+        self._buckets: dict[int, BucketRecord] = {}  # of that step, if its record is kept
         self._timed: tuple[int, StepRecord] | None = None  # is over, as far as the host knows
         self._in_flight: list[tuple[BucketRecord, Any]] = []
         self._forward: tuple[Any, Any] = (None, None)
@@ -187,6 +188,7 @@ class StepRecorder:
     def start_backward(self, step: int) -> None:
         """The first gradient of synchronised backward `step` is there."""
         self._in_flight.clear()
+        self._buckets.clear()
         self._open = None
         if self._is_keeping or self._is_timed:
             start, end = self._forward
@@ -194,10 +196,11 @@ class StepRecorder:
             self._open = StepRecord(number, forward_start=start, forward_end=end, backward_start=now)
         self._forward = (None, None)
 
-    def ready(self, index: int, num_bytes: int) -> None:
-        """All that bucket `index` gets is there."""
-        if self._open is not None and self._is_keeping:
-            self._open.buckets.append(BucketRecord(index, num_bytes, ready=self._now()))
+    def ready(self, index: int, flat: torch.Tensor) -> None:
+        """All that bucket `index` gets is there; `flat` is as large as that."""
+        if self._is_keeping and self._open is not None:
+            num_bytes = flat.numel() * flat.element_size()
+            self._buckets[index] = BucketRecord(index, num_bytes, ready=self._now())
             self._look_for_done()
 
     def launching(self) -> None:
@@ -207,16 +210,17 @@ class StepRecorder:
 
     def launched(self, index: int, work: Any) -> None:
         """The reduction of bucket `index` has been started; `work` is its work or future, None for none."""
-        bucket = self._find(index)
-        if bucket is not None and self._open is not None:
-            if work is None:
-                self._open.buckets.remove(bucket)
-                return
-            bucket.launched = self._now()
-            if self._events is not None and not isinstance(work, Future):
-                bucket.done = self._events.record_after(work)
-            else:
-                self._in_flight.append((bucket, work))
+        bucket = self._buckets.get(index)
+        if bucket is None:
+            return
+        if work is None:
+            del self._buckets[index]
+            return
+        bucket.launched = self._now()
+        if self._events is not None and not isinstance(work, Future):
+            bucket.done = self._events.record_after(work)
+        else:
+            self._in_flight.append((bucket, work))
 
     def end_backward(self) -> None:
         """All gradients are there."""
@@ -226,7 +230,7 @@ class StepRecorder:
 
     def done(self, index: int) -> None:
         """Bucket `index` has been waited for."""
-        bucket = self._find(index)
+        bucket = self._buckets.get(index)
         if bucket is not None and bucket.done is None:
             bucket.done = self._now()
             work = next((work for waiting, work in self._in_flight if waiting is bucket), None)
@@ -238,7 +242,7 @@ class StepRecorder:
         if record is None:
             return
         record.comm_end = self._now()
-        record.buckets.sort(key=lambda bucket: bucket.index)
+        record.buckets = [bucket for _, bucket in sorted(self._buckets.items())]
         self._in_flight.clear()
         if self._is_timed and record.forward_start is not None and record.comm_start is not None:
             self._timed = (self._num_forwards, record)
@@ -265,10 +269,6 @@ class StepRecorder:
             mean = self.mean_ns.get(phase, 0.0)
             self.mean_ns[phase] = mean + (self.last_timed[1].phase_ns(phase) - mean) / self._num_timed
         return True
-
-    def _find(self, index: int) -> BucketRecord | None:
-        buckets = self._open.buckets if self._open is not None else []
-        return next((bucket for bucket in reversed(buckets) if bucket.index == index), None)
 
     def _look_for_done(self) -> None:
         """Notes which works have ended meanwhile; on CUDA events say so more exactly."""
