@@ -710,6 +710,19 @@ def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
     assert time.monotonic() - start < 20
 
 
+def test_a_failing_child_is_reported_also_when_its_log_has_been_removed(tmp_path) -> None:
+    seen: list[FailureRecord] = []
+    children = Children(seen.append)
+    source = "import os, sys; os.unlink(sys.argv[1]); sys.exit(3)"
+    command = [sys.executable, "-c", source, str(tmp_path / "1.log")]
+    children.start(1, ChildCommand(arguments=command, logs=tmp_path), dict(os.environ))
+    failure = children.first_failure(wait_s=20)
+    assert failure is not None
+    assert (failure.exit_code, failure.traceback) == (3, None)
+    assert children.join(20)
+    assert seen == [failure]
+
+
 def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None:
     monkeypatch.setattr(session, "_session", None)
     ours = session.session_of_process()

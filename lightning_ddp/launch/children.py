@@ -66,7 +66,9 @@ class _Child:
         printed, last_lines = "what it printed stands above", None
         if self.log is not None:
             printed = f"what it printed is in {self.log}"
-            last_lines = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]) or None
+            with contextlib.suppress(OSError):  # somebody has removed it
+                text = self.log.read_text(errors="replace")
+                last_lines = "\n".join(text.splitlines()[-_LAST_LINES:]) or None
         message = f"the process {how}; {printed}"
         return FailureRecord.of_identity(identity, message, exit_code=code, traceback=last_lines)
 
@@ -248,7 +250,7 @@ class Children(LocalProcesses):
 
     def _ended(self, child: _Child, code: int) -> None:
         has_failed, record = code != 0 or not self._has_met(), None
-        if has_failed or self.tells_all:
+        if self.tells_all or (has_failed and self._first is None and not self._is_stopping):
             rank, pid = (self.first_rank or 0) + child.local_rank, child.process.pid
             record = child.exited(Identity(rank=rank, node_rank=self.node_rank, pid=pid), code)
         with self._changed:
