@@ -278,6 +278,24 @@ def test_a_rank_that_ends_well_before_it_has_joined_ends_the_run(
     assert "the process exited with code 0 before it had joined the others" in report
 
 
+@pytest.mark.parametrize(
+    ("start_method", "victim"),
+    [
+        ("spawn", 1),
+        pytest.param("spawn", 0, marks=pytest.mark.slow),
+        pytest.param("forkserver", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_raises_before_it_has_joined_is_named(tmp_path, start_method, victim) -> None:
+    """torch ends the others then, which are no cause."""
+    strategy = {"start_method": start_method}
+    result = run_user(tmp_path, strategy=strategy, fault="early exception", rank=victim)
+    assert result.returncode == 1
+    report = result.stderr.rpartition("PeerFailure: ")[2]
+    assert report.startswith(f"rank {victim} (")
+    assert "ValueError: expected 3 channels, got 1" in report
+
+
 @pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_user_code_forks_fails_alone(tmp_path, strategy, rank) -> None:

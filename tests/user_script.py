@@ -163,7 +163,9 @@ class Model(pl.LightningModule):
 
     def configure_callbacks(self) -> Any:
         """Called before the ranks meet, or know which ones they are."""
-        if self.order.fault == "early" and self.order.rank in (ALL, int(os.environ["LOCAL_RANK"])):
+        if self.order.fault.startswith("early") and self.order.rank in (ALL, int(os.environ["LOCAL_RANK"])):
+            if self.order.fault == "early exception":
+                self.fail("exception")
             os._exit(0)
         return []
 

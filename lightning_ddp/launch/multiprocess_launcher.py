@@ -162,7 +162,10 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             _remove_error_files(error)
             failure = _process_failure(error, first_rank)
             known = server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S) if server is not None else None
-            if known is not None:
+            # of one that had not joined yet only torch knows what it has raised
+            if known is not None and (
+                known.exception_type or failure.exception_type is None or known.rank != failure.rank
+            ):
                 failure = self._with_exit(known, first_rank)
             raise _like_torch(failure, error, failure.rank - first_rank) from error
         except BaseException as error:
@@ -214,7 +217,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         local_rank = record.rank - first_rank
         code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
         if code:
-            record = record.with_exit(code, f"the process {describe_exit(code)}")
+            record = record.with_exit(code, _exit_of(code))
         return record.to_error(is_rank=False)
 
     def failed(self, record: FailureRecord) -> None:
@@ -236,8 +239,9 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def _wait(self, server: ControlServer) -> None:
         """Waits until all have ended well, or one has not and it is known why.
 
-        One that ends well before all ranks have found each other has failed, as the others wait for it. Where
-        the run goes on without lost ranks the server is told of each end, and others are started.
+        One that ends well before all ranks have found each other has failed, as the others wait for it. The
+        server is told of each that fails, before torch ends the others; where the run goes on without lost
+        ranks of each end, and others are started.
 
         Raises:
             PeerFailure: all have ended well, so that nobody else is left to be told of a failure.
@@ -251,17 +255,16 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             codes = [process.exitcode for process in self._processes]
             for local_rank, code in enumerate(codes):
                 pid = self._processes[local_rank].pid
-                if tells_all and pid not in told and (code or (code == 0 and server.has_met)):
+                if pid not in told and (code or (code == 0 and tells_all and server.has_met)):
                     told.add(pid)
-                    self._tell_exit(server, local_rank, code, f"the process {describe_exit(code)}")
+                    self._tell_exit(server, local_rank, code)
                 if code and self._is_out(local_rank, server):
                     codes[local_rank] = 0
             failure = failure or server.wait_for_verdict(0.0)
             if any(codes) and (failure is not None or not tells_all):
                 return
             if 0 in codes and failure is None and not server.has_met:
-                message = "the process exited with code 0 before it had joined the others"
-                failure = self._tell_exit(server, codes.index(0), 0, message)
+                failure = self._tell_exit(server, codes.index(0), 0)
             awaited = [rank for rank, code in enumerate(codes) if code != 0]
             awaited = [rank for rank in awaited if not self._comes_late(rank, server)]
             if not awaited and failure is not None:
@@ -271,10 +274,10 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             running = (process for process in self._processes if process.exitcode is None)
             wait([process.sentinel for process in running], _LOOK_AGAIN_S)
 
-    def _tell_exit(self, server: ControlServer, local_rank: int, code: int, message: str) -> FailureRecord:
+    def _tell_exit(self, server: ControlServer, local_rank: int, code: int) -> FailureRecord:
         pid = self._processes[local_rank].pid
         identity = Identity(rank=self._first_rank + local_rank, node_rank=0, pid=pid)
-        record = FailureRecord.of_identity(identity, message, exit_code=code)
+        record = FailureRecord.of_identity(identity, _exit_of(code), exit_code=code)
         server.tell(Exited(record))
         return record
 
@@ -383,13 +386,18 @@ def _like_torch(
     return raised
 
 
+def _exit_of(code: int) -> str:
+    too_early = " before it had joined the others" if code == 0 else ""
+    return f"the process {describe_exit(code)}{too_early}; what it printed stands above"
+
+
 def _process_failure(
     error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int
 ) -> PeerFailure:
     code, kind, trace = 1, None, None
     if isinstance(error, mp.ProcessExitedException):
         code = int(error.exit_code)
-        message = f"the process {describe_exit(code)}; what it printed stands above"
+        message = _exit_of(code)
     else:
         trace = str(error).strip()
         kind, _, message = trace.splitlines()[-1].partition(": ")
