@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from lightning_ddp._lightning import FABRICS, ROOTS, accept_strategies, explain_refusals
@@ -101,7 +101,7 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
             f"strategy name {name!r}: use lower case without spaces around it, as Lightning lower-cases what"
             " users pass to the Trainer and would never find it"
         )
-    known = inspect.signature(CustomDDPStrategy).parameters
+    known = _arguments_of(CustomDDPStrategy)
     for argument in strategy_kwargs:
         if argument not in known:
             raise unknown_argument("CustomDDPStrategy()", argument, known)
@@ -133,8 +133,14 @@ def _add(name: str, registry: Any, strategy: type) -> None:
     """Registers a variant, unless it has arguments for loops and the strategy is Fabric's, which has none."""
     entry = {**_variants[name], "strategy": strategy}
     options = entry["init_params"]
-    if options.keys() <= inspect.signature(strategy).parameters.keys() and _is_new(name, entry, registry):
+    if options.keys() <= {*_arguments_of(strategy)} and _is_new(name, entry, registry):
         registry.register(name, strategy, description=entry["description"], **options)
+
+
+@cache
+def _arguments_of(strategy: type) -> list[str]:
+    """The names of its arguments; to ask for them takes 0.1 ms."""
+    return list(inspect.signature(strategy).parameters)
 
 
 def _join(module: Any, registry: str, strategy: type) -> None:
