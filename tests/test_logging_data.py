@@ -216,6 +216,8 @@ def test_a_hook_an_unused_parameter_and_an_error_are_told() -> None:
         assert "can only be called once" in model.logging_data()["error"]
         of_torch = model._get_ddp_logging_data()
         assert (of_torch["has_error"], of_torch["error"]) == (1, model.logging_data()["error"])
+        model.update_process_group(group)
+        assert "can only be called once" in model.logging_data()["error"], "also after ranks were lost"
 
     run_threads(rank_main, 1)
 

@@ -308,12 +308,12 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """
         group = Group(process_group, self._group.interrupt, transport=self.transport)
         check_backend(group, self.module, list(zip(self._places.names, self._places.parameters, strict=True)))
-        before = self.reducer.reduction
-        recorder = self.reducer.recorder
+        before, recorder = self.reducer.reduction, self.reducer.recorder
+        last_error = self.reducer.failures.last_error
         self.reducer.close()
         self._group = group
         self._connect(f"updated/{group.next_number('updated')}", find_hosts(self._group, self.device))
-        self.reducer.recorder = recorder
+        self.reducer.recorder, self.reducer.failures.last_error = recorder, last_error
         if before.hook is not None:
             self.reducer.set_hook(before.state, before.hook)
         if self._delayed is not None:
