@@ -399,6 +399,32 @@ def test_a_child_that_has_not_joined_dies_with_the_launching_process(tmp_path) -
         assert script.wait(DEADLINE_S, leftover_grace_s=10.0).returncode == -signal.SIGKILL
 
 
+WHILE_IT_STARTS = """
+import os, sys, time
+from pathlib import Path
+import pytorch_lightning as pl
+from lightning_ddp import CustomDDPStrategy
+from pytorch_lightning.demos.boring_classes import BoringModel
+
+if __name__ == "__main__":
+    strategy = CustomDDPStrategy(start_method=sys.argv[2])
+    pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=1, logger=False).fit(BoringModel())
+else:
+    Path(sys.argv[1], f"begun-{os.getpid()}").touch()
+    while len(os.listdir(sys.argv[1])) < 3:
+        time.sleep(0.01)
+"""
+
+
+def test_a_process_that_still_starts_when_its_launcher_is_killed_ends_by_itself(tmp_path) -> None:
+    """One in the place of a lost one has no guard that would end it."""
+    with start_script(WHILE_IT_STARTS, [str(tmp_path), "spawn"]) as script:
+        script.wait_until(lambda: len(os.listdir(tmp_path)) == 2)
+        os.kill(script.pid, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        assert script.wait(DEADLINE_S, leftover_grace_s=10.0).returncode == -signal.SIGKILL
+
+
 ALONE = """
 import os, sys, time
 import pytorch_lightning as pl

@@ -324,6 +324,9 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         *rest: Any,
     ) -> None:
         die_with_parent(os.getppid())
+        launcher = mp.parent_process()
+        if launcher is not None and not launcher.is_alive():  # gone while this process was starting
+            os._exit(1)
         if self._is_joining:  # until there is a session
             os.environ[JOIN_VARIABLE] = "1"
         if self._all_forked is not None:
