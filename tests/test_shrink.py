@@ -10,15 +10,21 @@ import json
 import math
 import random
 import socket
+import subprocess
+import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from harness import run_ranks, start_script
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.utilities.types import LRSchedulerConfig
@@ -26,11 +32,13 @@ from torch import nn
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
+from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.teardown import abort_groups, remember_connections
 from lightning_ddp.elastic.redeal import DealtSampler
 from lightning_ddp.elastic.refusals import check_training
+from lightning_ddp.elastic.regroup import meet_again
 from lightning_ddp.elastic.undo import RandomStates, put_scale
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 
 SCRIPT = Path(__file__).parent / "harness" / "shrink_script.py"
@@ -366,6 +374,32 @@ def test_who_is_lost_while_it_sends_holds_up_nobody(tmp_path) -> None:
     ledger = train(tmp_path, strategy={"transport": "gloo"}, **order)
     ledger.check([0, 1])
     assert {entry["step"] for entry in ledger.changes} == {3}
+
+
+STORE = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+
+
+def test_who_meets_the_others_again_learns_of_a_failure_where_the_store_is_gone() -> None:
+    """torch tries to reach it until the store's timeout, of minutes."""
+    with subprocess.Popen([sys.executable, "-c", STORE], stdin=-1, stdout=-1, text=True) as owner:
+        store = dist.TCPStore("127.0.0.1", int(owner.stdout.readline()), timeout=timedelta(seconds=5))
+        owner.kill()
+        owner.wait()
+    control = SimpleNamespace(calls=SimpleNamespace(), interrupt=Interrupt())
+    session: Any = SimpleNamespace(store=store, control=control)
+    timer = threading.Timer(0.5, control.interrupt.set, [PeerFailure(rank=-1, message="it is gone")])
+    timer.start()
+    limit, device = timedelta(seconds=10), torch.device("cpu")
+    with pytest.raises(PeerFailure, match="it is gone"):
+        meet_again(session, "gloo", 2, timeout=None, meet_within=limit, device=device)
+    for thread in {*threading.enumerate()} - {threading.current_thread()}:
+        if thread is timer or thread.name == "lightning_ddp call":
+            thread.join()
 
 
 @pytest.mark.slow

@@ -88,11 +88,17 @@ def meet_again(
         timeout: of collectives.
         meet_within: how long gloo waits for a peer, which it does up to five times.
         device: of this process.
+
+    Raises:
+        PeerFailure: the run has failed meanwhile.
     """
     calls = session.control.calls
     assert calls is not None
     with remember_connections():  # the other one was shut down with those of the old group
-        session.store = session.store.clone()
+        # torch tries for long to reach a store whose process is gone
+        clone = InThread(lambda _: session.store.clone())
+        clone.wait(lambda _: session.control.interrupt.check())
+        session.store = clone.result
     rank = calls.member.rank
     store: Any = dist.PrefixStore(f"generation{calls.member.generation}", session.store)
     is_gloo = backend_names(backend) == {"gloo"}
