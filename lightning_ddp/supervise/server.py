@@ -458,7 +458,8 @@ class ControlServer:
             why = "all ranks stop already"
         else:
             self._ask_to_leave(places, now)
-        return protocol.Dismissed(tuple(identities[place].rank for place in places if why is None), why)
+        leaving = [] if why is not None else places
+        return protocol.Dismissed(tuple(sorted(identities[place].rank for place in leaving)), why)
 
     def _leaving_ranks(self) -> set[int]:
         return {rank for rank, peer in self._members.ranks.items() if peer.num_ended > self._num_left}
