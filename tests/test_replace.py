@@ -35,7 +35,7 @@ class Ledger(test_shrink.Ledger):
         rates: bool = True,
         is_whole: bool = True,
         num_samples: int = SAMPLES,
-        most_repeated: int = 4,
+        most_repeated: int | None = None,
     ) -> None:
         """The invariants: one state, no step or sample twice or lost, counters without a gap.
 
@@ -76,7 +76,7 @@ class Ledger(test_shrink.Ledger):
             is_whole=is_whole,
             num_epochs=num_epochs,
             num_samples=num_samples,
-            most_repeated=most_repeated,
+            most_repeated=max(3, num_places) if most_repeated is None else most_repeated,
         )
 
     def changes_of(self, place: int) -> list[list[int]]:
