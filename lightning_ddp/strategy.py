@@ -260,7 +260,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if calls is not None and self.lightning_module is not None:
             from lightning_ddp.elastic.refusals import check_next_run
 
-            trainer, generation = self.lightning_module.trainer, calls.member.generation
+            trainer, generation = self.lightning_module.trainer, calls.state.generation
             check_next_run(trainer, generation=generation, is_same=self._world is not None)
         if settings is not None and self.root_device.type == "cuda":
             session.control.outlive_watchdog()
@@ -401,8 +401,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         for place in form.lost:  # it may be stopped, or have lost but its control connection
             self._session.children.kill_rank(place)
         if self._session.is_joining:
-            self._session.take_place(ours.calls.member.place % self.num_processes)
-        member, world_size = ours.calls.member, len(form.members)
+            self._session.take_place(ours.calls.state.place % self.num_processes)
+        member, world_size = ours.calls.state, len(form.members)
         self._world = member.rank, world_size
         node = member.place // self.num_processes
         on_node = [place for place in form.members if place // self.num_processes == node]

@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--slow`: the second tier as well; `-m slow` with it selects that tier alone."""
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
     parser.addoption("--exhaustive", action="store_true", help="--slow and every cell of matrices")
+    parser.addoption("--seeds", default="20000:60000", help="of the histories that --exhaustive simulates")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,6 +25,7 @@ from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousErro
 from lightning_ddp.launch.session import Session
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
+from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
 from lightning_ddp.supervise.desync import StallWatch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render
 from lightning_ddp.supervise.protocol import (
@@ -42,7 +43,7 @@ from lightning_ddp.supervise.protocol import (
     StopAfter,
     Tell,
 )
-from lightning_ddp.supervise.server import ECHO_WAIT_S, EXIT_WAIT_S, ControlServer, Verdict
+from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.stop_main import StepBoundary, StopAgreement
 
@@ -549,7 +550,9 @@ def test_a_server_that_closes_is_no_failure_and_one_that_vanishes_is() -> None:
         record = run.watches[1].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert record.rank == 0
-        run.server._verdict.first = record  # the server, too, has lost everybody: not what this test is about
+        run.server._control._verdict.first = (
+            record  # the server, too, has lost everybody: not what this test is about
+        )
 
 
 def test_missing_ranks_are_named() -> None:

@@ -179,7 +179,7 @@ class Recovery:
         """A backward begins, from the loss of this rank's batch times what it counts for in the mean."""
         self._num_backwards += 1
         self._has_several |= self._num_backwards > 1
-        if not self._keeps_global or not self._calls.member.generation:
+        if not self._keeps_global or not self._calls.state.generation:
             return loss
         return loss * self.dealer.weight(self._loop.batch_idx)
 
@@ -280,12 +280,12 @@ class Recovery:
         self._snapshot = None  # the module may have other parts than in the epoch before
         if self._deal_after is not None:
             self._deal_after = None
-            self.dealer.set_ranks(self._calls.member.rank, self._trainer.world_size)
+            self.dealer.set_ranks(self._calls.state.rank, self._trainer.world_size)
 
         def start_whole() -> None:
             start()
             self.dealer.check()
-            if self._calls.member.generation:  # the samplers deal a whole epoch again, to other ranks
+            if self._calls.state.generation:  # the samplers deal a whole epoch again, to other ranks
                 limit_epoch(self._trainer)
 
         self.repeat(start_whole, is_new_epoch=True)
@@ -392,7 +392,8 @@ class Recovery:
             self._end_phase()
 
     def _end_run(self, end: Callable[[], None]) -> None:
-        self._calls.may_leave = self._ours.boundary.may_meet = False
+        self._ours.boundary.may_meet = False
+        self._calls.stop_instead_of_leaving()
         self.repeat(end)
         self._calls.defer(False)  # nothing that follows is repeated
 
@@ -499,7 +500,7 @@ class Recovery:
                 phase=0 if self._communication.is_local else self._phase,
                 check=look,
             )
-            if calls.member.place in form.left:  # the Trainer is torn down as after a fit, and all ends
+            if calls.state.place in form.left:  # the Trainer is torn down as after a fit, and all ends
                 self.is_alone = calls.has_left = True
                 end_after_teardown(self._trainer)
                 raise silent_end(self._trainer)
@@ -531,7 +532,7 @@ class Recovery:
         source = form.members.index(form.source)
         sent = self._handover if group.rank == source else None
         received = broadcast_nested(group, sent, source, self._device, label="state for a rank that joins")
-        if self._calls.member.place in form.joined:
+        if self._calls.state.place in form.joined:
             self._handover = received
             received.restore(self._trainer, self._communication)
 
@@ -549,7 +550,7 @@ class Recovery:
             self._ours.check_end()
 
         def attempt() -> None:
-            with tell_long_wait(calls.member.place, lambda: "the others to let it join"):
+            with tell_long_wait(calls.state.place, lambda: "the others to let it join"):
                 form = calls.wait_for_invitation(look)
             calls.enter(form)
             self._hand_over(form, self._meet(form))
@@ -573,7 +574,7 @@ class Recovery:
         self.committed = self.taken = form.step
         self._phase = self._last_phase = form.phase
         self._deal(self._handover.num_batches, anew=True)
-        seed_generators(seed=global_seed(), rank=self._calls.member.place, step=form.step)
+        seed_generators(seed=global_seed(), rank=self._calls.state.place, step=form.step)
         self._members = form.before
         self._loggers.take_over()
         self._tell(form, None)
@@ -587,7 +588,7 @@ class Recovery:
 
         Learning rates stay: the scheduler's step after this one is still to come on a rank that is behind.
         """
-        is_behind = self._calls.member.place in form.behind
+        is_behind = self._calls.state.place in form.behind
         source, device = form.members.index(form.source), self._device
         self._is_clean = not is_behind
         takes, is_local = is_behind and not self._communication.keeps_parameters, self._communication.is_local
@@ -611,7 +612,7 @@ class Recovery:
 
     def _deal(self, num_batches: int, *, anew: bool) -> None:
         """Deals the rest of the epoch; if not anew, each rank goes on with its part until ranks have met."""
-        rank, world_size, states = self._calls.member.rank, self._trainer.world_size, RandomStates()
+        rank, world_size, states = self._calls.state.rank, self._trainer.world_size, RandomStates()
         self._deal_after = None if anew else self.committed
         if anew:
             self.dealer.deal(num_batches, rank, world_size)
@@ -634,12 +635,12 @@ class Recovery:
         if not lost and not joined:  # one that was to join has died
             return
         trainer: Any = self._trainer
-        seconds, place = time.monotonic() - self._calls.heard_at, self._calls.member.place
+        seconds, place = time.monotonic() - self._calls.heard_at, self._calls.state.place
         change = WorldChange(
             old_world_size=len(before),
             new_world_size=len(form.members),
             old_rank=before.index(place) if place in before else None,
-            new_rank=self._calls.member.rank,
+            new_rank=self._calls.state.rank,
             lost_ranks=lost,
             joined_ranks=joined,
             step=trainer.global_step,

@@ -99,8 +99,8 @@ def meet_again(
         clone = InThread(lambda _: session.store.clone())
         clone.wait(lambda _: session.control.interrupt.check())
         session.store = clone.result
-    rank = calls.member.rank
-    store: Any = dist.PrefixStore(f"generation{calls.member.generation}", session.store)
+    rank = calls.state.rank
+    store: Any = dist.PrefixStore(f"generation{calls.state.generation}", session.store)
     is_gloo = backend_names(backend) == {"gloo"}
     said = f"the {world_size} ranks that go on to meet again"
     with calls.waiting(), tell_long_wait(rank, lambda: said):

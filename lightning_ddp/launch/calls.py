@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,21 +12,8 @@ from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.teardown import abort_groups
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.client import Watch
-from lightning_ddp.supervise.membership import Member
-from lightning_ddp.supervise.protocol import (
-    Begun,
-    Declined,
-    Form,
-    Gather,
-    Joined,
-    MeetAfter,
-    Message,
-    Muster,
-    Position,
-    Prepared,
-    Ready,
-    Take,
-)
+from lightning_ddp.supervise.protocol import Begun, Declined, Form, Message, Prepared
+from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.stop_main import Alarm, StepBoundary
 
 __all__ = ["Calls"]
@@ -35,8 +21,6 @@ __all__ = ["Calls"]
 _RING_EVERY_S = 0.1
 _ABORT_AFTER_S = 0.3
 _LOOK_EVERY_S = 0.05
-_DECLINE_AFTER_S = 30.0
-"""How long a process that could not meet the others waits for the call that says why."""
 
 
 class Calls:
@@ -47,71 +31,61 @@ class Calls:
         interrupt: what the waits of this process look at.
         alarm: what raises in its main thread.
         boundary: counts the step boundaries of a generation.
+        is_new: whether this process is in the place of a lost one.
     """
 
-    def __init__(self, place: int, interrupt: Interrupt, alarm: Alarm, boundary: StepBoundary) -> None:
-        self.member = Member(place)
-        self.error: PeerFailure | None = None
-        """What the main thread is stopped by, from a call until the generation that it leads to."""
+    def __init__(
+        self, place: int, interrupt: Interrupt, alarm: Alarm, boundary: StepBoundary, *, is_new: bool
+    ) -> None:
+        self.state = RankState(place, boundary, is_new=is_new)
         self.may_leave = False
         """Whether a step boundary is still to come at which this process may leave the others."""
         self.has_left = False
         """Whether it has, as it was asked to: it ends with code 0, and nobody expects anything of it."""
         self.heard_at = 0.0
-        """When the first call since then came, of `time.monotonic`."""
+        """When the first call came since this process had the state of a generation, of `time.monotonic`."""
+        self._timed_in = -1
+        """That generation."""
         self.watch: Watch | None = None
-        self._interrupt, self._alarm, self._boundary = interrupt, alarm, boundary
-        self._form: Form | None = None
-        self._place = place
-        """That this process is to have, if it is a spare that is called."""
+        self._interrupt, self._alarm = interrupt, alarm
         self._lock = threading.Lock()
         self._changed = threading.Event()
-        self._has_stopped = False
         self._num_stops = 0
-        self._gone_on_in = 0
-        """The last generation of which this process has the state."""
+
+    @property
+    def error(self) -> PeerFailure | None:
+        """What the main thread is stopped by, from a call until the generation that it leads to."""
+        return self.state.error
 
     # ------------------------------------------------------------------ the thread of the channel
 
     def on_message(self, message: Message) -> bool:
         """A message; returns whether it was one for this object."""
-        match message:
-            case Muster():
-                if self.member.hear_call(message):
-                    self._stop_main(message)
-                elif (again := self.member.repeat()) is not None and self.watch is not None:
-                    self.watch.post(again)
-            case Gather():
-                if self.watch is not None:
-                    self.watch.post(Position(self._boundary.gather()))
-            case MeetAfter(position=position, has_new=has_new):
-                if self.member.hear_call(message):
-                    self._boundary.meet_after(position, has_new=has_new)
-            case Take(place):
-                self._place = place
-            case Form(generation=generation):
-                if self._form is None or generation > self._form.generation:
-                    self._boundary.restart()  # on all ranks before the server asks for anything else
-                self._form = message
-                if generation == self._gone_on_in and self.watch is not None:  # it has not heard so
-                    self.watch.post(Joined(generation))
-            case _:
+        with self._lock:
+            heard = self.state.hear(message)
+            if heard is None:
                 return False
+            if self.error is not None and self._timed_in != self.state.state_of:
+                self.heard_at, self._timed_in = time.monotonic(), self.state.state_of
+            if heard.stops is not None:
+                self._stop_main(heard.stops)
+        for reply in heard.replies:
+            self._post(reply)
         self._changed.set()
         return True
 
-    def _stop_main(self, muster: Muster) -> None:
-        error = muster.record.to_error(self.member.rank)
-        with self._lock:
-            if self.error is None:
-                self.heard_at = time.monotonic()
-            self.error = error
-            if self._has_stopped:  # it waits for a generation to enter, and hears of the call there
-                return
-            self._interrupt.clear()
-            self._interrupt.set(error)
-            stop = self._num_stops
-        threading.Thread(target=self._ring, args=(error, stop), daemon=True, name="muster-alarm").start()
+    def _post(self, *messages: Message) -> None:
+        assert self.watch is not None
+        for message in messages:
+            self.watch.post(message)
+
+    def _stop_main(self, error: PeerFailure) -> None:
+        self._interrupt.clear()
+        self._interrupt.set(error)
+        ring = threading.Thread(
+            target=self._ring, args=(error, self._num_stops), daemon=True, name="muster-alarm"
+        )
+        ring.start()
 
     def _ring(self, error: PeerFailure, stop: int) -> None:
         """Until the main thread has stopped; one that is blocked in C++ is freed.
@@ -128,10 +102,6 @@ class Calls:
                     abort_groups()
             self._alarm.ring(error)
             time.sleep(_RING_EVERY_S)
-
-    def goes_on_without(self, place: int) -> bool:
-        """Whether the last generation that was heard of has nobody in a place."""
-        return self._form is not None and place not in self._form.members
 
     # ------------------------------------------------------------------ the main thread
 
@@ -152,7 +122,7 @@ class Calls:
         """The main thread has stopped: nothing is raised in it any more, and its groups are aborted."""
         self._alarm.silence()
         with self._lock:
-            self._has_stopped = True
+            self.state.stop()
             self._num_stops += 1
             self._interrupt.clear()
             abort_groups()
@@ -175,22 +145,18 @@ class Calls:
             phase: parts of the loops that are finished.
             check: called now and then; raises where the run ends.
         """
-        assert self.watch is not None
         posted = None
-        declines_at = time.monotonic() + _DECLINE_AFTER_S
         with self.waiting():
             while True:
                 self._changed.clear()
-                answer = self.member.answer(step, is_clean=is_clean, is_trying=is_trying, phase=phase)
+                with self._lock:
+                    answer = self.state.answer(step, is_clean=is_clean, is_trying=is_trying, phase=phase)
+                    form = self.state.next_form()
                 if answer is not posted:
-                    self.watch.post(answer)
+                    self._post(answer)
                     posted = answer
-                form = self._form
-                if form is not None and (self.member.fits(form) or self.member.is_released(form)):
+                if form is not None:
                     return form
-                if time.monotonic() >= declines_at and not self.member.is_called:
-                    declines_at = math.inf
-                    self.decline("the ranks that are left could not connect to each other")
                 self._changed.wait(_LOOK_EVERY_S)
                 check()
 
@@ -199,24 +165,25 @@ class Calls:
 
         A spare waits to be called to a place, and asks again. `check` is as of `wait_for_form`.
         """
-        assert self.watch is not None
-        self.watch.post(Ready())
         while True:
             self._changed.clear()
-            if self._place != self.member.place:
-                self.member.take(self._place)
-                self.watch.post(Ready())
-            form = self._form
-            if form is not None and self.member.is_invited(form):
+            with self._lock:
+                asks, form = self.state.ask_to_join(), self.state.invitation()
+            self._post(*asks)
+            if form is not None:
                 self.heard_at = time.monotonic()
                 return form
             self._changed.wait(_LOOK_EVERY_S)
             check()
 
+    def stop_instead_of_leaving(self) -> None:
+        """No such boundary is to come in this fit: if this process was asked to leave, all stop."""
+        self.may_leave = False
+        self._post(*self.state.stop_instead())
+
     def prepared(self) -> None:
         """The set-up of the script is over: spares may be started."""
-        assert self.watch is not None
-        self.watch.post(Prepared())
+        self._post(Prepared())
 
     def meet(self) -> None:
         """This process stands at the boundary where others join or leave."""
@@ -229,37 +196,27 @@ class Calls:
         """
         assert self.watch is not None
         with self._lock:
-            self.member.enter(form)
-            self._check_called()
-            self._has_stopped = False
+            self.state.enter(form)
             self._interrupt.clear()
-        self.watch.identity = replace(self.watch.identity, rank=self.member.rank)
-
-    def _check_called(self) -> None:
-        if self.member.is_called:
-            assert self.error is not None
-            raise self.error
+        self.watch.identity = replace(self.watch.identity, rank=self.state.rank)
 
     def go_on(self) -> None:
         """The generation that was entered has its state: the main thread may be interrupted again.
 
         Raises `PeerFailure` if another rank is lost already.
         """
-        assert self.watch is not None
         with self._lock:
-            self._check_called()
-            self.error = None
-            self._gone_on_in = self.member.generation
+            said = self.state.go_on()
         self._alarm.arm()
-        self.watch.post(Joined(self.member.generation))
+        self._post(*said)
 
     def begin_again(self) -> None:
         """What was interrupted is about to be done again: if that fails alike, it is no chance."""
         assert self.watch is not None
-        self.watch.post(Begun(self.member.generation))
+        self._post(Begun(self.state.generation))
         self.watch.flush()  # this process may end at once, and its thread with it
 
     def decline(self, why: str) -> None:
         """This process cannot go on, so that the run ends on all."""
         if self.error is not None and self.watch is not None:
-            self.watch.post(Declined(self.member.last_call, why[:200]))
+            self._post(Declined(self.state.last_call, why[:200]))

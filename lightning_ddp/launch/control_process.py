@@ -22,10 +22,11 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ddp.launch.rendezvous import HostedStore
+from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit, render
 from lightning_ddp.supervise.members import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Message
-from lightning_ddp.supervise.server import ECHO_WAIT_S, EXIT_WAIT_S, ControlServer
+from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 
 __all__ = ["ALL_ENDED", "LONGEST_MESSAGE", "MOVE", "REPORTED", "START", "WENT_ON", "ControlProcess", "serve"]

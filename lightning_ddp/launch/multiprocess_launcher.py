@@ -44,10 +44,11 @@ from lightning_ddp.launch.launcher import node_rank_of
 from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 from lightning_ddp.launch.session import Session, session_of_process
+from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, describe_exit
 from lightning_ddp.supervise.members import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Failed
-from lightning_ddp.supervise.server import ECHO_WAIT_S, EXIT_WAIT_S, ControlServer
+from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 
 if TYPE_CHECKING:

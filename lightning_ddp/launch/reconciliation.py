@@ -44,9 +44,10 @@ from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends
 from lightning_ddp.launch.supervisor import was_passed_on
 from lightning_ddp.shm.shared_memory import end_idle_workers
 from lightning_ddp.supervise.client import ServerAddress, Watch
+from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
-from lightning_ddp.supervise.protocol import Exited, Leave, Message, Moved, Saved, Start, Stop, Stopped
-from lightning_ddp.supervise.server import ECHO_WAIT_S, EXIT_WAIT_S, ControlServer
+from lightning_ddp.supervise.protocol import Exited, Message, Moved, Saved, Start, Stop, Stopped
+from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.stop_main import Alarm, StepBoundary
 
@@ -169,7 +170,7 @@ class Reconciliation:
         if identity.node_rank != server.identity.node_rank:  # the call has to come from there
             self._call_within_s += settings.heartbeat_timeout_s
         if settings.recovery is not None:
-            self.calls = Calls(identity.rank, self.interrupt, self.alarm, self.boundary)
+            self.calls = Calls(identity.rank, self.interrupt, self.alarm, self.boundary, is_new=is_new)
         self.watch = Watch(
             server,
             identity,
@@ -278,7 +279,9 @@ class Reconciliation:
             return Stop(number, is_requeue=False)
         if first is not None and self.identity.node_rank == 0 and not self._may_go_alone(number):
             return Stop(number, is_requeue=False)
-        return Leave(is_node=first is not None and self.identity.node_rank != 0)
+        return self.calls.state.ask_to_leave(
+            number, is_node=first is not None and self.identity.node_rank != 0
+        )
 
     def _may_go_alone(self, number: int) -> bool:
         """In rank 0 of a script: whether the others of its node live on, and the signal was to it alone."""
@@ -521,7 +524,7 @@ class Reconciliation:
         with ExitStack() as stack:
             if self.calls is not None and self.boundary.is_gathering:
                 stack.enter_context(self.calls.waiting())
-                stack.enter_context(tell_long_wait(self.calls.member.rank, lambda: "others to join"))
+                stack.enter_context(tell_long_wait(self.calls.state.rank, lambda: "others to join"))
             stops = self.boundary.reached(self.interrupt.check)
         if not stops:
             return False

@@ -64,10 +64,11 @@ from lightning_ddp.launch.rendezvous import (
 )
 from lightning_ddp.launch.stop_signals import WaitSignals, describe_rank, tell_long_wait
 from lightning_ddp.supervise.client import ServerAddress
+from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.members import LocalProcesses
 from lightning_ddp.supervise.protocol import Stop
-from lightning_ddp.supervise.server import ECHO_WAIT_S, EXIT_WAIT_S, ControlServer
+from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 
 if TYPE_CHECKING:
@@ -265,14 +266,14 @@ class Session:
         if isinstance(self.control.server, ControlServer):
             self.children.end_new(self.control.server.goes_on_without)
         elif ours.calls is not None:
-            self.children.end_new(ours.calls.goes_on_without)
+            self.children.end_new(ours.calls.state.goes_on_without)
         if not has_failed:
             self.children.end(_EXIT_GRACE_S)
         else:  # without a control channel nobody has told the children
             grace_s = ours.seconds_left() if ours.watch is not None else 0.0
             limit_last_words(grace_s + LAST_WORDS_S)
             self.children.end(grace_s)
-        has_lost_some = ours.calls is not None and ours.calls.member.generation > 0
+        has_lost_some = ours.calls is not None and ours.calls.state.generation > 0
         if self.children.first_failure() is not None and not has_lost_some:  # told a moment ago, perhaps
             ours.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
         failure = ours.first_failure()

@@ -10,7 +10,6 @@ It is long because its tables are one state: each loss, call and join changes mo
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -45,6 +44,8 @@ class _Process:
     """Whether it was lost as it joined, and is to be killed."""
     is_released: bool = False
     """Whether it has left, as it was asked to."""
+    has_ended_part: bool = False
+    """Whether it has stopped for a signal, or left the run well: it answers no call."""
 
 
 class LocalProcesses:
@@ -106,10 +107,12 @@ class Members:
         """Place -> a process that is to join there."""
         self._spares = range(0)
         """Places of spares."""
+        self._num_ended = 0
+        """Runs that a member has ended."""
 
     # ------------------------------------------------------------------ who is there
 
-    def admit(self, peer: Peer, hello: protocol.Hello) -> None:
+    def admit(self, peer: Peer, hello: protocol.Hello, now: float) -> None:
         """A process that knows the run's secret has connected.
 
         Raises:
@@ -130,14 +133,16 @@ class Members:
             self._new[who.rank] = peer
             self._connections.send(peer, protocol.AllHere())
             if self._launcher_of(who.rank) is peer:  # its node has come back
-                self._reopen(who.node_rank)
+                self._reopen(who.node_rank, now)
+            elif who.node_rank and self._launcher_of(who.rank) is None:  # its node has left
+                self._connections.send(peer, protocol.Closing())
         elif who.rank >= 0:
             self.ranks[who.rank], self.identities[who.rank] = peer, who
             self._nodes[who.rank] = who.node_rank
             self.inspection.joined(who.rank)
             if len(self.ranks) == self.world_size:
                 self.has_met = True
-                self.stall.begin(self.identities.values(), time.monotonic())
+                self.stall.begin(self.identities.values(), now)
                 self._connections.send_all([protocol.AllHere()])
 
     def _may_come(self, hello: protocol.Hello) -> bool:
@@ -151,9 +156,9 @@ class Members:
         return self._vacancies.is_expected(place) or (hello.is_launcher and node != 0)
 
     def _process(self, who: Identity | FailureRecord, place: int) -> _Process:
-        return self._known.setdefault((who.node_rank, who.pid), _Process(place))
+        return self._known.setdefault(_key(who), _Process(place))
 
-    def hang_up(self, peer: Peer) -> None:
+    def hang_up(self, peer: Peer, now: float) -> None:
         """Closes a connection, and has its process connected no more."""
         if peer.is_closed:
             return
@@ -161,14 +166,18 @@ class Members:
         if peer.identity is None:
             return
         rank = peer.identity.rank
+        if peer.has_left and not peer.is_new:
+            self.note_part_ended(peer.identity)
         if peer.is_new and self._new.get(rank) is peer:
             del self._new[rank]
             self.membership.withdrew(rank)
         elif not peer.is_new and self.ranks.get(rank) is peer:
             del self.ranks[rank]
-            self.deliver(self.inspection.left(rank, time.monotonic()))
+            self.deliver(self.inspection.left(rank, now))
         if peer.is_launcher and self._replaces:
-            self._reopen(peer.identity.node_rank)  # what it was asked for is of another one, if there is one
+            self._reopen(
+                peer.identity.node_rank, now
+            )  # what it was asked for is of another one, if there is one
 
     def deliver(self, outgoing: Outgoing) -> None:
         """Sends messages to ranks."""
@@ -180,6 +189,18 @@ class Members:
         """Sends messages to members that are known by their places."""
         known = self.identities
         self.deliver([(known[place].rank, message) for place, message in outgoing if place in known])
+
+    def place_of_process(self, record: FailureRecord | Identity) -> int | None:
+        """The place of a member whose process is known; None if that is no member any more.
+
+        Ranks are not asked for, as they may be those of a generation before.
+        """
+        process = self._known.get(_key(record))
+        if process is None:
+            return self.place_of(record.rank)
+        who = self.identities.get(process.place)
+        is_there = who is not None and _key(who) == _key(record)
+        return process.place if is_there and process.place in self.membership.remaining else None
 
     def place_of(self, rank: int) -> int:
         """The place of a member."""
@@ -241,9 +262,9 @@ class Members:
 
     def lose(self, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
         """A rank is lost; returns whether the others may go on without it."""
-        membership, place = self.membership, self.place_of(record.rank)
+        membership, place = self.membership, self.place_of_process(record)
         is_possible = self.goes_on and self.has_met and membership.phase is not Phase.OVER
-        if not is_possible or place not in membership.members:
+        if not is_possible or place is None or place not in membership.members:
             return False
         # one of another node cannot be killed from here; it is told nothing more, and its node does that
         who = self.identities[place]
@@ -251,29 +272,28 @@ class Members:
         has_ended |= process.has_ended or who.node_rank != 0
         process.is_lost = True
         self.history.lost(place, record, now)
-        before = membership.members
         self.send_to_places(membership.lost(place, record, now, has_ended=has_ended))
-        self._demote(set(before) - set(membership.members) - {place})
         if place in membership.condemned:
             self._processes.kill_one(who.pid)
         if place not in membership.members:  # it has not got as far as the others, to whom it is no loss
             process.has_fallen = place in membership.condemned
             if not process.has_fallen:
                 self._vacancies.lost([place], 0, now)
-        peer = self.ranks.get(record.rank)
+        peer = self.ranks.get(who.rank)
         if peer is not None:
             peer.has_left = True
-            self.hang_up(peer)
-        self.stall.forget(record.rank)
+            self.hang_up(peer, now)
+        self.stall.forget(who.rank)
         return True
 
-    def _demote(self, places: Iterable[int]) -> None:
+    def _demote(self, places: Iterable[int], form: protocol.Form) -> None:
         """They have not got their state, and may ask again."""
         for place in places:
             identity = self.identities.pop(place)
             self.stall.forget(identity.rank)
             peer = self.ranks.pop(identity.rank, None)
             if peer is not None:
+                self._connections.send(peer, form)
                 peer.is_new, peer.identity = True, replace(identity, rank=place)
                 self._new[place] = peer
                 self._vacancies.expect(place)
@@ -287,7 +307,10 @@ class Members:
             case protocol.Position(position):
                 self.send_to_places(membership.stands(place, position))
             case protocol.Present():
-                membership.present(place, message)
+                cause = FailureRecord.of_identity(
+                    self.identities[place], "it could not connect to the others"
+                )
+                self.send_to_places(membership.present(place, message, cause, now))
             case protocol.Joined(generation):
                 membership.joined(place, generation)
                 if membership.phase is Phase.RUNNING:
@@ -297,9 +320,29 @@ class Members:
             case protocol.Declined(call, why):
                 self.send_to_places(membership.declined(place, call, why))
 
+    def gave_up(self, record: FailureRecord) -> None:
+        """A process fails as it has lost a connection: the run ends if it is one that is called."""
+        place = self.place_of_process(record)
+        if place is not None:
+            self.membership.gave_up(place, f"rank {record.rank} cannot go on: {record.message}")
+
+    def note_part_ended(self, who: Identity) -> None:
+        """A member has stopped for a signal, or left the run well."""
+        self._process(who, who.rank).has_ended_part = True
+
+    def note_part_begun(self, who: Identity) -> None:
+        """A member takes part in a run, again."""
+        self._process(who, who.rank).has_ended_part = False
+
     def go_on(self, now: float) -> bool:
         """Says to members what is due; returns whether the next generation has formed."""
         membership = self.membership
+        for place in membership.remaining if membership.phase is Phase.CALLING else ():
+            who = self.identities[place]
+            if self._process(who, place).has_ended_part:
+                membership.stopped(place)
+                if who.rank in self.ranks:
+                    self.ranks[who.rank].is_out = True
         for place in membership.late(now):
             message = f"it did not stop within failure_grace_s={self._settings.failure_grace_s:g} s"
             record = FailureRecord.of_identity(self.identities[place], message)
@@ -311,10 +354,11 @@ class Members:
             return False
         form = next(message for _, message in outgoing if isinstance(message, protocol.Form))
         self._release(form, now)
+        self._demote({*members} - {*form.members, *form.lost, *form.left}, form)
         self.history.formed(form.step, members, form.members, now)
         self._vacancies.lost(form.lost, form.step, now)
         self._vacancies.joined(form.joined, form.step)
-        self._renumber(form.members)
+        self._renumber(form.members, now)
         self.send_to_places(outgoing)
         return True
 
@@ -330,11 +374,16 @@ class Members:
                 peer.is_out, peer.is_launcher = True, False
                 self._connections.send(peer, form)
                 self._connections.send(peer, protocol.Closing())
+        for place, new in self._new.items():  # those that join where nobody is left who has started them
+            if new.identity is not None and new.identity.node_rank and self._launcher_of(place) is None:
+                new.is_ready = False
+                self.membership.withdrew(place)
+                self._connections.send(new, protocol.Closing())
         for place in released:
             if not self._may_start(place):  # nobody is left there who would tell of its end
                 self._vacancies.left(place, now)
 
-    def _renumber(self, members: tuple[int, ...]) -> None:
+    def _renumber(self, members: tuple[int, ...], now: float) -> None:
         """From now on ranks are those of the new generation."""
         connected = {place: self.ranks.get(who.rank) for place, who in self.identities.items()}
         for place in members:
@@ -354,7 +403,7 @@ class Members:
                 self.ranks[rank] = peer
                 self.inspection.joined(rank)
         self.stall = StallWatch(self._settings.stall_timeout_s, self.world_size)
-        self.stall.begin(self.identities.values(), time.monotonic())
+        self.stall.begin(self.identities.values(), now)
 
     # ------------------------------------------------------------------ processes in the place of lost ones
 
@@ -376,13 +425,15 @@ class Members:
                 self.membership.withdrew(who.rank)
                 self._connections.send(peer, protocol.Closing())
 
+    def note_end(self, num_ended: int) -> None:
+        """A member has ended so many runs."""
+        self._num_ended = max(self._num_ended, num_ended)
+        self.close_late()
+
     def close_late(self) -> None:
         """Has those leave that come after the last step."""
-        if not self._new:
-            return
-        num_ended = max((peer.num_ended for peer in self.ranks.values()), default=0)
         for place, new in self._new.items():
-            if new.num_ended < num_ended:
+            if new.num_ended < self._num_ended:
                 new.is_ready = False
                 self.membership.withdrew(place)
                 self._vacancies.close(place)
@@ -415,11 +466,11 @@ class Members:
         deadlines += [peer.takes_by for peer in self._new.values()]
         return min((at for at in deadlines if at is not None), default=None)
 
-    def _reopen(self, node: int) -> None:
+    def _reopen(self, node: int, now: float) -> None:
         """The launcher of a node has come or gone: processes are asked for in the other places there."""
         taken = {*self.membership.members, *self._new}
         places = [place for place, its in self._nodes.items() if its == node and place not in taken]
-        self._vacancies.reopen(places, time.monotonic())
+        self._vacancies.reopen(places, now)
 
     def _may_start(self, place: int) -> bool:
         """Whether there is somebody who starts processes on the node of a place, and none is there."""
@@ -429,7 +480,10 @@ class Members:
     def _waits(self, place: int) -> bool:
         """Whether a process is there that is let in once it is time."""
         is_vacant = place not in self.membership.members and place not in self._spares
-        return is_vacant and place in self._new and self._new[place].is_ready
+        peer = self._new.get(place)
+        if not is_vacant or peer is None or peer.identity is None or not peer.is_ready:
+            return False
+        return not self._process(peer.identity, place).has_ended  # what it said may come later
 
     def _launcher_of(self, place: int) -> Peer | None:
         """Who starts processes on the node of a place; None for the first one, where this process does."""
@@ -487,8 +541,13 @@ class Members:
             self._processes.kill_one(peer.identity.pid)
         else:  # its launcher kills it before the next one is started
             self._process(peer.identity, place).is_lost = True
-            self.hang_up(peer)
+            self.hang_up(peer, now)
             self._vacancies.ended(place, now)
+
+
+def _key(who: Identity | FailureRecord) -> tuple[int | None, int | None]:
+    """What a process is known by, whatever its rank is."""
+    return who.node_rank, who.pid
 
 
 @dataclass

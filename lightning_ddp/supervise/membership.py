@@ -34,7 +34,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.protocol import Form, Gather, MeetAfter, Muster, Outgoing, Present
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 
-__all__ = ["SETTLE_S", "STEPS_TO_FORGET", "Member", "Membership", "Phase"]
+__all__ = ["SETTLE_S", "STEPS_TO_FORGET", "Membership", "Phase"]
 
 STEPS_TO_FORGET = 100
 """Committed steps after which earlier failures count no more."""
@@ -42,6 +42,8 @@ SETTLE_S = 0.1
 """How long after a failure others may join it, so that they are one change of the world and not two."""
 REPEAT_S = 1.0
 """How often what has not been answered is said again."""
+_MEETS_WITHIN_S = 30.0
+"""How long ranks that are all there may fail to connect to each other."""
 _OWN_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 )
@@ -127,6 +129,8 @@ class Membership:
         self._left: set[int] = set()
         """Those that have, since a generation was whole."""
         self._leaves_at = 0.0
+        self._is_stopping = False
+        """Whether all are to stop at a boundary."""
         self._has_new = False
         """Whether those that gather expect others to join."""
         self._positions: dict[int, int] = {}
@@ -135,6 +139,8 @@ class Membership:
         self._form: Form | None = None
         self._settles_at = self._answer_by = self._repeat_at = 0.0
         self._recovered_at: int | None = None
+        self._void_since: float | None = None
+        """Since when no generation has become whole, though nobody was lost."""
 
     @property
     def remaining(self) -> tuple[int, ...]:
@@ -147,20 +153,13 @@ class Membership:
         """A process is lost; it is `condemned` unless it is certain that it does nothing any more."""
         if self.phase is Phase.OVER or place not in self.members or place in self._lost:
             return []
-        is_new = place in self._newcomers
-        to_call: list[int] = []
-        if self.phase is not Phase.CALLING:
-            self._answers, self._call = {}, self._call + 1
-            self._answer_by = now + self._answer_s
-            is_news = self.cause is None or self.phase is Phase.RUNNING
-            self.cause = cause if is_news else self.cause
-            self.phase = Phase.CALLING
-            to_call = [p for p in self.remaining if p != place]
-            self.members = tuple(p for p in self.members if p not in self._newcomers)
-            self._newcomers = set()
-        self._leaving &= {*self.members} - {place}
-        if not is_new:
+        called = self._call_all(cause, now)
+        if place in self._newcomers:  # it has not got as far as the others, to whom it is no loss
+            self.members = tuple(p for p in self.members if p != place)
+            self._newcomers.discard(place)
+        else:
             self._lost[place] = _kind_of(cause)
+        self._leaving.discard(place)
         self._answers.pop(place, None)
         self._settles_at, self._repeat_at = now + SETTLE_S, now + REPEAT_S
         if not has_ended:
@@ -169,18 +168,54 @@ class Membership:
             if not self._wait_s or not self.remaining:
                 return self._give_up(f"{len(self.remaining)} ranks are left, fewer than min_world_size")
             self._waits_until = self._waits_until or now + self._wait_s
-        assert self.cause is not None  # it was running before
-        return [(p, Muster(self._call, self.cause.cut())) for p in to_call]
+        return [(p, muster) for p, muster in called if p != place]
+
+    def _call_all(self, cause: FailureRecord, now: float) -> Outgoing:
+        """Calls all that are there, unless they are called already."""
+        if self.phase is Phase.CALLING:
+            return []
+        self._answers, self._call = {}, self._call + 1
+        self._answer_by, self._repeat_at = now + self._answer_s, now + REPEAT_S
+        if self.cause is None or self.phase is Phase.RUNNING:
+            self.cause = cause
+        self.phase = Phase.CALLING
+        return [(place, Muster(self._call, self.cause.cut())) for place in self.remaining]
+
+    def stopped(self, place: int) -> None:
+        """A member that is called has ended its part, and does not answer: the others go on without it."""
+        self.members = tuple(p for p in self.members if p != place)
+        self._left.add(place)
+        self._leaving.discard(place)
+        self._answers.pop(place, None)
+        if not self.remaining:  # so have all that are not lost
+            self.phase, self.cause = Phase.OVER, None
 
     def ended(self, place: int) -> None:
         """A condemned process has ended."""
         self.condemned.discard(place)
 
-    def present(self, place: int, answer: Present) -> None:
-        """A process has stopped, and says where."""
-        is_asked = self.phase in (Phase.CALLING, Phase.GATHERING)
-        if is_asked and answer.call == self._call and place in self.remaining:
+    def present(self, place: int, answer: Present, cause: FailureRecord, now: float) -> Outgoing:
+        """A process has stopped, and says where; `cause` is why, if it was in the generation to be formed."""
+        if answer.call != self._call or place not in self.remaining:
+            return []
+        if self.phase in (Phase.CALLING, Phase.GATHERING):
             self._answers.setdefault(place, answer)
+            if answer.has_state:
+                self._newcomers.discard(place)
+        elif self.phase is Phase.FORMING and answer.generation == self.generation:
+            return self.void(cause, now)
+        return []
+
+    def void(self, cause: FailureRecord, now: float) -> Outgoing:
+        """A member of the generation that is formed has stopped again, and nobody is lost: all meet anew."""
+        if self.phase is not Phase.FORMING:
+            return []
+        self._void_since = now if self._void_since is None else self._void_since
+        if now - self._void_since >= _MEETS_WITHIN_S:
+            self.cause = self.cause or cause
+            return self._give_up("the ranks that are left could not connect to each other")
+        self._settles_at = now + SETTLE_S
+        return self._call_all(cause, now)
 
     def joined(self, place: int, generation: int) -> None:
         """A process is in a generation, and has its state."""
@@ -188,7 +223,7 @@ class Membership:
             self._joined.add(place)
             self._newcomers.discard(place)
             if self._joined == set(self.members):
-                self._form, self._left = None, set()
+                self._form, self._left, self._void_since = None, set(), None
                 if self._waits_until is None:
                     self.phase, self.cause = Phase.RUNNING, None
                 else:
@@ -201,10 +236,12 @@ class Membership:
 
     def declined(self, place: int, call: int, why: str) -> Outgoing:
         """A process cannot go on with others than those it had."""
-        is_forming = self.phase in (Phase.CALLING, Phase.FORMING)
-        if not is_forming or call != self._call or place not in self.remaining:
-            return []
-        return self._give_up(why)
+        return self.gave_up(place, why) if call == self._call else []
+
+    def gave_up(self, place: int, why: str) -> Outgoing:
+        """A process that was called, or is in a generation that is formed, ends in place of an answer."""
+        is_needed = self.phase in (Phase.CALLING, Phase.FORMING) and place in self.remaining
+        return self._give_up(why) if is_needed else []
 
     # ------------------------------------------------------------------ those that join
 
@@ -222,13 +259,13 @@ class Membership:
     def leave(self, places: Iterable[int], now: float) -> None:
         """Members are asked to leave; others may be a moment later, and then leave with them."""
         asked = set(places) & set(self.remaining) - self._leaving
-        if asked:
+        if asked and not self._is_stopping:
             self._leaving |= asked
             self._leaves_at = now + SETTLE_S
 
     def stay(self) -> None:
-        """All are to stop: nobody has to leave before."""
-        self._leaving = set()
+        """All are to stop: nobody has to leave before, or may join."""
+        self._leaving, self._is_stopping = set(), True
 
     def why_to_stop(self, now: float) -> str | None:
         """Why all have to stop, if those that ask to leave would leave too few; None if that is not so."""
@@ -253,7 +290,7 @@ class Membership:
         if self._waits_until is not None and not self._is_short((*self.members, *self._ready)):
             return self._meet()
         is_asked = bool(self._ready) or (self._leaves(now) and self._may_go())
-        if self.phase is not Phase.RUNNING or not is_asked:
+        if self.phase is not Phase.RUNNING or not is_asked or self._is_stopping:
             return []
         self.phase, self._call = Phase.GATHERING, self._call + 1
         self._answers, self._positions, self._has_met = {}, {}, False
@@ -269,7 +306,12 @@ class Membership:
 
     def _meet(self) -> Outgoing:
         """Has all members stop at one boundary, once it is known where they are, and enough are to come."""
-        if self.phase is not Phase.GATHERING or self._has_met or len(self._positions) < len(self.members):
+        if (
+            self._is_stopping
+            or self.phase is not Phase.GATHERING
+            or self._has_met
+            or len(self._positions) < len(self.members)
+        ):
             return []
         if self._is_short((*self.members, *self._ready)):
             return []
@@ -291,8 +333,9 @@ class Membership:
         if self.phase is Phase.GATHERING:
             return 0.0 if self._answers.keys() == set(self.members) else self._waits_until
         if self.phase is Phase.CALLING:
-            is_complete = not self.condemned and self._answers.keys() == set(self.remaining)
-            return self._settles_at if is_complete else min(self._repeat_at, self._answer_by)
+            if self._answers.keys() != set(self.remaining):
+                return min(self._repeat_at, self._answer_by)
+            return None if self.condemned else self._settles_at
         return None
 
     def late(self, now: float) -> tuple[int, ...]:
@@ -332,7 +375,14 @@ class Membership:
         joined = tuple(sorted(self._ready)) if is_meeting and self._has_new else ()
         leaving = frozenset(self._leaving if is_meeting and self._may_go() else ())
         answers = {place: self._answers[place] for place in self.remaining if place not in leaving}
+        stand = {place for place, answer in answers.items() if not answer.has_state}
+        self.members = tuple(place for place in self.members if place not in stand)
+        answers = {place: answer for place, answer in answers.items() if place not in stand}
         places = tuple(sorted((*answers, *joined)))
+        if self._is_short(places) and self._waits_until is None:
+            if not self._wait_s or not places:
+                return self._give_up(f"{len(places)} ranks are left, fewer than min_world_size")
+            self._waits_until = now + self._wait_s
         clean = [answer.step for answer in answers.values() if answer.is_clean]
         step = max(clean, default=-1)
         obstacle = self._obstacle(step, answers)
@@ -342,7 +392,7 @@ class Membership:
         behind = [place for place in answers if place not in sources]
         self.generation += 1
         self._left |= leaving
-        self._leaving -= leaving
+        self._leaving -= leaving | stand
         self._form = Form(
             call=self._call,
             generation=self.generation,
@@ -364,7 +414,7 @@ class Membership:
         self._answer_by = now + self._answer_s
         self._ready -= self._newcomers
         self._repeat_at = now + REPEAT_S
-        forms: Outgoing = [(place, self._form) for place in (*places, *sorted(leaving))]
+        forms: Outgoing = [(place, self._form) for place in (*places, *sorted(leaving | stand))]
         if not self._is_short(places):
             self._waits_until = None
             return forms
@@ -417,74 +467,3 @@ class Membership:
     def _give_up(self, reason: str) -> Outgoing:
         self.phase, self.reason = Phase.OVER, reason
         return []
-
-
-class Member:
-    """A process's side: which calls and generations concern it.
-
-    Args:
-        place: its own.
-    """
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-        self.generation = 0
-        self.rank = place
-        """In this generation."""
-        self._heard = 0
-        self._answer: Present | None = None
-        self._form: Form | None = None
-
-    @property
-    def is_called(self) -> bool:
-        """Whether it has to stop: there is a call that has led to no generation that it is in."""
-        return self._heard > (self._form.call if self._form is not None else 0)
-
-    @property
-    def last_call(self) -> int:
-        """The number of the last call."""
-        return self._heard
-
-    def hear_call(self, muster: Muster | MeetAfter) -> bool:
-        """A call has come; returns whether it is news."""
-        if muster.call <= self._heard:
-            return False
-        self._heard, self._answer = muster.call, None
-        return True
-
-    def answer(self, step: int, *, is_clean: bool, is_trying: bool, phase: int = 0) -> Present:
-        """The answer to the last call, which is given once: until `enter` nothing may be committed."""
-        if self._answer is None:
-            self._answer = Present(self._heard, step, is_clean, is_trying, phase)
-        return self._answer
-
-    def repeat(self) -> Present | None:
-        """The answer once more, as the server may not have heard it; None if there was none."""
-        return self._answer
-
-    def take(self, place: int) -> None:
-        """This process, a spare, has another place from now on."""
-        self.place = self.rank = place
-
-    def _is_next(self, form: Form) -> bool:
-        """Whether a generation answers the last call, which this process has answered."""
-        is_new = form.generation > self.generation and form.call == self._heard
-        return is_new and self._answer is not None
-
-    def fits(self, form: Form) -> bool:
-        """Whether a generation is one to enter."""
-        return self._is_next(form) and self.place in form.members
-
-    def is_released(self, form: Form) -> bool:
-        """Whether a generation is one that this process is left out of, as it has asked for."""
-        return self._is_next(form) and self.place in form.left
-
-    def is_invited(self, form: Form) -> bool:
-        """Whether a generation is one that this process joins, as it has asked for."""
-        return form.generation > self.generation and form.call >= self._heard and self.place in form.joined
-
-    def enter(self, form: Form) -> None:
-        """Goes on in this generation."""
-        self._heard = max(self._heard, form.call)
-        self.generation, self.rank = form.generation, form.members.index(self.place)
-        self._form = form

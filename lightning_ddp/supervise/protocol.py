@@ -226,8 +226,12 @@ class Present(Message):
     """Whether its state is that after this step."""
     is_trying: bool
     """Whether the next step had begun."""
-    phase: int = 0
+    phase: int
     """Parts of the loops (batches, validations, ends of epochs ...) that it has finished."""
+    generation: int
+    """The last that it has entered."""
+    has_state: bool
+    """Whether it has ever had the state of a generation: a process that was to join may not."""
 
 
 class Joined(Message):

@@ -20,11 +20,12 @@ import threading
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum, auto
 
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.protocol import Hold, Message, Stop, StopAfter
 
-__all__ = ["Alarm", "StepBoundary", "StopAgreement"]
+__all__ = ["Alarm", "Passage", "StepBoundary", "StopAgreement"]
 
 _SLICE_S = 0.05
 _FINALISERS = {"__del__", "_callback", "remove"}
@@ -73,6 +74,10 @@ class StopAgreement:
         self._is_settled = True
         return [StopAfter(0, self._reason.signal, self._reason.is_requeue)]
 
+    def is_over(self) -> None:
+        """All have stopped, or are lost."""
+        self._running = set()
+
     def left(self, rank: int) -> list[Message]:
         """A rank has stopped, or had reached its end anyway."""
         self._running.discard(rank)
@@ -102,6 +107,19 @@ class StopAgreement:
         return FailureRecord(rank=late[0], message=message)
 
 
+class Passage(Enum):
+    """What a rank does at a boundary."""
+
+    GO = auto()
+    """It passes."""
+    WAIT = auto()
+    """It waits until the server has said at which boundary all meet, or stop."""
+    MEET = auto()
+    """It stays, as others join or leave here."""
+    STOP = auto()
+    """It stays, as all stop here."""
+
+
 class StepBoundary:
     """A rank's side: counts the boundaries that its main thread passes, and says when to stop."""
 
@@ -122,7 +140,8 @@ class StepBoundary:
         self._position = self._base = 0
         self._is_held = False
         self._target = self._meets_at = 0
-        self._target_known, self._meeting_known = threading.Event(), threading.Event()
+        self._target_known = self._meeting_known = False
+        self._changed = threading.Event()
 
     def restart(self) -> None:
         """Counts from 0 again, on all ranks alike; what was agreed is forgotten. Any thread.
@@ -131,9 +150,7 @@ class StepBoundary:
         """
         with self._lock:
             self._position = self._base = 0
-            self._target_known.clear()
-            self._meeting_known.clear()
-            self.is_meeting = self.is_gathering = False
+            self._target_known = self._meeting_known = self.is_meeting = self.is_gathering = False
 
     def begin_fit(self) -> None:
         """A fit begins, in which boundaries have places. Main thread; all ranks have passed equally many."""
@@ -157,8 +174,9 @@ class StepBoundary:
 
     def meet_after(self, target: int, *, has_new: bool) -> None:
         """All ranks meet at the first boundary after the `target`-th that may be one. Any thread."""
-        self._meets_at, self.has_new = target, has_new
-        self._meeting_known.set()
+        with self._lock:
+            self._meets_at, self.has_new, self._meeting_known = target, has_new, True
+        self._changed.set()
 
     def hold(self) -> int:
         """From now on no boundary is passed until `release`; returns how many were. Any thread."""
@@ -168,8 +186,23 @@ class StepBoundary:
 
     def release(self, target: int, signal: int, is_requeue: bool) -> None:
         """All ranks stop at the boundary after the `target`-th, because of `signal`. Any thread."""
-        self.signal, self.is_requeue, self._target = signal, is_requeue, target
-        self._target_known.set()
+        with self._lock:
+            self.signal, self.is_requeue, self._target, self._target_known = signal, is_requeue, target, True
+        self._changed.set()
+
+    def look(self) -> Passage:
+        """What the main thread does at a boundary that it has come to; it looks again while it waits."""
+        with self._lock:
+            if self._meeting_known and self._position >= self._meets_at and self.may_meet:
+                self.is_meeting = True
+                return Passage.MEET
+            if self._target_known and self._position >= self._target:
+                return Passage.STOP
+            is_asked = self._is_held or (self.is_gathering and not self._meeting_known)
+            if is_asked and not self._target_known:  # once all stop nobody joins or leaves
+                return Passage.WAIT
+            self._position += 1
+            return Passage.GO
 
     def reached(self, check: Callable[[], None]) -> bool:
         """Called by the main thread at each boundary. Returns whether to stop there.
@@ -177,21 +210,12 @@ class StepBoundary:
         Args:
             check: called while waiting for the agreement; raises if the run has failed.
         """
-        with self._lock:
-            if not self._is_held and not self.is_gathering:
-                self._position += 1
-                return False
-        while self.is_gathering and not self._meeting_known.wait(_SLICE_S):
+        self._changed.clear()
+        while (passage := self.look()) is Passage.WAIT:
+            self._changed.wait(_SLICE_S)
+            self._changed.clear()
             check()
-        if self._meeting_known.is_set() and self._position >= self._meets_at and self.may_meet:
-            self.is_meeting = True
-            return False
-        while self._is_held and not self._target_known.wait(_SLICE_S):
-            check()
-        if self._is_held and self._position >= self._target:
-            return True
-        self._position += 1
-        return False
+        return passage is Passage.STOP
 
 
 # ---------------------------------------------------------------------- at once

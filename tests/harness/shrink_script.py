@@ -109,7 +109,7 @@ def has_fault(moment: str, step: int) -> bool:
 def generation() -> int:
     """How often the run has gone on without ranks that it lost."""
     calls = session_of_process().control.calls
-    return calls.member.generation if calls is not None else 0
+    return calls.state.generation if calls is not None else 0
 
 
 def die_as_new(moment: str) -> None:
@@ -629,7 +629,7 @@ class MeetingStore(dist.Store):
         """The fault, when all others have come."""
         deadline = time.monotonic() + 60
         if has_fault(moment, self.step):
-            while len(self.waiting()) < len(session_of_process().control.calls._form.members) - 1:
+            while len(self.waiting()) < len(session_of_process().control.calls.state._form.members) - 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             die_if(moment, self.step)

@@ -1,0 +1,8 @@
+"""A deterministic simulator of recovery: one process, virtual time, and one integer for a whole history.
+
+The server's decisions and a rank's side of the protocol are the package's own code, from `supervise/`:
+`control.py`, `members.py`, `membership.py`, `rank_state.py` and `stop_main.py`. Around them are simulated:
+the network, processes with their main threads, launchers, signals, and time.
+
+`python -m simulation --seed 7` (from `tests/`) prints a history message by message.
+"""

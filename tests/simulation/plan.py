@@ -1,0 +1,111 @@
+"""What a history is made of: the run, its faults, and how long things take."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = ["Fault", "Plan", "plan_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that happens to the run."""
+
+    kind: str
+    at_s: float
+    """When: so many seconds after a generation was formed."""
+    generation: int = 0
+    """Which; 0 for the first processes, that were started at time 0."""
+    at_event: int | None = None
+    """In place of a time: before the event of this number."""
+    place: int
+    """Whose process it hits; of a cut or a dismissal, whose node."""
+    for_s: float = 1.0
+    """How long it lasts: a freeze, or until a lost node comes back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a history is made of; all of it follows from its seed, unless it was made smaller."""
+
+    seed: int
+    num_ranks: int = 2
+    num_nodes: int = 1
+    replaces: bool = True
+    """`on_failure="replace"`; else "shrink"."""
+    leaves: bool = True
+    """`on_preemption="leave"`."""
+    exceptions: bool = False
+    min_world_size: int = 1
+    wait_s: float = 0.0
+    stall_timeout_s: float | None = None
+    is_hosted_by_rank_0: bool = False
+    """`python`; else `run`, whose server outlives all ranks."""
+    tests_after: bool = False
+    """Whether a `test` follows the fit."""
+    last_step: int | None = None
+    """After which the fit ends; None for when all is well again."""
+    faults: tuple[Fault, ...] = ()
+    is_random: bool = True
+    """Whether delays are."""
+    held: tuple[tuple[int, float], ...] = ()
+    """Events that happen so much later, by their numbers."""
+
+    def smaller(self) -> list[Plan]:
+        """Plans that are simpler by one thing."""
+        found = [
+            replace(self, faults=self.faults[:i] + self.faults[i + 1 :]) for i in range(len(self.faults))
+        ]
+        found += [replace(self, held=self.held[:i] + self.held[i + 1 :]) for i in range(len(self.held))]
+        if self.num_nodes == 1 and self.num_ranks > 2:
+            faults = tuple(replace(f, place=min(f.place, self.num_ranks - 2)) for f in self.faults)
+            found.append(replace(self, num_ranks=self.num_ranks - 1, faults=faults))
+        simple: dict[str, Any] = {
+            "stall_timeout_s": None, "wait_s": 0.0, "min_world_size": 1, "exceptions": False,
+            "is_hosted_by_rank_0": False, "tests_after": False, "last_step": None, "is_random": False,
+        }  # fmt: skip
+        found += [replace(self, **{k: v}) for k, v in simple.items() if getattr(self, k) != v]
+        return found
+
+
+def plan_of(seed: int) -> Plan:
+    """The history that a seed stands for."""
+    draw = random.Random(seed)
+    num_nodes = 2 if draw.random() < 0.25 else 1
+    num_ranks = 4 if num_nodes == 2 else draw.choice((2, 2, 3, 3, 4))
+    replaces = draw.random() < 0.8
+    waits = replaces and draw.random() < 0.15
+    kinds = ["kill"] * 6 + ["exit"] * 3 + ["sigterm"] * 3 + ["freeze"] * 2 + ["raise"]
+    kinds += ["cut", "cut", "dismiss", "kill"] if num_nodes == 2 else []
+    faults, at_s, generation = [], 0.3 + draw.random(), 0
+    for _ in range(draw.choice((1, 2, 2, 3, 3, 4, 5))):
+        fault = Fault(
+            kind=draw.choice(kinds),
+            at_s=at_s,
+            generation=generation,
+            place=draw.randrange(num_ranks),
+            for_s=0.01 * 10 ** (3 * draw.random()),
+        )
+        faults.append(fault)
+        if draw.random() < 0.5:
+            at_s += 0.005 * 10 ** (2.9 * draw.random())
+        else:  # while the next generation, or the one after, is formed
+            generation, at_s = generation + draw.choice((1, 1, 2)), 0.002 * 10 ** (2.5 * draw.random())
+    ends = draw.random() < 0.3
+    return Plan(
+        seed=seed,
+        tests_after=ends and draw.random() < 0.2,
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        replaces=replaces,
+        leaves=draw.random() < 0.8,
+        exceptions=draw.random() < 0.7,
+        min_world_size=draw.choice((2, num_ranks)) if waits else draw.choice((1, 1, 1, 2)),
+        wait_s=30.0 if waits else 0.0,
+        stall_timeout_s=3.0 if draw.random() < 0.15 else None,
+        is_hosted_by_rank_0=draw.random() < 0.15,
+        last_step=draw.randrange(3, 25) if ends else None,
+        faults=tuple(faults),
+    )

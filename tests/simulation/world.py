@@ -1,0 +1,579 @@
+"""The world of one history: the server, its processes, the network, faults, and what has to hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning_ddp.supervise.protocol as protocol
+from lightning_ddp.supervise.connections import Peer
+from lightning_ddp.supervise.control import RunControl
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
+from lightning_ddp.supervise.members import LocalProcesses
+from lightning_ddp.supervise.membership import Phase
+from lightning_ddp.supervise.protocol import Form, Message
+from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
+from simulation.kernel import Kernel, Violation
+from simulation.plan import Fault, Plan
+from simulation.rank import Process, describe
+
+__all__ = ["World"]
+
+GRACE_S = 12.0
+HEARTBEAT_S = 2.0
+FAULTS_S = 15.0
+CONVERGES_S = 150.0
+ENDS_S = 60.0
+MORE_STEPS = 2
+_SERVER = Identity(rank=-1, node_rank=0, host="node0", pid=1)
+
+
+class _Socket:
+    """What a `Peer` needs of its connection."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def fileno(self) -> int:
+        return 3 if self.is_open else -1
+
+
+class _Connections:
+    """The server's sockets."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.peers: dict[Peer, None] = {}
+
+    def send(self, peer: Peer, message: Message) -> None:
+        self._world.to_rank(peer, message)
+
+    def send_all(self, messages: list[Message]) -> None:
+        for message in messages:
+            for peer in list(self.peers):
+                self.send(peer, message)
+
+    def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
+        self.peers[peer] = None
+
+    def hang_up(self, peer: Peer) -> None:
+        if peer.connection.is_open:  # type: ignore[attr-defined]
+            peer.connection.is_open = False  # type: ignore[attr-defined]
+            self.peers.pop(peer, None)
+            self._world.closed_by_server(peer)
+
+
+class _Node0(LocalProcesses):
+    """Who starts and ends the processes of the server's node."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def kill_one(self, pid: int) -> None:
+        process = self._world.processes[pid]
+        if process.is_alive and process.is_sound:
+            raise self._world.violation(f"{process} is sound, and is killed")
+        self._world.later("launcher", 0.002, lambda: self._world.processes[pid].end(-9))
+
+    def start_again(self, place: int) -> None:
+        self._world.later("launcher", 0.002, lambda: self._world.start_again(place))
+
+
+@dataclass
+class Collective:
+    """A call that all members of a generation take part in."""
+
+    members: tuple[int, ...]
+    is_rendezvous: bool
+    """Whether it is by the store, where nobody notices that one is gone."""
+    present: set[int] = field(default_factory=set)
+    arrived: list[Process] = field(default_factory=list)
+    through: set[int] = field(default_factory=set)
+    is_broken: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.present) == len(self.members)
+
+    def arrive(self, process: Process) -> None:
+        if process.node not in process.world.isolated:
+            self.present.add(process.state.place)
+            self.arrived.append(process)
+        if self.is_complete:
+            for other in self.arrived:
+                other.poke()
+
+    def leave(self, process: Process) -> None:
+        self.through.add(process.pid)
+
+    def lose(self, process: Process) -> None:
+        if process.state.place in self.members and process.pid not in self.through and not self.is_rendezvous:
+            self.is_broken = True
+            for other in self.arrived:
+                other.poke()
+
+
+class World:
+    """All of one history."""
+
+    def __init__(self, plan: Plan, *, traces: bool = False) -> None:
+        self.plan = plan
+        self.kernel = Kernel(plan.seed, is_random=plan.is_random, held=dict(plan.held))
+        self.kernel.trace = [] if traces else None
+        options: dict[str, Any] = {"min_world_size": plan.min_world_size, "max_recoveries": 1000}
+        options["exceptions"] = plan.exceptions
+        recovery = RecoverySettings(**options)
+        if plan.replaces:
+            recovery = ReplaceSettings(**options, wait_s=plan.wait_s)
+        self.settings = ReconcileSettings(
+            heartbeat_timeout_s=HEARTBEAT_S,
+            failure_grace_s=GRACE_S,
+            stall_timeout_s=plan.stall_timeout_s,
+            recovery=recovery,
+        )
+        connections: Any = _Connections(self)
+        self.control = RunControl(
+            connections,
+            token="t",
+            world_size=plan.num_ranks,
+            settings=self.settings,
+            processes=_Node0(self),
+            say=lambda text: None,
+        )
+        self.report_every_s = 0.75 if plan.stall_timeout_s else 0.0
+        self.last_step = plan.last_step if plan.last_step is not None else 10**9
+        self.server_gone = FailureRecord.of_identity(_SERVER, GONE)
+        self.has_server = True
+        self.is_failing = False
+        self.isolated: set[int] = set()
+        """Nodes whose network is cut."""
+        self.processes: dict[int, Process] = {}
+        self.members_of: dict[int, tuple[int, ...]] = {0: tuple(range(plan.num_ranks))}
+        self.peers: dict[int, Peer] = {}
+        self._pid_of: dict[Peer, int] = {}
+        self._calls: dict[tuple[int, Any], Collective] = {}
+        self._offered: dict[int, list[tuple[int, int]]] = {}
+        self._num_exits = 0
+        self._timer_at: float | None = None
+        self._has_declined = False
+        """Whether a process could not go on after a loss, as it did not train yet, or any more."""
+        self.was_killed_late = self._is_quiet = False
+        self.whole_after = 0
+        """Number of the event after which all were well again."""
+        self._loaded, self._num_pending = 0, len(plan.faults)
+
+    # ------------------------------------------------------------------ time and network
+
+    def later(self, lane: str, typical_s: float, event: Callable[[], None]) -> None:
+        self.kernel.send(lane, self.kernel.delay(lane, typical_s), event)
+
+    def to_server(self, process: Process, message: Message) -> None:
+        peer = self.peers.get(process.pid)
+        if peer is None or process.node in self.isolated or not self.has_server:
+            return
+        self.later(process.lane + ">", 0.001, lambda: self._server_hears(peer, message))
+
+    def _server_hears(self, peer: Peer, message: Message) -> None:
+        process = self.processes[self._pid_of[peer]]
+        if not peer.connection.is_open or not self.has_server or process.node in self.isolated:  # type: ignore[attr-defined]
+            return
+        self.kernel.note(lambda: f"server hears of {process}: {describe(message)}")
+        try:
+            self.control.hear(peer, message, self.kernel.now)
+        except Exception as error:
+            raise self.violation(
+                f"the server hangs up on {process}, which said {describe(message)}"
+            ) from error
+        self.server_acts()
+
+    def server_acts(self) -> None:
+        first = self.control.decide(self.kernel.now)
+        if self.control.members.membership.generation > self._loaded:
+            self._load_faults(self.control.members.membership.generation)
+        if first is not None:
+            self.kernel.note(lambda: f"the run has failed: {first.message}")
+            self.is_failing = True
+            self._check_reason(first)
+            self.kernel.at(self.kernel.now + GRACE_S + 3.0, self._end_late)
+        deadline = self.control.deadline(self.kernel.now)
+        if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
+            self._timer_at = deadline
+            self.kernel.at(deadline, lambda: self._tick(deadline))
+
+    def _tick(self, due: float) -> None:
+        if self._timer_at == due:
+            self._timer_at = None
+        if self.has_server:
+            self.server_acts()
+
+    def to_rank(self, peer: Peer, message: Message) -> None:
+        process = self.processes[self._pid_of[peer]]
+        if process.node not in self.isolated:
+            self.later(process.lane + "<", 0.001, lambda: self._arrives(process, message))
+
+    def _arrives(self, process: Process, message: Message) -> None:
+        if process.node not in self.isolated:
+            process.hear(message)
+
+    def closed_by_server(self, peer: Peer) -> None:
+        process = self.processes[self._pid_of[peer]]
+        self.later(process.lane + "<", 0.001, process.lost_server)
+
+    # ------------------------------------------------------------------ processes
+
+    def begin(self) -> None:
+        """The launchers start the first processes."""
+        for place in range(self.plan.num_ranks):
+            node = self.node_of(place)
+            self._start(place, is_new=False, is_launcher=node > 0 and self._is_first(place))
+
+    def node_of(self, place: int) -> int:
+        return place * self.plan.num_nodes // self.plan.num_ranks
+
+    def _is_first(self, place: int) -> bool:
+        return place == 0 or self.node_of(place - 1) != self.node_of(place)
+
+    def _start(self, place: int, *, is_new: bool, is_launcher: bool) -> None:
+        pid = 100 + len(self.processes)
+        process = Process(self, pid, place, self.node_of(place), is_new=is_new, is_launcher=is_launcher)
+        self.processes[pid] = process
+        self.kernel.note(lambda: f"{process} is started")
+        process.start()
+
+    def launcher_of(self, node: int) -> Process | None:
+        return next(
+            (p for p in self.processes.values() if p.is_launcher and p.node == node and p.is_alive), None
+        )
+
+    def start_again(self, place: int) -> None:
+        """As `Children.start_again`."""
+        node = self.node_of(place)
+        if self.is_failing or (self.plan.is_hosted_by_rank_0 and node == 0 and not self.has_server):
+            return
+        for process in list(self.processes.values()):
+            if process.is_alive and process.place == place:
+                process.end(-9)
+        if node and self.launcher_of(node) is None:
+            return
+        self._start(place, is_new=True, is_launcher=False)
+
+    def connect(self, process: Process) -> None:
+        if not self.has_server or process.node in self.isolated:
+            process.learn(self.server_gone)
+            return
+        peer = Peer(_Socket())  # type: ignore[arg-type]
+        self.peers[process.pid], self._pid_of[peer] = peer, process.pid
+        hello = protocol.Hello("t", process.identity, process.is_new, process.is_launcher)
+        self.later(process.lane + ">", 0.001, lambda: self._greets(process, peer, hello))
+
+    def _greets(self, process: Process, peer: Peer, hello: Message) -> None:
+        if not self.has_server or process.node in self.isolated:
+            return
+        self.kernel.note(lambda: f"server hears of {process}: {describe(hello)}")
+        try:
+            self.control.hear(peer, hello, self.kernel.now)
+        except protocol.ProtocolError:  # nobody has asked for it any more
+            self.kernel.note(lambda: f"the server refuses {process}")
+            self._hang_up_on_stranger(process, peer)
+        self.server_acts()
+
+    def _hang_up_on_stranger(self, process: Process, peer: Peer) -> None:
+        peer.connection.is_open = False  # type: ignore[attr-defined]
+        self.later(process.lane + "<", 0.001, process.lost_server)
+
+    def ended(self, process: Process) -> None:
+        """A process is gone: its connections close, its launcher learns of it, and its children die."""
+        self.let_go(process)
+        peer = self.peers.get(process.pid)
+        if self.is_host(process):
+            self._lose_server()
+        if peer is not None and process.node not in self.isolated:
+            self.later(process.lane + ">", 0.001, lambda: self._connection_ends(peer, None))
+        if process.is_launcher:
+            for other in list(self.processes.values()):
+                if other.node == process.node and other is not process:
+                    other.end(-9)
+        else:
+            self.later(f"launcher{process.node}", 0.003, lambda: self._reaped(process))
+        for other in self.processes.values():
+            if other.is_alive:
+                other.poke()
+
+    def _lose_server(self) -> None:
+        self.has_server = False
+        for process in self.processes.values():
+            if process.is_alive:
+                self.later(process.lane + "<", 0.001, process.lost_server)
+
+    def _connection_ends(self, peer: Peer, error: OSError | None) -> None:
+        if self.has_server and peer.connection.is_open:  # type: ignore[attr-defined]
+            self.control.lost(peer, error, self.kernel.now)
+            self.server_acts()
+
+    def _reaped(self, process: Process) -> None:
+        if not self.has_server:
+            return
+        assert process.exit_code is not None
+        identity = process.identity
+        record = FailureRecord.of_identity(identity, "the process ended", exit_code=process.exit_code)
+        launcher = self.launcher_of(process.node)
+        if process.node == 0:
+            self.kernel.note(lambda: f"server hears of the end of {process}")
+            self.control.report(protocol.Exited(record), self.kernel.now)
+            self.server_acts()
+        elif launcher is not None:
+            launcher.post(protocol.Exited(record))
+
+    def is_host(self, process: Process) -> bool:
+        """Whether the server runs in a process."""
+        return self.plan.is_hosted_by_rank_0 and process.pid == 100
+
+    def waits_for_children(self, process: Process) -> bool:
+        """Whether a launching process that has ended its script waits for its children."""
+        if self.is_host(process) and self.has_server:
+            for other in list(self.processes.values()):  # `Children.end_new`
+                is_left_out = other.place not in self.control.members.membership.members
+                if other.is_alive and other.is_new and other.node == 0 and is_left_out:
+                    other.end(-9)
+        elif not process.is_launcher:
+            return False
+        return any(
+            p.is_alive and p.node == process.node and p is not process for p in self.processes.values()
+        )
+
+    def _end_late(self) -> None:
+        for process in list(self.processes.values()):
+            if process.is_alive:
+                self.was_killed_late |= not process.is_frozen
+                self.kernel.note(lambda process=process: f"{process} has not ended by itself")  # type: ignore[misc]
+                process.end(-9)
+
+    # ------------------------------------------------------------------ training
+
+    def collective(self, generation: int, what: Any, members: tuple[int, ...]) -> Collective:
+        key = generation, what
+        if key not in self._calls:
+            self._calls[key] = Collective(members, is_rendezvous=what == "meet")
+        return self._calls[key]
+
+    def let_go(self, process: Process) -> None:
+        """A process has aborted its groups, or is gone."""
+        for (generation, _), call in self._calls.items():
+            if generation == process.state.generation and not call.is_broken:
+                call.lose(process)
+
+    def entered(self, process: Process, form: Form) -> None:
+        self.members_of[form.generation] = form.members
+        for other in self.processes.values():
+            is_excluded = other.is_alive and other.node not in self.isolated and other.node == 0
+            if (
+                is_excluded
+                and other.is_training
+                and not other.is_stopped
+                and other.place not in (*form.members, *form.left)
+            ):
+                raise self.violation(f"{other} still trains, while {process} is in a generation without it")
+        if process.state.place == form.source:
+            self._offered[form.generation] = list(process.log)
+
+    def copy(self, process: Process, form: Form) -> None:
+        if process.state.place in (*form.behind, *form.joined):
+            process.log = list(self._offered[form.generation])
+            process.is_clean = True
+        if process.committed != form.step:
+            raise self.violation(f"{process} has copied step {process.committed}, and not {form.step}")
+        process.is_training = True
+
+    def commit(self, process: Process) -> None:
+        generation = process.state.generation
+        members = self.members_of[generation]
+        if process.state.place not in members:
+            raise self.violation(f"{process} commits in a generation that it is no member of")
+        process.log.append((generation, len(members)))
+        for other in self.processes.values():
+            if other.is_alive and other.is_training and other.node not in self.isolated and other.is_clean:
+                shared = min(other.committed, process.committed)
+                if other.log[:shared] != process.log[:shared]:
+                    raise self.violation(f"{process} and {other} have committed step {shared} differently")
+                if abs(other.committed - process.committed) > 1 and other.state.generation == generation:
+                    raise self.violation(f"{process} and {other} are more than a step apart")
+
+    # ------------------------------------------------------------------ what happens, and what has to hold
+
+    def note_decline(self, process: Process) -> None:
+        """A process ends that is called."""
+        self._has_declined |= not process.is_training
+
+    def violation(self, text: str) -> Violation:
+        return Violation(f"seed {self.plan.seed}, {self.kernel.now:.3f} s: {text}")
+
+    def _living(self, place: int) -> Process | None:
+        return next((p for p in self.processes.values() if p.is_alive and p.place == place), None)
+
+    def _load_faults(self, generation: int) -> None:
+        """A generation has been formed."""
+        for fault in self.plan.faults:
+            if fault.at_event is not None:
+                self.kernel.before[fault.at_event] = lambda fault=fault: self.strike(fault)
+            elif self._loaded < fault.generation <= generation or fault.generation == generation == 0:
+                self.kernel.at(self.kernel.now + fault.at_s, lambda fault=fault: self.strike(fault))
+        self._loaded = generation
+
+    def strike(self, fault: Fault) -> None:
+        self._num_pending -= 1
+        if self._is_quiet:
+            return
+        process, node = self._living(fault.place), self.node_of(fault.place)
+        self.kernel.note(lambda: f"*** {fault.kind} {process or fault.place}")
+        match fault.kind:
+            case "kill" if process is not None:
+                process.end(-9)
+            case "exit" if process is not None:
+                self._num_exits += 1
+                process.end(100 + self._num_exits)
+            case "freeze" if process is not None:
+                process.is_sound = False
+                process.freeze()
+                self.kernel.at(self.kernel.now + fault.for_s, process.thaw)
+            case "sigterm" if process is not None and process.is_connected:
+                process.sigterm()
+            case "raise" if process is not None:
+                process.user_error = True
+            case "cut" if node != 0:
+                self._cut(node)
+                self.kernel.at(self.kernel.now + HEARTBEAT_S + 1.0 + fault.for_s, lambda: self._return(node))
+            case "dismiss" if node != 0 and self.has_server:
+                for other in self.processes.values():
+                    other.was_asked_to_leave |= other.node == node and other.is_alive and other.is_training
+                self.control._dismiss(node, self.kernel.now)
+                self.server_acts()
+
+    def _cut(self, node: int) -> None:
+        self.isolated.add(node)
+        for process in self.processes.values():
+            if process.node == node and process.is_alive:
+                self.let_go(process)
+                delay = HEARTBEAT_S * (0.7 + 0.3 * self.kernel.random("cut").random())
+                self.kernel.at(self.kernel.now + delay, process.lost_server)
+                peer = self.peers.get(process.pid)
+                if peer is not None:
+                    error = TimeoutError(110, "Connection timed out")
+                    self.kernel.at(
+                        self.kernel.now + HEARTBEAT_S,
+                        lambda peer=peer, error=error: self._connection_ends(peer, error),
+                    )
+
+    def _return(self, node: int) -> None:
+        """The same command again on a node that is lost."""
+        for process in list(self.processes.values()):
+            if process.node == node:
+                process.end(-9)
+        self.isolated.discard(node)
+        if self.plan.replaces and not self.is_failing and self.has_server and not self._is_over:
+            place = next(p for p in range(self.plan.num_ranks) if self.node_of(p) == node)
+            self._start(place, is_new=True, is_launcher=True)
+
+    @property
+    def _is_over(self) -> bool:
+        return not any(p.is_alive for p in self.processes.values())
+
+    def _check_reason(self, first: FailureRecord) -> None:
+        """Whether the run had to end."""
+        text = first.message
+        is_good = (
+            ("bad sample" in text and not self.plan.exceptions)
+            or "SIGTERM before" in text
+            or "not all ranks have arrived" in text
+            or ("asked to stop by a signal" in text and any(p.is_frozen for p in self.processes.values()))
+            or "min_world_size" in text
+            or "alike" in text
+            or "holds a whole state" in text
+            or not self.control.members.has_met
+            or not any(p.is_alive for p in self.processes.values())
+            or ("cannot go on" in text and self._has_declined)
+        )
+        if not is_good:
+            raise self.violation(f"the run ends for no good reason: {text}")
+
+    def is_whole(self) -> bool:
+        """Whether every place that may be filled is filled, and all train."""
+        alive = [p for p in self.processes.values() if p.is_alive]
+        if not alive or any(p.was_asked_to_leave for p in alive):
+            return False
+        generation = max(p.state.generation for p in alive)
+        members = self.members_of[generation]
+        if sorted(p.state.place for p in alive) != list(members):
+            return False
+        if self.control.members.membership.phase is not Phase.RUNNING:
+            return False
+        return not self.plan.replaces or all(p in members for p in self._fillable())
+
+    def _fillable(self) -> list[int]:
+        return [
+            place
+            for place in range(self.plan.num_ranks)
+            if self.node_of(place) == 0 or self.launcher_of(self.node_of(place)) is not None
+        ]
+
+    def play(self) -> None:
+        """The whole history. Raises `Violation`."""
+        self.begin()
+        self._load_faults(0)
+        self._run_until(FAULTS_S, lambda: not self._num_pending)
+        quiet_at = (
+            self.kernel.now + max((f.for_s for f in self.plan.faults), default=0.0) + HEARTBEAT_S + 1.01
+        )
+        self._run_until(quiet_at, lambda: not self.plan.is_random and self.is_whole())
+        self._is_quiet = True
+        self.kernel.is_calm = True
+        if not self._run_until(quiet_at + CONVERGES_S, lambda: self._is_over or self.is_whole()):
+            raise self.violation(f"not whole again: {self.state()}")
+        self.whole_after = self.kernel.num_events
+        alive = [p for p in self.processes.values() if p.is_alive]
+        if alive and self.plan.last_step is None:
+            steps = {p.pid: p.committed + MORE_STEPS for p in alive}
+
+            def has_moved() -> bool:
+                living = [p for p in self.processes.values() if p.is_alive]
+                return all(p.committed >= steps.get(p.pid, 0) for p in living)
+
+            if not self._run_until(self.kernel.now + 30.0, has_moved):
+                raise self.violation(f"no steps are taken: {self.state()}")
+            self.last_step = max((p.committed for p in alive), default=0) + MORE_STEPS
+        if not self._run_until(self.kernel.now + ENDS_S, lambda: self._is_over):
+            raise self.violation(f"does not end: {self.state()}")
+        self._check_end()
+
+    def _run_until(self, until: float, condition: Callable[[], bool] = lambda: False) -> bool:
+        while not condition():
+            if self.kernel.now >= until or not self.kernel.step():
+                return condition()
+        return True
+
+    def _check_end(self) -> None:
+        if self.was_killed_late:
+            raise self.violation("a process had to be killed at the end")
+        causes = Counter(
+            (p.cause.rank, p.cause.message[:80])
+            for p in self.processes.values()
+            if p.cause is not None and p.node not in self.isolated
+        )
+        known = {cause for cause in causes if cause[1] != GONE}
+        if len(known) > 1:
+            raise self.violation(f"the ranks know different causes: {known}")
+
+    def state(self) -> str:
+        """Where all are, for a report."""
+        membership = self.control.members.membership
+        lines = [f"phase {membership.phase.name}, members {membership.members}"]
+        for process in self.processes.values():
+            if process.is_alive:
+                wait = process._wait
+                lines.append(
+                    f"{process}: generation {process.state.generation}, step {process.committed},"
+                    f" heard call {process.state.last_call}, {'frozen, ' if process.is_frozen else ''}"
+                    f"{'deaf, ' if process.is_deaf else ''}waits {wait is not None}"
+                )
+        return "\n    ".join(lines)
