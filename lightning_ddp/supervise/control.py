@@ -381,7 +381,7 @@ class RunControl:
     def _ask_to_leave(self, places: list[int], now: float) -> None:
         """Members are asked to leave."""
         if self.members.goes_on and self._stop.deadline() is None:
-            self.members.membership.leave(places, now)
+            self.members.ask_to_leave(places, now)
 
     def _dismiss(self, node: int, now: float) -> protocol.Dismissed:
         """Asks the members of a node to leave; returns which do, or why not."""
@@ -391,6 +391,8 @@ class RunControl:
             why = "the others of this run would not go on: it has on_failure='stop'"
         elif node == 0:
             why = "the run needs its first node, with the control server; SIGTERM to its process stops all"
+        elif not self.members.has_met:
+            why = "not all ranks have connected yet"
         elif not places:
             nodes = sorted({who.node_rank for who in identities.values()})
             why = f"no rank of node {node} is in the run; there are nodes {', '.join(map(str, nodes))}"

@@ -128,7 +128,7 @@ class Members:
         peer.is_active = who.rank >= 0
         self._connections.admit(peer, self._settings.heartbeat_timeout_s)
         if who.rank >= 0:
-            self._known[who.node_rank, who.pid] = _Process(who.rank)
+            self._process(who, who.rank)
         if peer.is_new:
             self._new[who.rank] = peer
             self._connections.send(peer, protocol.AllHere())
@@ -151,6 +151,8 @@ class Members:
         That may be sooner back than it is known to be lost: then it waits.
         """
         place, node = hello.identity.rank, hello.identity.node_rank
+        if self._process(hello.identity, place).has_ended:  # its launcher was sooner
+            return False
         if not self._replaces or place in self._new or self._nodes.get(place) != node:
             return False
         return self._vacancies.is_expected(place) or (hello.is_launcher and node != 0)
@@ -483,7 +485,24 @@ class Members:
         peer = self._new.get(place)
         if not is_vacant or peer is None or peer.identity is None or not peer.is_ready:
             return False
-        return not self._process(peer.identity, place).has_ended  # what it said may come later
+        if self._process(peer.identity, place).has_ended:  # what it said has come later
+            return False
+        return not self._node_leaves(peer.identity.node_rank)
+
+    def _node_leaves(self, node: int) -> bool:
+        """Whether a node was asked to leave, or has: nobody joins there."""
+        if node == 0:
+            return False
+        launchers = [p.identity for p in self._connections.peers if p.is_launcher and p.identity is not None]
+        places = {self.place_of(who.rank) for who in launchers if who.node_rank == node}
+        return not places or not places.isdisjoint(self.membership.leaving)
+
+    def ask_to_leave(self, places: Iterable[int], now: float) -> None:
+        """Members are asked to leave, and with the launcher of a node those that were to join there."""
+        self.membership.leave(places, now)
+        for place, new in self._new.items():
+            if new.identity is not None and self._node_leaves(new.identity.node_rank):
+                self.membership.withdrew(place)
 
     def _launcher_of(self, place: int) -> Peer | None:
         """Who starts processes on the node of a place; None for the first one, where this process does."""

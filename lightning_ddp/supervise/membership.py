@@ -256,6 +256,11 @@ class Membership:
 
     # ------------------------------------------------------------------ those that leave
 
+    @property
+    def leaving(self) -> frozenset[int]:
+        """Members that are asked to leave."""
+        return frozenset(self._leaving)
+
     def leave(self, places: Iterable[int], now: float) -> None:
         """Members are asked to leave; others may be a moment later, and then leave with them."""
         asked = set(places) & set(self.remaining) - self._leaving

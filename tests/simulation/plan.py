@@ -79,6 +79,9 @@ def plan_of(seed: int) -> Plan:
     waits = replaces and draw.random() < 0.15
     kinds = ["kill"] * 6 + ["exit"] * 3 + ["sigterm"] * 3 + ["freeze"] * 2 + ["raise"]
     kinds += ["cut", "cut", "dismiss", "kill"] if num_nodes == 2 else []
+    is_dense = draw.random() < 0.25
+    if is_dense:  # one process after the other is lost while others join
+        kinds = ["kill", "exit"]
     faults, at_s, generation = [], 0.3 + draw.random(), 0
     for _ in range(draw.choice((1, 2, 2, 3, 3, 4, 5))):
         fault = Fault(
@@ -89,7 +92,7 @@ def plan_of(seed: int) -> Plan:
             for_s=0.01 * 10 ** (3 * draw.random()),
         )
         faults.append(fault)
-        if draw.random() < 0.5:
+        if not is_dense and draw.random() < 0.5:
             at_s += 0.005 * 10 ** (2.9 * draw.random())
         else:  # while the next generation, or the one after, is formed
             generation, at_s = generation + draw.choice((1, 1, 2)), 0.002 * 10 ** (2.5 * draw.random())

@@ -445,9 +445,10 @@ class World:
                 self._cut(node)
                 self.kernel.at(self.kernel.now + HEARTBEAT_S + 1.0 + fault.for_s, lambda: self._return(node))
             case "dismiss" if node != 0 and self.has_server:
+                told = self.control._dismiss(node, self.kernel.now)
                 for other in self.processes.values():
-                    other.was_asked_to_leave |= other.node == node and other.is_alive and other.is_training
-                self.control._dismiss(node, self.kernel.now)
+                    is_asked = other.is_alive and other.node == node and other.state.rank in told.ranks
+                    other.was_asked_to_leave |= is_asked
                 self.server_acts()
 
     def _cut(self, node: int) -> None:
