@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hmac
-import os
 import signal
 import sys
 from collections import Counter
@@ -91,10 +90,10 @@ class Verdict:
         return [record for _, record in self._echoes]
 
     def set_aside(self, record: FailureRecord) -> None:
-        """The others go on without a process: what is known of it, and what followed from it, is settled."""
+        """The others go on without a process: what is known of it is settled."""
         self.first = None
         self._vanished.pop(_key(record), None)
-        self._echoes.clear()
+        self._echoes = [echo for echo in self._echoes if _key(echo[1]) != _key(record)]
 
     def settle(self, record: FailureRecord) -> None:
         """The failure that ends the run is known, whatever else is."""
@@ -121,6 +120,7 @@ class RunControl:
         settings: times, and whether the run goes on without ranks that it loses.
         processes: those of the server's node.
         say: prints a text for people.
+        pid: of the server's process: if a rank is there, the others do not go on without it.
     """
 
     def __init__(
@@ -132,9 +132,10 @@ class RunControl:
         settings: ReconcileSettings,
         processes: LocalProcesses,
         say: Callable[[str], None],
+        pid: int,
     ) -> None:
         self._connections, self._settings, self._say = connections, settings, say
-        self._token = token
+        self._token, self._pid = token, pid
         self._verdict = Verdict()
         self._stop = StopAgreement(settings.failure_grace_s)
         self.members = Members(connections, world_size, settings, processes)
@@ -201,6 +202,8 @@ class RunControl:
                 if is_active:
                     peer.has_left = False
                     members.note_part_begun(who)
+                    if members.membership.leaving and message.name != "fit":  # nobody leaves there
+                        self._have_all_stop(protocol.Stop(signal.SIGTERM, is_requeue=False), now)
                 else:
                     send_all(self._stop.left(who.rank))
                     members.stall.forget(who.rank)
@@ -248,7 +251,9 @@ class RunControl:
         """A rank has ended a run. It leaves it when all have: until then one of them may still fail."""
         peer.num_ended += 1
         self._num_ended[peer.num_ended] += 1
-        if self._num_ended[peer.num_ended] == self.members.world_size:
+        ranks = self.members.ranks
+        is_last = self._num_ended[peer.num_ended] >= self.members.world_size  # some may be lost since
+        if is_last and all(other.num_ended >= peer.num_ended for other in ranks.values()):
             self._num_left = max(self._num_left, peer.num_ended)
             del self._num_ended[peer.num_ended]
             self._connections.send_all([protocol.Left()])
@@ -361,7 +366,7 @@ class RunControl:
             has_ended = record.exit_code is not None or record.message == GONE
             return kind == "SystemExit" or (kind is None and has_ended)
         is_of_user = not record.exception_class.startswith("lightning_ddp.")
-        return is_of_user and kind != "KeyboardInterrupt" and record.pid != os.getpid()
+        return is_of_user and kind != "KeyboardInterrupt" and record.pid != self._pid
 
     def _change_members(self, now: float) -> None:
         """Lets in those that are ready, and has those leave that are asked to."""

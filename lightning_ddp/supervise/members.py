@@ -135,7 +135,7 @@ class Members:
             if self._launcher_of(who.rank) is peer:  # its node has come back
                 self._reopen(who.node_rank, now)
             elif who.node_rank and self._launcher_of(who.rank) is None:  # its node has left
-                self._connections.send(peer, protocol.Closing())
+                self._close(peer, who.rank)
         elif who.rank >= 0:
             self.ranks[who.rank], self.identities[who.rank] = peer, who
             self._nodes[who.rank] = who.node_rank
@@ -288,17 +288,20 @@ class Members:
         self.stall.forget(who.rank)
         return True
 
-    def _demote(self, places: Iterable[int], form: protocol.Form) -> None:
+    def _demote(self, places: Iterable[int], form: protocol.Form, now: float) -> None:
         """They have not got their state, and may ask again."""
         for place in places:
             identity = self.identities.pop(place)
             self.stall.forget(identity.rank)
             peer = self.ranks.pop(identity.rank, None)
+            if peer is None or self._process(identity, place).has_ended:  # its place is vacant again
+                self._vacancies.lost([place], 0, now)
             if peer is not None:
                 self._connections.send(peer, form)
                 peer.is_new, peer.identity = True, replace(identity, rank=place)
                 self._new[place] = peer
-                self._vacancies.expect(place)
+                if not self._process(identity, place).has_ended:
+                    self._vacancies.expect(place)
 
     # ------------------------------------------------------------------ the next generation
 
@@ -339,6 +342,11 @@ class Members:
     def go_on(self, now: float) -> bool:
         """Says to members what is due; returns whether the next generation has formed."""
         membership = self.membership
+        for place in membership.unjoined:
+            who = self.identities[place]
+            if self._process(who, place).has_ended_part:
+                cause = FailureRecord.of_identity(who, "it has ended before it had joined")
+                self.send_to_places(membership.void(cause, now))
         for place in membership.remaining if membership.phase is Phase.CALLING else ():
             who = self.identities[place]
             if self._process(who, place).has_ended_part:
@@ -356,7 +364,7 @@ class Members:
             return False
         form = next(message for _, message in outgoing if isinstance(message, protocol.Form))
         self._release(form, now)
-        self._demote({*members} - {*form.members, *form.lost, *form.left}, form)
+        self._demote({*members} - {*form.members, *form.lost, *form.left}, form, now)
         self.history.formed(form.step, members, form.members, now)
         self._vacancies.lost(form.lost, form.step, now)
         self._vacancies.joined(form.joined, form.step)
@@ -378,9 +386,7 @@ class Members:
                 self._connections.send(peer, protocol.Closing())
         for place, new in self._new.items():  # those that join where nobody is left who has started them
             if new.identity is not None and new.identity.node_rank and self._launcher_of(place) is None:
-                new.is_ready = False
-                self.membership.withdrew(place)
-                self._connections.send(new, protocol.Closing())
+                self._close(new, place)
         for place in released:
             if not self._may_start(place):  # nobody is left there who would tell of its end
                 self._vacancies.left(place, now)
@@ -412,7 +418,7 @@ class Members:
     def handle_new(self, peer: Peer, who: Identity, message: Message, now: float) -> None:
         """What happens to one that is no member yet is nobody's failure but its own."""
         match message:
-            case protocol.Ready():
+            case protocol.Ready() if not peer.is_out:
                 peer.is_ready, peer.takes_by = True, None
                 if who.rank in self._spares:
                     self._vacancies.waits(who.rank, now)
@@ -423,9 +429,13 @@ class Members:
             case protocol.Failed(record) | protocol.Echoed(record):
                 self._connections.send(peer, protocol.Failure(record.cut()))
             case protocol.Stop() | protocol.Leave():
-                peer.is_ready = False
-                self.membership.withdrew(who.rank)
-                self._connections.send(peer, protocol.Closing())
+                self._close(peer, who.rank)
+
+    def _close(self, new: Peer, place: int) -> None:
+        """Has a process end that was to join; whatever it says later."""
+        new.is_ready, new.is_out = False, True
+        self.membership.withdrew(place)
+        self._connections.send(new, protocol.Closing())
 
     def note_end(self, num_ended: int) -> None:
         """A member has ended so many runs."""
@@ -436,10 +446,8 @@ class Members:
         """Has those leave that come after the last step."""
         for place, new in self._new.items():
             if new.num_ended < self._num_ended:
-                new.is_ready = False
-                self.membership.withdrew(place)
                 self._vacancies.close(place)
-                self._connections.send(new, protocol.Closing())
+                self._close(new, place)
 
     def fill_vacancies(self, now: float) -> None:
         """Has processes started, and asks for those that are ready to be members."""

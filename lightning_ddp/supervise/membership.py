@@ -257,6 +257,11 @@ class Membership:
     # ------------------------------------------------------------------ those that leave
 
     @property
+    def unjoined(self) -> tuple[int, ...]:
+        """Members of the generation to be formed that are not known to be in it."""
+        return tuple(p for p in self.members if p not in self._joined) if self.phase is Phase.FORMING else ()
+
+    @property
     def leaving(self) -> frozenset[int]:
         """Members that are asked to leave."""
         return frozenset(self._leaving)

@@ -8,6 +8,7 @@ two runs (a fit, a test ...) the thread can rest: what the others say waits in t
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -63,6 +64,7 @@ class ControlServer:
             settings=settings,
             processes=self._processes,
             say=_say,
+            pid=os.getpid(),
         )
         self._members = self._control.members
         self._injected: deque[Message] = deque()
