@@ -13,7 +13,7 @@
 
 namespace simcuda {
 
-constexpr int kDevices = 4;  // that there may be; there are two unless SIMULATED_CUDA_DEVICES says otherwise
+constexpr int kDevices = 8;  // that there may be; there are two unless SIMULATED_CUDA_DEVICES says otherwise
 
 // One stream of one device as one number, the position of its time in a clock.
 using Stream = int;

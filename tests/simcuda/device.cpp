@@ -172,9 +172,11 @@ class Hooks : public at::CUDAHooksInterface {
 
   // Numbers come from the CPU's kernels, so from its kind of generator, but one for each device.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
-    static auto* const generators = new std::array<at::Generator, kDevices>{
-        at::detail::createCPUGenerator(), at::detail::createCPUGenerator(), at::detail::createCPUGenerator(),
-        at::detail::createCPUGenerator()};
+    static auto* const generators = [] {
+      auto* const made = new std::array<at::Generator, kDevices>;
+      for (at::Generator& generator : *made) generator = at::detail::createCPUGenerator();
+      return made;
+    }();
     return (*generators)[device < 0 ? this_device : device];
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }

@@ -35,7 +35,7 @@ class Installer(importlib.abc.MetaPathFinder):
 
 
 def num_devices() -> int:
-    """How many there are: up to four."""
+    """How many there are: up to eight."""
     return int(os.environ.get("SIMULATED_CUDA_DEVICES", "2"))
 
 
