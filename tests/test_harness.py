@@ -476,3 +476,56 @@ def test_a_test_that_leaks_fails_and_does_not_disturb_the_next(pytester, monkeyp
             "*ERROR*::test_child - *left child processes*signal.pause*",
         ]
     )
+
+
+# ---------------------------------------------------------------------- .ci/tier.py
+
+TIER = Path(__file__).parents[1] / ".ci" / "tier.py"
+FAILING_ONCE = """
+import pathlib, pytest
+
+@pytest.mark.xdist_group("a group")
+@pytest.mark.parametrize("number", range(6))
+def test_number(number):
+    seen = pathlib.Path(f"seen-{{number}}")
+    is_first = not seen.exists()
+    seen.touch()
+    assert number >= {num_failing} or not is_first{or_never}
+"""
+
+
+def run_tier(folder, name, num_failing, *, twice=False):
+    """Runs a tier of six tests of its own, of which the first ones fail once or `twice`."""
+    source = FAILING_ONCE.format(num_failing=num_failing, or_never=" and False" if twice else "")
+    (folder / f"test_{name}.py").write_text(source)
+    for seen in folder.glob("seen-*"):
+        seen.unlink()
+    command = f"pytest -n 1 --dist loadgroup test_{name}.py"
+    return run_script(TIER, [name, command], cwd=folder, fresh=True)
+
+
+def test_what_fails_once_in_a_tier_runs_again_and_is_counted_over_all_tiers(tmp_path):
+    assert run_script(TIER, cwd=tmp_path, fresh=True).check().stdout == "failed once: 0\n"
+    for name, number in (("first", 1), ("slow", 2)):
+        run_tier(tmp_path, name, number).check()
+    tests = ["test_first.py::test_number[0]", "test_slow.py::test_number[0]", "test_slow.py::test_number[1]"]
+    line = run_script(TIER, cwd=tmp_path, fresh=True).check().stdout
+    assert line == f"failed once: 3 ({'; '.join(tests)})\n"
+
+
+def test_a_tier_fails_whose_test_fails_twice_or_where_more_than_three_fail_at_once(tmp_path):
+    for number, twice in ((1, True), (4, False)):
+        result = run_tier(tmp_path, "first", number, twice=twice)
+        assert result.returncode == 1
+        assert f"FAILED, {number} of tier first:" in result.stdout
+    assert run_script(TIER, cwd=tmp_path, fresh=True).stdout == "failed once: 0\n"
+    result = run_script(TIER, ["first", "exit 1"], cwd=tmp_path, fresh=True)
+    assert (result.returncode, result.stdout) == (1, ""), "nothing failed that could run again"
+
+
+def test_the_durations_of_all_tests_are_kept_and_the_longest_are_shown(tmp_path):
+    slow = "import time\n\ndef test_slow():\n    time.sleep(0.01)\n"
+    (tmp_path / "test_first.py").write_text("".join(slow.replace("slow", f"slow_{n}") for n in range(60)))
+    shown = run_script(TIER, ["first", "pytest -n 0 test_first.py"], cwd=tmp_path, fresh=True).check().stdout
+    assert shown.count("s call ") == 50
+    assert (tmp_path / ".ci" / "out" / "first.log").read_text().count("s call ") == 60
