@@ -81,6 +81,18 @@ def test_readme_is_short_enough_to_be_read():
     assert len(README.splitlines()) <= 170
 
 
+def test_readme_is_not_too_wide_to_be_read():
+    """Prose only: rows of tables and the targets of links are not what is read."""
+    prose = re.sub(r"^```(?s:.*?)^```$|^\|.*$|\]\([^)\s]+\)", "", README, flags=re.M)
+    assert [line for line in prose.splitlines() if len(line) > 100] == []
+
+
+def test_readme_says_for_how_many_ranks_results_have_the_same_bits():
+    same_bits = re.findall(r"[^.|]*(?:bit\s+for\s+bit|[Bb]itwise)[^.|]*", README)
+    assert same_bits
+    assert [text for text in same_bits if "two ranks" not in text] == []
+
+
 def test_every_block_is_found_and_its_note_understood():
     assert len(BLOCKS) == sum(text.count("```") for text in PAGES.values()) / 2
     assert PYTHON_BLOCKS
