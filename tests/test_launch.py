@@ -176,24 +176,33 @@ def test_processes_vanish_with_a_launcher_that_is_killed(strategy, tmp_path) -> 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "stuck"),
+    ("strategy", "stuck", "launcher", "killed"),
     [
-        pytest.param("custom_ddp", "lock", marks=pytest.mark.slow),
-        pytest.param("custom_ddp", "expression", marks=pytest.mark.exhaustive),
-        pytest.param("custom_ddp_spawn", "expression", marks=pytest.mark.slow),
-        pytest.param("custom_ddp_fork", "lock", marks=pytest.mark.exhaustive),
+        ("custom_ddp", "lock", (), "main"),
+        pytest.param("custom_ddp", "expression", (), "main", marks=pytest.mark.exhaustive),
+        ("custom_ddp", "sum", RUN, "main"),
+        ("custom_ddp", "expression", RUN, "rank 0"),
+        ("custom_ddp_spawn", "expression", (), "main"),
+        ("custom_ddp_fork", "lock", (), "main"),
     ],
 )
+@pytest.mark.slow
 def test_a_process_that_cannot_hear_of_its_launchers_death_ends_all_the_same(
-    strategy, stuck, tmp_path
+    strategy, stuck, launcher, killed, tmp_path
 ) -> None:
     arguments = order(tmp_path, strategy=strategy, stuck=stuck, stuck_rank=1)
-    with start_script(SCRIPT, arguments) as script:
-        child = wait_for_notes(script, tmp_path, ["stuck-1"])["stuck-1"]["pid"]
-        os.kill(script.pid, signal.SIGKILL)
+    with start_script(SCRIPT, arguments, launcher=launcher) as script:
+        notes = wait_for_notes(script, tmp_path, ["stuck-1", "begun-0"])
+        pid = script.pid if killed == "main" else notes["begun-0"]["pid"]
+        start = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
         result = script.wait(DEADLINE_S, leftover_grace_s=90.0)
+        assert time.monotonic() - start < 23.0
     assert result.returncode == -signal.SIGKILL
-    assert f"the process {child} did not hear that the one which had launched it was gone" in result.stderr
+    assert (
+        f"rank 1 (pid {notes['stuck-1']['pid']}) did not hear of a failure, and was killed" in result.stderr
+    )
+    assert "in stick" in result.stderr[-4000:], "the line that holds it"
 
 
 @pytest.mark.exhaustive

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import user_script
-from harness import run_script, run_threads
+from harness import RUN, run_script, run_threads, start_script
 from torch import nn
-from user_script import order, read_notes
+from user_script import order, read_notes, wait_for_notes
 
 from lightning_ddp import BucketedDDP, comm
 from lightning_ddp.comm.activity import Activity, Interrupt, Lane
@@ -26,6 +31,7 @@ from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.desync import ANSWER_WAIT_S, Inspection, explain, join_ranks, split_ranks
 from lightning_ddp.supervise.failure_record import Identity, Where
+from lightning_ddp.supervise.guard import stack_of
 from lightning_ddp.supervise.protocol import (
     Announce,
     Ask,
@@ -572,3 +578,142 @@ def test_a_slow_rank_is_logged_and_named(tmp_path) -> None:
     assert all(int(num_steps) >= 4 for _, num_steps in late)
     recordings = load_folder(tmp_path / "timeline")
     assert [[step.step for step in recording.steps] for recording in recordings] == [list(range(8))] * 2
+
+
+# ---------------------------------------------------------------------- a rank that holds its interpreter
+
+
+HELD_STALL_S, HELD_GRACE_S = 4.0, 2.0
+LINES = {"sum": "sum(itertools.repeat(0))", "expression": 're.match(r"(a+)+$", "a" * 60 + "b")'}
+
+
+def held_cells(*in_first_tier: Any) -> Iterator[Any]:
+    """(launcher, rank, how)."""
+    launchers = {"python": (), "run": RUN}
+    for cell in itertools.product(launchers, (0, 1), LINES):
+        marks = () if cell in in_first_tier else pytest.mark.slow
+        yield pytest.param(launchers[cell[0]], *cell[1:], id="-".join(map(str, cell)), marks=marks)
+
+
+def check_held(
+    folder: Path,
+    launcher: Sequence[str],
+    held: int,
+    how: str,
+    limit_s: float,
+    *,
+    number: int = 0,
+    **more: Any,
+) -> str:
+    """Runs a program in which a rank holds its interpreter; returns the end of what it has printed."""
+    with start_script(SCRIPT, order(folder, stuck=how, stuck_rank=held, **more), launcher=launcher) as script:
+        stuck = wait_for_notes(script, folder, [f"stuck-{held}"])[f"stuck-{held}"]
+        if number:
+            os.kill(stuck["pid"], number)
+        result = script.wait(TIMEOUT_S)  # and nothing is left
+        took_s = time.time() - stuck["time"]
+    assert result.returncode != 0
+    assert took_s < limit_s + 3.0, result.stderr
+    end = result.stderr[-4000:]
+    assert f"lightning_ddp: rank {held} (" in end, result.stderr
+    assert LINES[how] in end, result.stderr
+    return end
+
+
+@pytest.mark.parametrize(("launcher", "rank", "how"), list(held_cells(("python", 0, "sum"))))
+def test_a_rank_that_holds_its_interpreter_is_ended_by_its_own_timer(tmp_path, launcher, rank, how) -> None:
+    strategy = {"stall_timeout": HELD_STALL_S, "failure_grace_s": HELD_GRACE_S}
+    end = check_held(tmp_path, launcher, rank, how, HELD_STALL_S + HELD_GRACE_S, strategy=strategy)
+    report = end.rpartition("lightning_ddp: ")[2]
+    assert report.startswith(f"rank {rank} (node 0, host "), end
+    assert "the process has said nothing for 4 s: " in report
+    assert report.rstrip().endswith(
+        LINES[how] if how == "sum" else "return _compile(pattern, flags).match(string)"
+    )
+    seen = read_notes(tmp_path)[f"on_exception-{1 - rank}"]
+    assert (seen["kind"], seen["rank"]) == ("PeerFailure", rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_a_rank_that_holds_its_interpreter_ends_all(tmp_path, rank) -> None:
+    strategy = {"stall_timeout": HELD_STALL_S, "failure_grace_s": HELD_GRACE_S}
+    limit_s = HELD_STALL_S + HELD_GRACE_S
+    check_held(tmp_path, (), rank, "sum", limit_s, number=signal.SIGTERM, strategy=strategy)
+
+
+@pytest.mark.parametrize(("launcher", "rank", "how"), list(held_cells(("python", 0, "expression"))))
+def test_a_rank_that_holds_its_interpreter_while_another_fails_is_ended(
+    tmp_path, launcher, rank, how
+) -> None:
+    strategy = {"failure_grace_s": HELD_GRACE_S}
+    fault = {"fault": "exception", "rank": 1 - rank}
+    end = check_held(tmp_path, launcher, rank, how, HELD_GRACE_S, strategy=strategy, **fault)
+    report = end.rpartition("lightning_ddp: ")[2]
+    assert report.startswith(f"rank {1 - rank} (node 0, host "), end
+    assert report.rstrip().endswith("ValueError: expected 3 channels, got 1")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [((), 0), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [((), 1), (RUN, 0), (RUN, 1)])],
+)
+def test_who_failed_is_told_last_where_a_survivor_holds_its_interpreter(tmp_path, launcher, rank) -> None:
+    (tmp_path / f"hold{rank}").touch()
+    strategy = {"failure_grace_s": HELD_GRACE_S}
+    arguments = order(tmp_path, strategy=strategy, fault="exception", rank=1 - rank)
+    result = run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S, launcher=launcher)
+    assert result.returncode == 1
+    assert f"stuck-{rank}" in read_notes(tmp_path)
+    report = result.stderr.rpartition("lightning_ddp: ")[2]
+    assert report.startswith(f"rank {1 - rank} (node 0, host "), result.stderr
+    assert "\n  step 2 in training_step\n  ValueError: expected 3 channels, got 1\n" in report
+    assert report.rstrip().endswith("ValueError: expected 3 channels, got 1")
+
+
+AFTER_A_FIT = """
+import ctypes, os, time
+from datetime import timedelta
+import lightning_ddp, pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+strategy = lightning_ddp.CustomDDPStrategy(stall_timeout=timedelta(seconds=2), failure_grace_s=0.5)
+pl.Trainer(
+    strategy=strategy, accelerator="cpu", devices=2, max_steps=2, logger=False, enable_checkpointing=False
+).fit(BoringModel())
+if os.environ["LOCAL_RANK"] == "1":
+    ctypes.PyDLL(None).usleep(4_000_000)
+    print("went on", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_may_hold_the_interpreter_after_a_fit() -> None:
+    assert run_script(AFTER_A_FIT, timeout_s=TIMEOUT_S).check().stdout.count("went on\n") == 1
+
+
+SHOWS_ITS_STACK = """
+import os, sys, time
+from lightning_ddp.supervise import guard
+guard.permit_stack()
+def wait_in_here():
+    print("ready", flush=True)
+    {wait}
+wait_in_here()
+import faulthandler
+faulthandler.unregister(guard._stack_signal())  # as at the end of the interpreter
+os.kill(os.getpid(), guard._stack_signal())
+print("lives", flush=True)
+"""
+
+
+@pytest.mark.parametrize("wait", ["sys.stdin.read()", "import ctypes; ctypes.PyDLL(None).usleep(3_000_000)"])
+def test_a_process_shows_its_stack_whatever_it_does_and_lives(wait) -> None:
+    command = [sys.executable, "-c", SHOWS_ITS_STACK.replace("{wait}", wait)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        stack = stack_of(process.pid)
+        assert process.communicate()[0] == "lives\n"
+    assert stack is not None
+    assert [line.rpartition(", in ")[2] for line in stack.splitlines()[::2]] == ["<module>", "wait_in_here"]
+    assert stack_of(process.pid) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -191,6 +192,8 @@ class Model(pl.LightningModule):
             mutex = ctypes.create_string_buffer(64)
             while True:  # the second time it waits for itself, and for ever, with the interpreter's lock
                 ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        if how == "sum":
+            sum(itertools.repeat(0))
         if how == "expression":
             re.match(r"(a+)+$", "a" * 60 + "b")
 
@@ -321,7 +324,7 @@ class Notes(Logger):
 
 
 class Witness(pl.Callback):
-    """Notes the end of the training, or the exception; then hangs, where there is a file `hang`."""
+    """Notes the end of the training, or the exception; then hangs, where there is a file `hang` or `hold`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -336,6 +339,8 @@ class Witness(pl.Callback):
         if (self.folder / "hang").exists():
             note(self.folder, trainer.global_rank, "hanging")
             threading.Event().wait(600)
+        if (self.folder / f"hold{trainer.global_rank}").exists():
+            module.stick("sum")
 
 
 def strategy_of(order: Order) -> Any:

@@ -5,42 +5,36 @@ collector walks through all of them again and again: a second of the five that t
 run of a child begins the collector comes a hundred times less often: Python imports the first `sitecustomize`
 that it finds at its start, and that of `prelude/` is first on the search path of a child.
 
-The kernel kills a child when its parent is gone. Once it has joined a run it is told instead, and unwinds.
-One that holds its interpreter, in C code that never returns or in a regular expression, runs no Python to
-hear it with, and the kernel knows no signal that waits. So each launching process has a guard next to its
-children: this file as a program, without the package, that sleeps until they have ended, or until a while
-after the launching process has.
+The kernel kills a child when its parent is gone. Once it has joined a run it is told instead, and unwinds;
+one that cannot hear it is ended by the guard (`supervise/guard.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
-import select
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
     "PARENT_VARIABLE",
-    "Guard",
     "adopt_from_environment",
     "begin_run",
     "child_environment",
     "die_with_parent",
     "end_with",
+    "guarded_by",
     "keep_files",
     "launcher_pid",
     "outlive_parent",
     "supervisor_of_rank",
-    "tell_guard",
     "tie_first_rank",
     "tie_to_supervisor",
 ]
@@ -51,10 +45,6 @@ PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 _PRELUDE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "prelude")
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
-_PATIENCE_S = 20.0
-"""How long a child may outlive the launching process without having heard of its end."""
-_END_WAIT_S = 5.0
-_CREDENTIALS = struct.Struct("3i")
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -202,6 +192,14 @@ def launcher_pid() -> int | None:
     return None if _tie is None or _tie.is_gone() else _tie.launcher
 
 
+def guarded_by() -> int:
+    """The process whose guard is that of this one; this one itself if none has started it."""
+    by_function = multiprocessing.parent_process()
+    if _tie is None or by_function is None:
+        return os.getpid() if _tie is None else _tie.parent
+    return by_function.pid or os.getpid()
+
+
 def outlive_parent() -> None:
     """Unties this process's life from its parent's: it is told of the end by other means, and unwinds.
 
@@ -226,111 +224,3 @@ def _watch(parent: int) -> None:
         time.sleep(_POLL_S)
     if _tie is None or not _tie.may_outlive:
         os._exit(1)
-
-
-# ---------------------------------------------------------------------- the guard, in the launching process
-
-
-class Guard:
-    """The guard, which ends after the children. There is none where the kernel has not what it needs.
-
-    Args:
-        children: process ids of children that have not been waited for.
-    """
-
-    def __init__(self, children: Iterable[int]) -> None:
-        import subprocess  # the process itself has no need of it
-
-        self._process: subprocess.Popen[bytes] | None = None
-        if sys.platform != "linux":
-            return
-        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):  # it is no Linux of 5.3 or later
-
-            def open_end(pid: int) -> int:
-                end = os.pidfd_open(pid)
-                opened.callback(os.close, end)
-                return end
-
-            launcher, ends = open_end(os.getpid()), {open_end(pid): pid for pid in children}
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", os.path.abspath(__file__), str(launcher)),
-                    *(f"{end}:{pid}" for end, pid in ends.items()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                cwd="/",
-                pass_fds=[launcher, *ends],
-            )
-
-    def end(self) -> None:
-        """Called when the children have ended, or are given up."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(_END_WAIT_S)
-
-
-# ---------------------------------------------------------------------- the guard, in a child
-
-
-def tell_guard(*, ends_itself: bool) -> None:
-    """Tells the process, if there is one, whether this child knows of a failure and limits its own time."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telling:
-            telling.sendto(b"1" if ends_itself else b"0", _name_of(os.getpid()))
-
-
-def _name_of(child: int) -> str:
-    return f"\0lightning_ddp/guard-of-{child}"
-
-
-# ---------------------------------------------------------------------- the guard
-
-
-def _guard(launcher: int, children: dict[int, int]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # they are for the ranks
-    told = {}
-    waiting = select.poll()
-    for end in (launcher, *children):
-        waiting.register(end, select.POLLIN)
-    for pid in children.values():
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        listener.bind(_name_of(pid))
-        told[listener.fileno()] = listener
-        waiting.register(listener, select.POLLIN)
-    end_themselves: set[int] = set()
-    deadline: float | None = None
-    while children:
-        limit_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-        for ready, _ in waiting.poll(limit_ms):
-            if ready in told:
-                data, extra, _, _ = told[ready].recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
-                pid = _CREDENTIALS.unpack(extra[0][2])[0]  # as the kernel says
-                (end_themselves.add if data == b"1" else end_themselves.discard)(pid)
-                continue
-            waiting.unregister(ready)
-            if ready == launcher:
-                deadline = time.monotonic() + _PATIENCE_S
-            else:
-                del children[ready]
-        if deadline is not None and time.monotonic() >= deadline:
-            _kill({end: pid for end, pid in children.items() if pid not in end_themselves})
-            return
-
-
-def _kill(late: Mapping[int, int]) -> None:
-    for end, pid in late.items():
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            signal.pidfd_send_signal(end, signal.SIGKILL)
-            print(
-                f"lightning_ddp: the process {pid} did not hear that the one which had launched it was gone,"
-                " and was killed",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    _guard(int(sys.argv[1]), {int(end): int(pid) for end, pid in (word.split(":") for word in sys.argv[2:])})

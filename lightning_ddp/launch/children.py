@@ -17,10 +17,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_ddp.launch.child_process import Guard, child_environment
+from lightning_ddp.launch.child_process import child_environment, supervisor_of_rank
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 from lightning_ddp.launch.supervisor import ForkedChild, fork_child
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
+from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.members import LocalProcesses
 
 __all__ = ["ChildCommand", "Children"]
@@ -148,13 +149,10 @@ class Children(LocalProcesses):
         self.resume()
 
     def guard(self) -> None:
-        """From now on children that do not end after a death of this process are killed. Called once.
-
-        Those of a supervisor are that supervisor's to kill.
-        """
-        with self._changed:  # none is waited for meanwhile
-            started = [child.process for child in self._alive if isinstance(child.process, subprocess.Popen)]
-            self._guard = Guard(process.pid for process in started) if started else None
+        """From now on those that do not hear of a failure are killed. A supervisor has a guard of its own."""
+        is_rank_alone = supervisor_of_rank() is None
+        if self._again and (is_rank_alone or not self.are_forked):
+            self._guard = Guard(ends_launcher=is_rank_alone)
 
     @property
     def are_forked(self) -> bool:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lightning_ddp.launch.rendezvous import HostedStore
 from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit, render
+from lightning_ddp.supervise.guard import PATIENCE_S, tell_guard
 from lightning_ddp.supervise.members import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Message
 from lightning_ddp.supervise.server import ControlServer
@@ -40,10 +41,6 @@ ALL_ENDED = b"all"
 REPORTED, WENT_ON = 1, 2
 """Exit codes: it has reported a failure; the others went on without rank 0, so that its end was none."""
 _LOOK_EVERY_S = 0.05
-_LATER_S = 3.0
-"""By how much the supervisor's patience is longer than that of the ranks with themselves."""
-_LAST_WORDS_S = 15.0
-"""How long rank 0, while it lives, has for ending the others itself."""
 _ORPHANS_S = 10.0
 
 
@@ -93,7 +90,7 @@ class _Host(LocalProcesses):
         self._server: ControlServer | None = None
         self._grace_s = 0.0
         self._is_failing = False
-        self._rank_0_has_ended = threading.Event()
+        self._has_rank_0_ended = False
         self._rank_0_pid = 0
 
     def answer(self, data: bytes) -> bytes:
@@ -138,14 +135,14 @@ class _Host(LocalProcesses):
         """A rank has ended."""
         if is_rank_0:
             self._rank_0_pid = pid
-            self._rank_0_has_ended.set()
+            self._has_rank_0_ended = True
         server = self._server
         if server is None:
             return
         how, is_well = describe_exit(code), code == 0 and server.has_met
         if server.goes_on and (not is_rank_0 or is_well):
             identity: Identity | None = Identity(rank=place, node_rank=0, pid=pid)
-        elif is_well or not (is_rank_0 or self._rank_0_has_ended.is_set()):  # rank 0 knows of it
+        elif is_well or not (is_rank_0 or self._has_rank_0_ended):  # rank 0 knows of it
             return
         else:
             identity = server.member(pid, node_rank=0)
@@ -189,19 +186,8 @@ class _Host(LocalProcesses):
         """All ranks are to end; those that are stopped are continued for that."""
         assert self._server is not None
         self._signal(signal.SIGCONT, self._here(self._server))
-        threading.Thread(target=self._end_late, args=(self._server,), daemon=True).start()
-
-    def _end_late(self, server: ControlServer) -> None:
-        """In a thread: kills what has not ended by itself, nor been ended by rank 0."""
-        time.sleep(self._grace_s + _LATER_S)
-        self._rank_0_has_ended.wait(_LAST_WORDS_S)
-        if server is not self._server:
-            return
-        late = [identity for identity in self._here(server) if _is_alive(identity.pid)]
-        for identity in late:
-            who = f"rank {identity.rank} (pid {identity.pid})"
-            print(f"lightning_ddp: {who} did not end, and was killed", file=sys.stderr, flush=True)
-        self._signal(signal.SIGKILL, late)
+        limit_s = min(self._grace_s, PATIENCE_S) if self._has_rank_0_ended else self._grace_s
+        tell_guard(os.getppid(), -1, True, limit_s)
 
     def _here(self, server: ControlServer) -> list[Identity]:
         return [identity for identity in server.identities if identity.node_rank == 0]

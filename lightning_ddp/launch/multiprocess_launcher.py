@@ -39,13 +39,14 @@ from lightning_ddp._lightning import (
 from lightning_ddp._torch import MODULE_DICTS
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
-from lightning_ddp.launch.child_process import Guard, die_with_parent
+from lightning_ddp.launch.child_process import die_with_parent
 from lightning_ddp.launch.launcher import node_rank_of
 from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 from lightning_ddp.launch.session import Session, session_of_process
 from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, describe_exit
+from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.members import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Failed
 from lightning_ddp.supervise.server import ControlServer
@@ -78,7 +79,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         init_method: str | None,
     ) -> None:
         self._server: ControlServer | None = None
-        self._guard: Guard | None = None
         self._arguments: list[Any] = []
         """What the processes were started with, for others in their places."""
         self._is_joining = False
@@ -97,7 +97,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def __getstate__(self) -> dict[str, Any]:
         """What is sent to the processes."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_processes": [], "_server": None, "_guard": None, "_arguments": []}
+        return {**state, "_processes": [], "_server": None, "_arguments": []}
 
     @property
     def procs(self) -> list[Any]:
@@ -109,7 +109,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         self._processes = list(processes)
         self._again.clear()
         self._vacant.clear()
-        self._guard = Guard(process.pid for process in processes) if processes else None
         if processes and self._server is not None:
             self._arguments = process_arguments(sys._getframe(1))
             self._wait(self._server)
@@ -157,6 +156,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         os.environ.update(variables)
         server = self._open_server(session, node_rank) if is_enabled() and node_rank == 0 else None
         self._server = server
+        guard = Guard(ends_launcher=False)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
@@ -182,9 +182,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             if server is not None:
                 self._end_new(server)
                 server.close()
-            if self._guard is not None:
-                self._guard.end()
-            self._arguments, self._server, self._guard = [], None, None
+            guard.end()
+            self._arguments, self._server = [], None
             rendezvous.close()
             restore(before)
 

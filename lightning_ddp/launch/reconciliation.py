@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import math
 import multiprocessing
 import os
 import re
@@ -20,7 +21,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from multiprocessing.util import Finalize
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.calls import Calls
-from lightning_ddp.launch.child_process import launcher_pid, tell_guard
+from lightning_ddp.launch.child_process import guarded_by, launcher_pid
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.control_process import ControlProcess
 from lightning_ddp.launch.desync_probe import Inspector
@@ -45,7 +45,9 @@ from lightning_ddp.launch.supervisor import was_passed_on
 from lightning_ddp.shm.shared_memory import end_idle_workers
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
+from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
+from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
 from lightning_ddp.supervise.protocol import Exited, Message, Moved, Saved, Start, Stop, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
@@ -117,6 +119,8 @@ class Reconciliation:
         self._device_watch: DeviceWatch | None = None
         self._depth = 0
         self._ends_at: float | None = None
+        self._limiting = threading.Lock()
+        """Held by who sets the time at which this process is ended, of which there is one."""
         self._timer: threading.Timer | None = None
         self._own: FailureRecord | None = None
         self._has_raised = threading.Event()
@@ -185,6 +189,8 @@ class Reconciliation:
         )
         if self.calls is not None:
             self.calls.watch = self.watch
+        permit_stack()
+        self._tell_guard(None)
         self.inspector.attach(self.watch)
         self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
         self.interrupt.expect = self._device_watch.expect
@@ -268,6 +274,11 @@ class Reconciliation:
         return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
 
     def _where(self) -> Where:
+        """What this rank is doing. Where stalls are looked for it is asked while the interpreter is free."""
+        stall_s, grace_s = self._settings.stall_timeout_s, self._settings.failure_grace_s
+        with self._limiting:
+            if stall_s is not None and self._depth > 0 and self._ends_at is None:
+                limit_last_words(stall_s + max(grace_s, stall_s / REPORTS_A_TIMEOUT))
         activity = self.interrupt.activity
         return replace(self._position(), waits_for=activity.label, count=activity.count)
 
@@ -406,7 +417,10 @@ class Reconciliation:
         self.interrupt.check()
 
     def _leave(self) -> None:
-        self._depth -= 1
+        with self._limiting:
+            self._depth -= 1
+            if self._depth == 0 and self._ends_at is None and self._settings.stall_timeout_s is not None:
+                faulthandler.cancel_dump_traceback_later()
         if self._depth == 0:
             restore(self._variables)
             self._variables = {}
@@ -437,11 +451,9 @@ class Reconciliation:
             self._wake_parent()  # if it is stopped, it would never hear of this failure
             if self._ends_at is None:
                 self._limit_ending()
-            if self.watch.launcher is not None:
-                parties = (self.watch, self.watch.launcher)
-                waiting = threading.Thread(target=self._require_answer, args=parties, daemon=True)
-                waiting.start()
-                atexit.register(waiting.join)
+            goes_on = self._settings.recovery is not None and isinstance(error, SystemExit)
+            if failure is None and not goes_on and not self._is_left_behind(error):
+                self._tell_guard(True, self._own)
         return failure
 
     def _is_left_behind(self, error: BaseException) -> bool:
@@ -466,24 +478,17 @@ class Reconciliation:
             if path is not None:
                 self.watch.post(Saved(path))
                 self.watch.flush()
-                if self.watch.has_lost_server:  # nobody else is left to report; at the very end
-                    Finalize(None, show_report, args=(replace(first, checkpoint=path),), exitpriority=0)
+                if self.watch.has_lost_server:  # nobody else is left to report
+                    report = render(replace(first, checkpoint=path).cut())
+                    tell_guard(guarded_by(), self.watch.identity.rank, True, report=report)
 
-    def _require_answer(self, watch: Watch, launcher: Identity) -> None:
-        """In a thread: ends the launching process if it does not hear of this rank's failure in time.
-
-        It is stopped, or something holds its interpreter; and so is the server, which runs there.
-        """
-        grace_s = self._settings.failure_grace_s
-        for number in (signal.SIGCONT, signal.SIGKILL):
-            if watch.wait_for_verdict(grace_s / 2) is not None or launcher_pid() != launcher.pid:
-                return
-            with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.kill(launcher.pid, number)
-        who = f"rank {launcher.rank} (host {launcher.host}, pid {launcher.pid})"
-        print(f"lightning_ddp: {who} did not hear of a failure and was killed", file=sys.stderr)
-        if self._own is not None:
-            show_report(self._own)
+    def _tell_guard(self, is_aware: bool | None, failure: FailureRecord | None = None) -> None:
+        """As the function: that this process has joined (None), knows of a failure, or goes on after one."""
+        is_interrupt = failure is not None and failure.exception_type == "KeyboardInterrupt"
+        report = "" if failure is None or is_interrupt else render(failure.cut())
+        limit_s = self._settings.failure_grace_s if is_aware else math.inf
+        if self.identity is not None:
+            tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
 
     def _explain(self, error: BaseException) -> PeerFailure | None:
         """Reports an exception of this process; returns the failure that it is the consequence of, if any."""
@@ -492,10 +497,11 @@ class Reconciliation:
             return told.like()
         if self.watch is None:
             return None
-        record = self._own = FailureRecord.of_exception(error, self.watch.identity, self._position())
+        record = FailureRecord.of_exception(error, self.watch.identity, self._position())
         self._write_error_file(record)
         is_echo = _is_of_backend(error, record.message)
         is_echo &= self.watch.failure is not None or _LOST_CONNECTION.search(record.message) is not None
+        self._own = None if is_echo else record
         self.watch.report(record, is_echo=is_echo)
         if isinstance(error, KeyboardInterrupt):  # from the terminal all ranks get it, and none is at fault
             second_interrupt_ends(self.alarm, self._children.kill)
@@ -619,7 +625,9 @@ class Reconciliation:
     def restore_handlers(self) -> None:
         """Gives the signals and the last-resort timer back that this process has taken for the run."""
         faulthandler.cancel_dump_traceback_later()
-        tell_guard(ends_itself=False)
+        if self._ends_at is not None:
+            self._tell_guard(False)
+        forbid_stack()
         if self._timer is not None:
             self._timer.cancel()
         before_gloo_ends_the_process(None)
@@ -644,6 +652,7 @@ class Reconciliation:
         error = record.to_error(rank)
         if record.rank != rank:
             self._write_error_file(record)
+        self._tell_guard(True, record)
         self._limit_ending()
         if record.exception_type is None or record.rank == rank:
             self.interrupt.set(error)
@@ -668,11 +677,11 @@ class Reconciliation:
         if self.alarm.is_silent and not self.is_over:
             return
         grace_s = self._settings.failure_grace_s
-        self._ends_at = time.monotonic() + grace_s
         starts_others = self._children.first_rank is not None
         is_needed = starts_others or (self.watch is not None and self.watch.failure is None)
-        limit_last_words(grace_s + (2 * _LATER_S if is_needed else 0.0))
-        tell_guard(ends_itself=True)
+        with self._limiting:
+            self._ends_at = time.monotonic() + grace_s
+            limit_last_words(grace_s + (2 * _LATER_S if is_needed else 0.0))
         if starts_others and self._timer is None:
             self._timer = threading.Timer(grace_s + _LATER_S, self._end_late)
             self._timer.daemon = True

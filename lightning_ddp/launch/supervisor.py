@@ -61,6 +61,7 @@ from lightning_ddp.launch.control_process import (
     serve,
 )
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
+from lightning_ddp.supervise.guard import Guard
 
 __all__ = ["ForkedChild", "Program", "Supervisor", "control_process", "fork_child", "was_passed_on"]
 
@@ -116,6 +117,7 @@ class Supervisor:
         self._num_forked = 0
         self._control: socket.socket | None = None
         self._control_pid = 0
+        self._guard: Guard | None = None
 
     def run(self, program: Program) -> NoReturn:
         """Forks rank 0 and serves it until all ranks have ended. In a rank it raises `SystemExit`."""
@@ -130,6 +132,8 @@ class Supervisor:
         while self._code is None or self._children:
             self._handle(signal.sigwaitinfo(_AWAITED))
         ended = self._end_control()
+        if self._guard is not None:
+            self._guard.end()
         code = 0 if ended == WENT_ON else self._code or int(ended == REPORTED)
         self._end_as(code, is_reported=ended == REPORTED)
 
@@ -273,6 +277,7 @@ class Supervisor:
     # ------------------------------------------------------------------ the control process
 
     def _fork_control(self, asking: int) -> None:
+        self._guard = self._guard or Guard(ends_launcher=False)
         self._control, theirs = _socketpair()
         self._control_pid = _try_to_fork()
         with theirs, socket.socket(fileno=asking) as rank_0:

@@ -17,6 +17,7 @@ from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.connections import Unpacker, explain_loss, keep_alive, pack
 from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT, silent
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
+from lightning_ddp.supervise.guard import with_stack
 from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
 from lightning_ddp.supervise.stop_main import StepBoundary
@@ -185,12 +186,6 @@ class Watch:
         return self._is_deaf and self.failure is None
 
     @property
-    def launcher(self) -> Identity | None:
-        """The rank that has started this one, if the server runs in it."""
-        is_rank_0 = self._parent == self._server.identity and self._server.identity.rank == 0
-        return self._parent if is_rank_0 else None
-
-    @property
     def has_met(self) -> bool:
         """Whether every rank of the run has been connected."""
         return self._all_here.is_set()
@@ -261,7 +256,8 @@ class Watch:
             if is_late:
                 self._last_beat = now
             elif now - self._last_beat > self._settings.stall_timeout_s + longest_s:
-                self._learn(silent(self._server.identity, self._settings.stall_timeout_s), is_news=True)
+                record = silent(self._server.identity, self._settings.stall_timeout_s)
+                self._learn(with_stack(record), is_news=True)
         return max(0.0, self._next_report - now)
 
     def _stop_listening(self) -> None:

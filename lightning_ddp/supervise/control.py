@@ -120,6 +120,7 @@ class RunControl:
         settings: times, and whether the run goes on without ranks that it loses.
         processes: those of the server's node.
         say: prints a text for people.
+        with_stack: adds the stack of a process that says nothing, where it can be had.
         pid: of the server's process: if a rank is there, the others do not go on without it.
     """
 
@@ -132,9 +133,11 @@ class RunControl:
         settings: ReconcileSettings,
         processes: LocalProcesses,
         say: Callable[[str], None],
+        with_stack: Callable[[FailureRecord], FailureRecord],
         pid: int,
     ) -> None:
-        self._connections, self._settings, self._say = connections, settings, say
+        self._connections, self._settings = connections, settings
+        self._say, self._with_stack = say, with_stack
         self._token, self._pid = token, pid
         self._verdict = Verdict()
         self._stop = StopAgreement(settings.failure_grace_s)
@@ -314,8 +317,10 @@ class RunControl:
         members = self.members
         is_meeting = members.membership.phase not in (Phase.RUNNING, Phase.OVER)
         stalled = members.stall.find(now, may_all_wait=is_meeting)
-        if stalled is not None and not self._lose(stalled, now, has_ended=False):
-            self._verdict.accuse(stalled)
+        if stalled is not None and not self._is_told:
+            stalled = self._with_stack(stalled)
+            if not self._lose(stalled, now, has_ended=False):
+                self._verdict.accuse(stalled)
         members.deliver(members.inspection.due(now))
         stranded = members.inspection.stranded(self._leaving_ranks)
         if stranded is not None and stranded[0] in members.ranks:

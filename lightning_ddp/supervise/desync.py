@@ -459,9 +459,8 @@ def _plural(text: str, count: int) -> str:
 
 def silent(identity: Identity, timeout_s: float) -> FailureRecord:
     """The failure of a process that does not even answer."""
-    return FailureRecord.of_identity(
-        identity, f"the process has said nothing for {timeout_s:g} s: it is stopped (SIGSTOP), or swapped out"
-    )
+    why = "it is stopped (SIGSTOP), swapped out, or holds its interpreter"
+    return FailureRecord.of_identity(identity, f"the process has said nothing for {timeout_s:g} s: {why}")
 
 
 @dataclass

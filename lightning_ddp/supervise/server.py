@@ -19,6 +19,7 @@ import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.supervise.connections import Connections, Peer
 from lightning_ddp.supervise.control import RunControl
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
+from lightning_ddp.supervise.guard import with_stack
 from lightning_ddp.supervise.members import LocalProcesses
 from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import ReconcileSettings
@@ -64,6 +65,7 @@ class ControlServer:
             settings=settings,
             processes=self._processes,
             say=_say,
+            with_stack=with_stack,
             pid=os.getpid(),
         )
         self._members = self._control.members

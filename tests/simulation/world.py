@@ -141,6 +141,7 @@ class World:
             settings=self.settings,
             processes=_Node0(self),
             say=lambda text: None,
+            with_stack=lambda record: record,
             pid=100 if plan.is_hosted_by_rank_0 else 1,
         )
         self.report_every_s = 0.75 if plan.stall_timeout_s else 0.0

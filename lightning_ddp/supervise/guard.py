@@ -1,0 +1,192 @@
+"""The guard of a launching process, and the stack of a process that holds its interpreter.
+
+One that stays in C code, or in a regular expression, runs no Python to hear with that it is to end. So each
+launching process has a guard next to it: this file as a program, without the package. It kills those that do
+not know of a failure in time, and prints the report if the launching process is gone without having done so.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from math import inf
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from lightning_ddp.supervise.failure_record import FailureRecord
+
+__all__ = ["PATIENCE_S", "Guard", "forbid_stack", "permit_stack", "stack_of", "tell_guard", "with_stack"]
+
+PATIENCE_S = 20.0
+"""How long a process may outlive the launching one without having heard of its end."""
+_CREDENTIALS = struct.Struct("3i")
+_LONGEST = 100_000
+_MOST_FRAMES = 8
+_STACK_WAIT_S, _STACK_POLL_S = 0.6, 0.05
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
+_STACK = "lightning_ddp_stack"
+
+
+# ---------------------------------------------------------------------- the guard
+
+
+class Guard:
+    """Made by a launching process (Linux of 5.3 or later); `ends_launcher`: which is a rank as well."""
+
+    def __init__(self, *, ends_launcher: bool) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        with suppress(AttributeError, OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+            os.close(os.pidfd_open(os.getpid()))  # the kernel can
+            heard.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            heard.bind(_name(os.getpid()))
+            program = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())]
+            program += ["rank"] if ends_launcher else []
+            self._process = subprocess.Popen(
+                program, stdin=heard.fileno(), stdout=subprocess.DEVNULL, cwd="/"
+            )
+
+    def end(self) -> None:
+        """Called when all processes have ended or are given up, and the launching one reports."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def tell_guard(of: int, rank: int, is_aware: bool | None, limit_s: float = inf, report: str = "") -> None:
+    """Tells the guard of the process `of`, if there is one, that this one has joined, or knows of a failure.
+
+    With `is_aware` it ends by itself, and in `limit_s` all others are to know; False takes that back.
+    Of reports the first counts, unless one comes without a limit.
+    """
+    with suppress(AttributeError, OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telling:
+        telling.settimeout(_STACK_WAIT_S)
+        telling.sendto(json.dumps([rank, is_aware, limit_s, report[: _LONGEST // 12]]).encode(), _name(of))
+
+
+def _name(launcher: int) -> str:
+    return f"\0lightning_ddp/guard-of-{launcher}"
+
+
+def _guard(launcher: int, aware: set[int]) -> None:
+    ends, ranks, deadline, report = {os.pidfd_open(launcher): launcher}, {launcher: 0}, inf, ""
+    heard = socket.socket(fileno=0)
+    while ends:
+        left_s = None if deadline == inf else max(0.0, deadline - time.monotonic())
+        for ready in select.select([0, *ends], (), (), left_s)[0]:
+            if ready != 0:
+                limit_s = PATIENCE_S if ends.pop(ready) == launcher else inf
+            else:
+                data, extra, _, _ = heard.recvmsg(_LONGEST, socket.CMSG_SPACE(_CREDENTIALS.size))
+                pid = _CREDENTIALS.unpack(extra[0][2])[0]  # as the kernel says
+                ranks[pid], is_aware, limit_s, text = json.loads(data)
+                with suppress(OSError):  # it has ended
+                    if pid not in ends.values():
+                        ends[os.pidfd_open(pid)] = pid
+                (aware.add if is_aware else aware.discard)(pid)
+                if is_aware is False and launcher in ends.values():  # the scripts have caught it, and go on
+                    deadline, report = inf, ""
+                report = report or text if limit_s < inf else text or report
+            deadline = min(deadline, time.monotonic() + limit_s)
+        if time.monotonic() >= deadline:
+            deadline, killed, late = inf, "", {end: pid for end, pid in ends.items() if pid not in aware}
+            for end, pid in late.items():
+                stack = "".join((stack_of(pid) or "").splitlines(keepends=True)[-2 * _MOST_FRAMES :])
+                with suppress(ProcessLookupError):  # it has just ended
+                    signal.pidfd_send_signal(end, signal.SIGKILL)
+                text = f"rank {ranks[pid]} (pid {pid}) did not hear of a failure, and was killed:"
+                killed += f"lightning_ddp: {text}\n{stack}"
+            if launcher in set(ends.values()) - set(late.values()):  # it reports the failure itself
+                print(killed, end="", file=sys.stderr, flush=True)
+            else:
+                report = killed + report
+    print(report, end="", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------- the stack of another process
+
+
+_stack_file: int | None = None
+"""In memory; others find it among the open files of this process."""
+
+
+def permit_stack() -> None:
+    """From now on this process writes its stack where `stack_of` asks for it, in C, whatever it does."""
+    global _stack_file
+    if _stack_file is not None or not hasattr(os, "memfd_create"):
+        return
+    number = _stack_signal()
+    if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN):  # else it is of the user
+        with suppress(ValueError):  # this is not the main thread
+            signal.signal(number, signal.SIG_IGN)  # what it is again when the interpreter ends
+            _stack_file = os.memfd_create(_STACK)
+            faulthandler.register(number, file=_stack_file, all_threads=False)
+
+
+def forbid_stack() -> None:
+    """Takes that back, and leaves the signal as it was found."""
+    global _stack_file
+    if _stack_file is not None:
+        os.close(_stack_file)  # nobody asks any more
+        _stack_file = None
+        faulthandler.unregister(_stack_signal())
+        signal.signal(_stack_signal(), signal.SIG_DFL)
+
+
+def _stack_signal() -> int:
+    return signal.SIGRTMIN + 3
+
+
+def stack_of(pid: int) -> str | None:
+    """The stack of the main thread of a process of this host, as a traceback; None if it cannot be had."""
+    folder = f"/proc/{pid}/fd"
+    with suppress(OSError):  # it has ended
+        for name in os.listdir(folder):
+            with suppress(OSError):  # a file that it has closed
+                if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_STACK}"):
+                    with open(f"{folder}/{name}", errors="replace") as file:
+                        return _ask(pid, file)
+    return None
+
+
+def _ask(pid: int, file: TextIO) -> str | None:
+    import linecache
+
+    file.seek(0, os.SEEK_END)
+    os.kill(pid, _stack_signal())
+    text, deadline = "", time.monotonic() + _STACK_WAIT_S  # longer only if it is stopped
+    while time.monotonic() < deadline:
+        time.sleep(_STACK_POLL_S)
+        more = file.read()
+        if text and not more:
+            break
+        text += more
+    frames = [
+        f'  File "{name}", line {number}, in {function}\n    {linecache.getline(name, int(number)).strip()}\n'
+        for name, number, function in reversed(_FRAME.findall(text))
+    ]
+    return "".join(frames) or None
+
+
+def with_stack(record: FailureRecord) -> FailureRecord:
+    """A failure of a process that says nothing itself, with its stack, if it is of this host."""
+    from dataclasses import replace  # which the guard does without
+
+    if record.pid is None or record.host != socket.gethostname():
+        return record
+    return replace(record, traceback=stack_of(record.pid))
+
+
+if __name__ == "__main__":
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(ignored, signal.SIG_IGN)  # they are for the ranks
+    _guard(int(sys.argv[1]), set() if sys.argv[2:] else {int(sys.argv[1])})
