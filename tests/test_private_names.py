@@ -212,7 +212,6 @@ def test_the_hooks_on_a_gradient_can_be_counted() -> None:
     assert len(parameter._post_accumulate_grad_hooks) == 1
 
 
-@canary("torch._foreach_copy_", "torch._foreach_mul_", "torch._foreach_add_")
 def test_the_memory_of_pythons_and_numpys_generator_is_what_they_tell_as_their_state() -> None:
     """Else the cheap comparison at each step boundary is not used, and the states are copied."""
     python: Any = random.getstate.__self__  # type: ignore[attr-defined]
@@ -226,6 +225,7 @@ def test_the_memory_of_pythons_and_numpys_generator_is_what_they_tell_as_their_s
     assert ctypes.string_at(generator.ctypes.state_address, len(told)) == told
 
 
+@canary("torch._foreach_copy_", "torch._foreach_mul_", "torch._foreach_add_")
 def test_lists_of_tensors_are_changed_at_once() -> None:
     """Copies lists of any types, also of views, and multiplies and adds in place."""
     flat = torch.zeros(3)
@@ -1592,6 +1592,18 @@ def test_every_canary_is_of_a_name_that_is_used() -> None:
     words = {word for file in files().values() for word in re.findall(r"\w+", file.text)}
     last = {path: [name for name in re.findall(r"\w+", path) if is_private(name)][-1:] for path in paths}
     assert [path for path, names in last.items() if not words.issuperset(names)] == []
+
+
+def test_whoever_tests_a_private_name_is_its_canary() -> None:
+    tests = [node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
+    found = {
+        f"{test.name}: {ast.unparse(part)}"
+        for test in tests
+        if not any(ast.unparse(mark).startswith("canary(") for mark in test.decorator_list)
+        for part in ast.walk(test)
+        if isinstance(part, ast.Attribute) and is_private(part.attr) and owner(part) in DEPENDENCIES
+    }
+    assert found == set()
 
 
 PLACES = {
