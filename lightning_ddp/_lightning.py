@@ -170,7 +170,7 @@ def _unsupported(where: str, name: str, root: str | None = None) -> UnsupportedV
     package = root.partition(".")[0].replace("_", "-")
     return UnsupportedVersionError(
         f"{package} {_version(root)} has no `{name}` in {where}. lightning_ddp builds on it, and knows"
-        f" Lightning 2.5 to 2.6: pip install '{package}>=2.5,<2.7', or a newer lightning_ddp"
+        f" Lightning 2.5 to 2.6: pip install '{package}>=2.5,!=2.6.2,!=2.6.3,<2.7', or a newer lightning_ddp"
     )
 
 

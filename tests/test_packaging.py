@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import lightning_ddp
+from lightning_ddp import _lightning
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 300
@@ -27,6 +31,16 @@ def call(*command: str, cwd: Path, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_the_releases_of_lightning_that_were_malware_are_excluded() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    texts += re.findall(r"pip install '([^']+)'", str(_lightning._unsupported("a_module", "name")))
+    bounds = [r.specifier for r in map(Requirement, texts) if r.name in ("lightning", "pytorch-lightning")]
+    assert len(bounds) == 3
+    assert [f"{v} in {bound}" for bound in bounds for v in ("2.6.2", "2.6.3") if v in bound] == []
+    assert all(v in bound for bound in bounds for v in ("2.5.0", "2.6.1", "2.6.6"))
 
 
 @pytest.mark.slow
