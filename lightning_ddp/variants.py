@@ -40,8 +40,8 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
         {"ddp_comm_hook": "int8"},
     ),
     "custom_ddp_powersgd": (
-        "low-rank gradients with error feedback: rank 4, after 100 steps of the plain mean",
-        {"ddp_comm_hook": {"name": "powersgd", "rank": 4, "start_step": 100}},
+        "low-rank gradients with error feedback: rank 2, after 10 steps of the plain mean",
+        {"ddp_comm_hook": "powersgd"},
     ),
     "custom_ddp_topk": (
         "the largest 1 % of the gradients with error feedback; the part falls to that over 100 steps",

@@ -123,6 +123,11 @@ def test_every_hook_and_averager_can_be_chosen_and_is_that_of_the_code():
     for name in HOOKS:
         node = composed(f"strategy/ddp_comm_hook={name}").strategy.ddp_comm_hook
         assert parse_hook(OmegaConf.to_container(node)) == parse_hook(name)
+    for node in (
+        composed("strategy=powersgd").strategy,
+        OmegaConf.create(variant_arguments("custom_ddp_powersgd")),
+    ):
+        assert parse_hook(OmegaConf.to_container(node)["ddp_comm_hook"]) == parse_hook("powersgd")
     for name in AVERAGERS:
         node = composed(f"strategy/model_averaging={name}").strategy.model_averaging
         spec = {"name": name, "periods": {4: 2, 16: 0}} if name == "hierarchical_sgd" else name
@@ -164,7 +169,7 @@ def test_a_trainer_is_built_with_the_chosen_strategy_and_plain_values(constructe
     assert (trainer.max_epochs, trainer.num_devices) == (3, 2)
     assert isinstance(trainer.strategy, lightning_ddp.CustomDDPStrategy)
     (given,) = constructed
-    assert given["ddp_comm_hook"] == parse_hook({"name": "powersgd", "rank": 3, "start_step": 100})
+    assert given["ddp_comm_hook"] == parse_hook({"name": "powersgd", "rank": 3})
     assert (given["timeout"], given["stall_timeout"]) == (timedelta(minutes=10), timedelta(minutes=5))
     assert given["bucket_cap_mb_list"] == [1, 2.5]
     assert type(given["bucket_cap_mb_list"]) is list
@@ -247,7 +252,11 @@ def test_launchers(monkeypatch):
         ("strategy.ddp_comm_hook.rank=0", "strategy.ddp_comm_hook", "at least 1"),
         ("strategy.ddp_comm_hook.warm_start=3.5", "strategy.ddp_comm_hook.warm_start", "bool"),
         ("strategy.ddp_comm_hook=[bf16,topk]", "strategy.ddp_comm_hook", "strategy=custom_ddp"),
-        ("strategy/ddp_comm_hook=topk", "strategy.ddp_comm_hook.rank", "(In 'strategy/powersgd'.)"),
+        (
+            "strategy=topk strategy/ddp_comm_hook=powersgd",
+            "strategy.ddp_comm_hook.ratio",
+            "(In 'strategy/topk'.)",
+        ),
         ("strategy.ddp_comm_hook=powersdg", "strategy.ddp_comm_hook", "'powersgd'"),
         ("strategy.model_averaging=dilocco", "strategy.model_averaging", "'diloco'"),
         (
@@ -271,7 +280,7 @@ def test_launchers(monkeypatch):
 )
 def test_a_wrong_option_is_refused_with_its_path_and_what_was_meant(override, path, meant):
     is_choice = override.startswith(("strategy=", "trainer="))
-    message = message_of(*([] if is_choice else ["strategy=powersgd"]), override)
+    message = message_of(*([] if is_choice else ["strategy=powersgd"]), *override.split())
     assert message.startswith(path), message
     assert meant in message
 

@@ -45,7 +45,7 @@ LINK_HOOKS: Final[Mapping[str, Any]] = {
     TORCH_DEFAULT: None,
     "bf16": "bf16",
     "int8": "int8",
-    "powersgd_r4": {"name": "powersgd", "rank": 4, "start_step": 0},
+    "powersgd": {"name": "powersgd", "start_step": 0},
     "topk_1pc": {"name": "topk", "ratio": 0.01},
     "sign": "sign",
 }
