@@ -13,12 +13,13 @@ from typing import Any
 
 from lightning_ddp._lightning import Callback, LightningModule, Trainer, batches_that_stepped
 from lightning_ddp.ddp.module import BucketedDDP
+from lightning_ddp.elastic import WorldChange
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.launch.session import session_of_process
 from lightning_ddp.telemetry.step_record import StepRecord, StepRecorder
 from lightning_ddp.telemetry.timeline import Change, Lateness, Recording, SlowRanks, lateness, save
 
-__all__ = ["CommunicationMonitor"]
+__all__ = ["CommunicationMonitor", "WorldChange"]
 
 _log = logging.getLogger("lightning_ddp")
 _TOPIC = "slack"
@@ -98,7 +99,7 @@ class CommunicationMonitor(Callback):
         self._slow = SlowRanks(self.slow_after_steps)
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
 
-    def on_world_changed(self, trainer: Trainer, pl_module: LightningModule, change: Any) -> None:
+    def on_world_changed(self, trainer: Trainer, pl_module: LightningModule, change: WorldChange) -> None:
         """Goes on with the ranks that there are now."""
         if self.recorder is None or self._exchange is None:
             return

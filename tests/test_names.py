@@ -301,6 +301,8 @@ assert {{*lightning_ddp.__all__}} <= {{*dir(lightning_ddp)}}
 from lightning_ddp import *
 assert DataParallel is lightning_ddp.DataParallel
 assert all(callable(globals()[name]) for name in lightning_ddp.__all__)  # and no room of the same name
+from lightning_ddp.callbacks import CommunicationMonitor, WorldChange
+assert "lightning_ddp.elastic.recovery" not in sys.modules, "what recovers is imported where it may be needed"
 assert BucketedDDP.__module__ == "lightning_ddp.ddp.module"
 assert not hasattr(lightning_ddp, "no_such_name")
 assert issubclass(lightning_ddp.Trainer, pl.Trainer)

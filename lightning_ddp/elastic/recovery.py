@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +42,7 @@ from lightning_ddp.comm.gather_scatter import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.buffers import ModuleSnapshot
+from lightning_ddp.elastic import WorldChange
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import end_collectives, leave
 from lightning_ddp.elastic.takeover import MAIN, VALIDATION, Handover, Journal, Loggers, seed_generators
@@ -52,32 +52,9 @@ from lightning_ddp.launch.session import Session, global_seed
 from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.protocol import Form
 
-__all__ = ["Recovery", "WorldChange"]
+__all__ = ["Recovery"]
 
 _log = logging.getLogger("lightning_ddp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorldChange:
-    """What `on_world_changed` of callbacks and modules is told when other ranks go on than before."""
-
-    old_world_size: int
-    new_world_size: int
-    old_rank: int | None
-    """This process's rank before."""
-    new_rank: int
-    lost_ranks: tuple[int, ...]
-    """Those that are lost or have left, as they were numbered before."""
-    joined_ranks: tuple[int, ...] = ()
-    """As they are numbered now."""
-    step: int
-    """Optimizer steps that are committed."""
-    seconds: float
-    """From when this process heard of the failure, or stood at the boundary, until it went on."""
-    cause: PeerFailure | None
-    """The failure; None where nobody failed: others have joined, or left as they were asked to."""
-    retried: bool
-    """Whether the step that had begun is done again."""
 
 
 class Recovery:
