@@ -445,8 +445,10 @@ def test_a_launching_process_that_is_no_rank_starts_new_ones_in_all_places(start
     ledger.ended = [0, 1, 2]
     ledger.check_members(3)
     (metrics,) = tmp_path.glob("logs/*/version_*/metrics.csv")
-    steps = [int(row["step"]) for row in csv.DictReader(metrics.read_text().splitlines()) if row["loss_step"]]
-    assert steps == list(range(len(ledger.by_step())))
+    rows = list(csv.DictReader(metrics.read_text().splitlines()))
+    assert [int(row["step"]) for row in rows if row["loss_step"]] == list(range(len(ledger.by_step())))
+    counts = [float(row["recovery/count"]) for row in rows if row["recovery/count"]]
+    assert sorted(set(counts)) == [1, 2, 3], "losses, whoever is rank 0; none for those that join"
 
 
 @pytest.mark.slow

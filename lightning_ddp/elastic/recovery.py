@@ -104,6 +104,8 @@ class Recovery:
         self._phase = self._last_phase = 0
         self._members = tuple(range(trainer.world_size))
         """Places of the generation that was told of last, by rank."""
+        self._num_recoveries = 0
+        """Generations that went on after a failure; those that others joined or left do not count."""
         self._is_clean = True
         self._is_again = False
         """Whether what follows was interrupted by a failure before."""
@@ -277,7 +279,9 @@ class Recovery:
             if boundary.is_meeting:
                 self._calls.meet()
                 if boundary.has_new:
-                    self._handover = Handover.of(self._trainer, self._communication, self.dealer)
+                    self._handover = Handover.of(
+                        self._trainer, self._communication, self.dealer, num_recoveries=self._num_recoveries
+                    )
                 if self._device.type == "cuda":  # or an abort here cuts off what another one still receives
                     self._settle()
                     limit = timedelta(seconds=self._group().timeout_s(self._device))
@@ -548,6 +552,7 @@ class Recovery:
         """Before the first step of a process that has joined."""
         assert self._handover is not None
         self._handover.restore_loops(self._trainer, self.dealer)
+        self._num_recoveries = self._handover.num_recoveries
         self.committed = self.taken = form.step
         self._phase = self._last_phase = form.phase
         self._deal(self._handover.num_batches, anew=True)
@@ -625,8 +630,9 @@ class Recovery:
             cause=error,
             retried=form.is_retried,
         )
+        failed = tuple(rank for rank in lost if rank not in left)
+        self._num_recoveries += bool(failed)
         if change.new_rank == 0:
-            failed = tuple(rank for rank in lost if rank not in left)
             what = [
                 f"rank {', '.join(map(str, ranks))} {verb}"
                 for ranks, verb in ((failed, "lost"), (left, "left"), (joined, "joined"))
@@ -639,7 +645,7 @@ class Recovery:
                 callback.on_world_changed(trainer, trainer.lightning_module, change)
         if hasattr(trainer.lightning_module, "on_world_changed"):
             trainer.lightning_module.on_world_changed(change)
-        metrics = {"count": form.generation, "seconds": seconds, "world_size": change.new_world_size}
+        metrics = {"count": self._num_recoveries, "seconds": seconds, "world_size": change.new_world_size}
         for logger in trainer.loggers:
             logger.log_metrics(
                 {f"recovery/{name}": float(value) for name, value in metrics.items()},

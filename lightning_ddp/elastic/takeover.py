@@ -180,11 +180,15 @@ class Handover:
     saved: list[int | None]
     """At which step each callback that saves checkpoints has done so last."""
     should_stop: bool
+    num_recoveries: int
+    """After failures, that loggers have been told of."""
     validates: bool
     """Whether the loaders of validation are set up, for which the ranks communicate."""
 
     @classmethod
-    def of(cls, trainer: Trainer, communication: Communication, dealer: Dealer) -> Handover:
+    def of(
+        cls, trainer: Trainer, communication: Communication, dealer: Dealer, *, num_recoveries: int
+    ) -> Handover:
         """What this rank has. All members call it, as hooks of a checkpoint may communicate."""
         checkpoint = dump_checkpoint(trainer)
         has_state = communication.has_state
@@ -196,6 +200,7 @@ class Handover:
             metrics=dict(callback_metrics(trainer)),
             saved=[saved_last(callback) for callback in trainer.callbacks],  # type: ignore[attr-defined]
             should_stop=bool(trainer.should_stop),
+            num_recoveries=num_recoveries,
             validates=has_validation_loaders(trainer),
         )
 
