@@ -13,6 +13,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+_SCREEN_LINES, _SCREEN_COLUMNS = 20, 100
+"""What a report may take of a screen before its last line says all that matters once more."""
+
 
 def require(condition: bool, message: str) -> None:
     """Raises a ConfigurationError with `message` unless `condition` holds."""
@@ -203,6 +206,31 @@ def _rebuild(kind: type[LightningDDPError], keywords: dict[str, Any], *message: 
     return kind(*message, **keywords)
 
 
+def fits_a_screen(text: str) -> bool:
+    """Tell whether a text takes at most 20 lines of 100 columns, of which a character may take two."""
+    widths = (len(line) + sum(not c.isascii() for c in line) for line in text.rstrip().split("\n"))
+    return sum(max(1, -(-width // _SCREEN_COLUMNS)) for width in widths) <= _SCREEN_LINES
+
+
+def cause_of(failure: Any, *, is_whole: bool = True) -> str:
+    """Say what happened, of a `PeerFailure` or its record; if not whole, the first line of a long message."""
+    message: str = failure.message
+    if not is_whole and not fits_a_screen(message):
+        message = message.partition("\n")[0][:200] + " ..."
+    return f"{failure.exception_type}: {message}" if failure.exception_type else message
+
+
+def with_ending(text: str, failure: Any) -> str:
+    """Repeat rank, step and class of a failure after a report of it that is longer than a screen."""
+    if fits_a_screen(text):
+        return text
+    name = f"rank {failure.rank}" if failure.rank >= 0 else "the launching process"
+    where = f" at step {failure.step}" if failure.step is not None else ""
+    where += f" in {failure.phase}" if failure.phase else ""
+    what = failure.exception_type or cause_of(failure, is_whole=False)
+    return f"{text.rstrip()}\nIn short: {name} failed first{where}: {what}\n"
+
+
 class PeerFailure(LightningDDPError, RuntimeError):
     """Another rank failed, and this one was stopped because of it.
 
@@ -291,12 +319,11 @@ class PeerFailure(LightningDDPError, RuntimeError):
         text = name + (f" ({', '.join(where)})" if where else "") + " failed"
         text += f" at step {self.step}" if self.step is not None else ""
         text += f" in {self.phase}" if self.phase else ""
-        cause = f"{self.exception_type}: {self.message}" if self.exception_type else self.message
-        text += f":\n  {cause}\n"
+        text += f":\n  {cause_of(self, is_whole=not self.traceback)}\n"
         text += "  This rank was healthy and was stopped because of it." if self.is_own is False else ""
         if self.traceback:
             text += f" Traceback of rank {self.rank} follows.\n{self.traceback}"
-        return text
+        return with_ending(text, self)
 
 
 _FIELDS = tuple(inspect.signature(PeerFailure).parameters)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 import torch.distributed as dist
-from harness import run_ranks
+from harness import last_screen, run_ranks
 
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
 from lightning_ddp.launch.session import Session
@@ -27,7 +27,7 @@ from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
 from lightning_ddp.supervise.desync import StallWatch
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
 from lightning_ddp.supervise.protocol import (
     Active,
     AllHere,
@@ -178,6 +178,44 @@ def test_texts_of_any_characters_fit_into_a_message(character) -> None:
     assert told.traceback is not None
     assert told.traceback.endswith(character * 2_000 + "Z")
     pack(Failure(told.cut()))  # as the server sends it on
+
+
+@pytest.mark.parametrize(
+    ("message", "num_lines"),
+    [
+        ("\x01" * 20_000, 40),
+        ("€" * 10_000, 13),
+        ("".join(f"line {number}\n" for number in range(5_000)), 40),
+        ("x" * 8_000, 40),
+        ("x" * 8_001, 40),
+    ],
+    ids=["control characters", "euros", "lines", "that fits", "that does not"],
+)
+def test_the_last_screen_of_a_report_has_rank_step_and_class_whatever_the_message(
+    tmp_path, message, num_lines
+) -> None:
+    """The lines are fewer than 40 where they take more bytes in a message of the channel."""
+    try:
+        raise ValueError(message) from OSError(message)
+    except ValueError as error:
+        where = Where(step=18, phase="training_step")
+        record = sent(FailureRecord.of_exception(error, Identity(rank=2, node_rank=0), where))
+    shown = message if len(message) == 8_000 else None
+    if shown is None:
+        *lines, note = record.message.split("\n")
+        assert (len(lines), {*map(len, lines)} <= {*range(201)}) == (num_lines, True)
+        told = "".join(lines).replace("\\x01", "\x01")
+        assert message.replace("\n", "").startswith(told)
+        num_breaks = num_lines - 1 if "\n" in message else 0
+        assert note == f"... {len(message) - len(told) - num_breaks} characters left out"
+    write_error_file(str(tmp_path / "error"), record, is_cause=True)
+    trace = json.loads((tmp_path / "error").read_text())["message"]["extraInfo"]["py_callstack"]
+    for text in (render(record), str(record.to_error(0)), trace):
+        assert "in test_the_last_screen" in text, "the frames stay"
+        assert not re.search(r"[^\n -~€]", text)
+        screen = last_screen(text)
+        assert "rank 2 failed first at step 18 in training_step: ValueError" in screen
+    assert render(record).count(record.message) == 2, "that of the error and of its cause"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import user_script
-from harness import RUN, ScriptResult, run_script, start_script
+from harness import RUN, ScriptResult, last_screen, run_script, start_script
 from test_hydra import starts
 from user_script import ALL, order, read_notes, wait_for_notes
 
@@ -380,9 +380,13 @@ def test_an_exception_whose_text_is_long_or_cannot_be_had_is_told(tmp_path, stra
     survivor = read_notes(tmp_path)[f"on_exception-{1 - victim}"]
     assert (survivor["kind"], survivor["rank"]) == ("PeerFailure", victim), result.stderr
     assert survivor["exception_type"] == ("ValueError" if fault == "long" else "Untellable")
-    assert survivor["message"].startswith("漢" * 1_500 if fault == "long" else "(its own text cannot be had")
+    told = survivor["message"].replace("\n", "")
+    assert told.startswith("漢" * 1_500 if fault == "long" else "(its own text cannot be had")
     report = result.stderr.rpartition("lightning_ddp: " if strategy == "custom_ddp" else "PeerFailure: ")[2]
     assert report.startswith(f"rank {victim} ("), result.stderr
+    if fault == "long":
+        screen = last_screen(result.stderr)
+        assert f"rank {victim} failed first at step 2 in training_step: ValueError" in screen
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import user_script
-from harness import run_script
+from harness import last_screen, run_script
 from user_script import order, read_notes
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize(("fault", "fresh"), [("exception", True), ("kill", False)])
+@pytest.mark.parametrize(
+    ("fault", "fresh"),
+    [("exception", True), ("kill", False), pytest.param("long", False, marks=pytest.mark.slow)],
+)
 def test_torchrun_reports_the_rank_that_failed_first(fault, fresh, tmp_path) -> None:
     arguments = order(tmp_path, fault=fault, rank=1)
     result = run_script(
@@ -25,4 +28,8 @@ def test_torchrun_reports_the_rank_that_failed_first(fault, fresh, tmp_path) -> 
     assert (notes["on_exception-0"]["kind"], notes["on_exception-0"]["rank"]) == ("PeerFailure", 1)
     root = result.stderr[result.stderr.index("Root Cause (first observed failure)") :]
     assert re.search(r"rank +: 1 \(local_rank: 1\)", root), root
-    assert ("ValueError: expected 3 channels, got 1" if fault == "exception" else "SIGKILL") in root
+    if fault == "long":
+        screen = last_screen(result.stderr)
+        assert "rank 1 failed first at step 2 in training_step: ValueError" in screen
+    else:
+        assert ("ValueError: expected 3 channels, got 1" if fault == "exception" else "SIGKILL") in root

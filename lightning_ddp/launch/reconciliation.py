@@ -46,7 +46,14 @@ from lightning_ddp.shm.shared_memory import end_idle_workers
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
+from lightning_ddp.supervise.failure_record import (
+    FailureRecord,
+    Identity,
+    Where,
+    render,
+    shortened,
+    write_error_file,
+)
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
 from lightning_ddp.supervise.protocol import Exited, Message, Moved, Saved, Start, Stop, Stopped
 from lightning_ddp.supervise.server import ControlServer
@@ -538,15 +545,17 @@ class Reconciliation:
             self.watch.post(Stopped())
         return True
 
-    def fail(self, trace: str) -> None:
-        """Tells all ranks that this one has failed, as the text `trace` says."""
+    def fail(self, trace: str, cause: str | None = None) -> None:
+        """Tells all ranks that this one has failed, as the text `trace` says; None for its last line."""
         if self.watch is None:
             return
         self.resume()
         where = self._position()
-        cause = trace.strip().splitlines()[-1] if trace.strip() else "reconciliate_processes was called"
+        if cause is None:
+            cause = trace.strip().splitlines()[-1] if trace.strip() else "reconciliate_processes was called"
+            trace = trace.replace(cause, shortened(cause))
         record = FailureRecord.of_identity(
-            self.watch.identity, cause, step=where.step, phase=where.phase, traceback=trace or None
+            self.watch.identity, shortened(cause), step=where.step, phase=where.phase, traceback=trace or None
         )
         self.watch.report(record, is_echo=False)
 

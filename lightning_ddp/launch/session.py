@@ -65,7 +65,7 @@ from lightning_ddp.launch.rendezvous import (
 from lightning_ddp.launch.stop_signals import WaitSignals, describe_rank, tell_long_wait
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, traceback_of
 from lightning_ddp.supervise.members import LocalProcesses
 from lightning_ddp.supervise.protocol import Stop
 from lightning_ddp.supervise.server import ControlServer
@@ -260,7 +260,7 @@ class Session:
             return None
         ours.resume()
         if error is not None and not ours.has_failed:  # outside of a Trainer: nobody has heard of it
-            ours.fail("".join(traceback.format_exception(error)))
+            ours.fail(traceback_of(error), traceback.format_exception_only(error)[-1].strip())
         has_failed = error is not None or ours.has_failed
         self.children.ending.acquire()
         if isinstance(self.control.server, ControlServer):

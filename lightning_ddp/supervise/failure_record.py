@@ -9,13 +9,13 @@ import signal
 import socket
 import time
 import traceback as traceback_module
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp.errors import PeerFailure
+from lightning_ddp.errors import PeerFailure, cause_of, with_ending
 
 __all__ = [
     "GONE",
@@ -41,6 +41,10 @@ _LONGEST = {
     "checkpoint": 4_100,
 }
 """In bytes as JSON, where a character takes up to twelve; together they fit into a message of the channel."""
+_MOST_LINES, _MOST_COLUMNS = 40, 200
+"""Of a message in a report."""
+_NOTE_BYTES = 60
+"""What says that there are more, in a message of the control channel."""
 _MOST_SHOWN = 20
 _LATER_S = 60
 """torchelastic reports the earliest of a node; a survivor must not be taken for the cause."""
@@ -129,12 +133,12 @@ class FailureRecord:
         kind = type(error)
         return cls.of_identity(
             identity,
-            _text_of(error),
+            shortened(_text_of(error)),
             step=where.step,
             phase=where.phase,
             exception_type=kind.__name__,
             exception_class=f"{kind.__module__}:{kind.__qualname__}",
-            traceback="".join(traceback_module.format_exception(error)),
+            traceback=traceback_of(error),
         )
 
     @classmethod
@@ -145,7 +149,7 @@ class FailureRecord:
     @property
     def cause(self) -> str:
         """What happened, in words."""
-        return f"{self.exception_type}: {self.message}" if self.exception_type else self.message
+        return cause_of(self)
 
     def cut(self) -> FailureRecord:
         """This record with its texts cut to what a message of the control channel may hold."""
@@ -183,6 +187,63 @@ def _text_of(error: BaseException) -> str:
         return f"(its own text cannot be had: __str__ raises {type(failure).__name__})"
 
 
+def shortened(message: str) -> str:
+    """Return a message, or its first 40 lines of 200 characters and how many characters there are more.
+
+    There are fewer lines where their bytes would not fit into a message of the control channel.
+
+    >>> shortened("1\\n" * 50).splitlines()[39:]
+    ['1', '... 21 characters left out']
+    """
+    lines = list(islice(_lines_of(message), _MOST_LINES + 1))
+    number = min(len(lines), _MOST_LINES)
+    longest = _LONGEST["message"] - _NOTE_BYTES
+    while number > 1 and len(json.dumps("\n".join(line for line, _ in lines[:number]))) > longest:
+        number -= 1
+    if number == len(lines):
+        return message
+    kept = "\n".join(line for line, _ in lines[:number])
+    return f"{kept}\n... {len(message) - lines[number - 1][1]} characters left out"
+
+
+def _lines_of(message: str) -> Iterator[tuple[str, int]]:
+    """Yield a message as it is printed, in lines of 200 characters, and where each of them ends in it."""
+    end = 0
+    for line in message.split("\n"):
+        shown = ""
+        for character in line:
+            printed = _escaped(character)
+            if len(shown) + len(printed) > _MOST_COLUMNS:
+                yield shown, end
+                shown = ""
+            shown += printed
+            end += 1
+        yield shown, end
+        end += 1
+
+
+def traceback_of(error: BaseException) -> str:
+    """Format an exception as Python does, with the messages of it and of its causes shortened."""
+    text = "".join(traceback_module.format_exception(error))
+    for message in sorted({_text_of(link) for link in _chain_of(error)}, key=len, reverse=True):
+        if (shorter := shortened(message)) != message:
+            text = text.replace(message, shorter)
+    return text
+
+
+def _chain_of(error: BaseException) -> list[BaseException]:
+    """Return an exception, its causes and those of a group."""
+    found: dict[int, BaseException] = {}
+    left = [error]
+    while left:
+        link = left.pop()
+        if id(link) not in found:
+            found[id(link)] = link
+            more = [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
+            left += [other for other in more if isinstance(other, BaseException)]
+    return list(found.values())
+
+
 def _cut(text: str, longest: int, *, keeps_end: bool) -> str:
     """As much of a text as takes about `longest` bytes as JSON."""
     kept = text[-longest:] if keeps_end else text[:longest]
@@ -207,15 +268,15 @@ def render(record: FailureRecord) -> str:
     if record.step is not None or record.phase:
         step = f"step {record.step}" if record.step is not None else ""
         lines.append("  " + " in ".join(filter(None, (step, record.phase))))
-    lines.append(f"  {record.cause}")
+    lines.append(f"  {cause_of(record, is_whole=not record.traceback)}")
     if record.checkpoint:
         lines.append(f"  The last step was saved: {record.checkpoint}")
     if record.traceback:
-        lines.append(f"Traceback of {name}:\n{_shortened(record.traceback).rstrip()}")
-    return "\n".join(lines) + "\n"
+        lines.append(f"Traceback of {name}:\n{_folded(record.traceback).rstrip()}")
+    return with_ending("\n".join(lines) + "\n", record)
 
 
-def _shortened(traceback: str) -> str:
+def _folded(traceback: str) -> str:
     """A traceback in which one line stands for the frames of packages before one of the user, or the last."""
     pieces: list[tuple[str, str]] = []  # package, or "" for what is kept; text
     end = 0
@@ -252,11 +313,12 @@ def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> Non
         is_cause: whether it happened in this process; the agent reports the earliest one of its node.
     """
     text = record.cause if is_cause else render(record)
+    trace = record.traceback if is_cause and record.traceback else text
     data = {
         "message": {
             "message": text,
             "extraInfo": {
-                "py_callstack": record.traceback if is_cause and record.traceback else text,
+                "py_callstack": with_ending(trace, record),  # which is what is printed
                 "timestamp": str(int(record.time) + (0 if is_cause else _LATER_S)),
             },
         }

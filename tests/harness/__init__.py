@@ -9,7 +9,15 @@ from harness.leftovers import ProcessLeftBehind
 from harness.machine import free_port, host_with
 from harness.outcomes import RankFailed, RankOutcome
 from harness.processes import run_ranks, run_ranks_outcomes, store_elsewhere
-from harness.scripts import RUN, RunningScript, ScriptFailed, ScriptResult, run_script, start_script
+from harness.scripts import (
+    RUN,
+    RunningScript,
+    ScriptFailed,
+    ScriptResult,
+    last_screen,
+    run_script,
+    start_script,
+)
 from harness.threads import run_threads, run_threads_outcomes
 
 __all__ = [
@@ -22,6 +30,7 @@ __all__ = [
     "ScriptResult",
     "free_port",
     "host_with",
+    "last_screen",
     "run_ranks",
     "run_ranks_outcomes",
     "run_script",

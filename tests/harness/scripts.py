@@ -64,6 +64,12 @@ class ScriptResult:
         return self
 
 
+def last_screen(text: str) -> str:
+    """Return what a terminal of 24 lines and 100 columns shows of a text at its end."""
+    lines = [line[at : at + 100] for line in text.splitlines() for at in range(0, max(1, len(line)), 100)]
+    return "\n".join(lines[-24:])
+
+
 def run_script(
     source_or_path: str | Path,
     args: Sequence[str] = (),
