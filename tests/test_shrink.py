@@ -27,9 +27,16 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks, start_script
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import nn
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.comm.activity import Interrupt
@@ -696,6 +703,14 @@ def test_a_global_batch_that_is_split_gives_the_losses_of_a_run_without_losses(t
     assert disturbed == pytest.approx(undisturbed, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_schedule_lasts_as_long_as_one_rank_that_is_left_takes_steps(tmp_path) -> None:
+    faults = [fault(place, "forward", step) for place, step in ((1, 0), (2, 0), (3, 1))]
+    schedule = ["OneCycleLR", {"max_lr": 0.1, "total_steps": EPOCHS * SAMPLES // 4}]
+    ledger = train(tmp_path, faults=faults, scheduler=schedule)
+    ledger.check([0], rates="any")
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -822,6 +837,51 @@ def test_a_schedule_that_ends_needs_as_many_steps_as_it_has() -> None:
     with pytest.raises(ConfigurationError, match=r"OneCycleLR.* ends after 12 steps.* batch='global'"):
         check_training(trainer, RecoverySettings(), **where)
     check_training(trainer, RecoverySettings(batch="global"), **where)
+
+
+@pytest.mark.parametrize(
+    ("most", "options", "settings", "loader", "interval"),
+    [
+        (192, {}, {}, {}, "step"),
+        (96, {}, {"min_world_size": 2}, {}, "step"),
+        (48, {}, {"min_world_size": 9}, {}, "step"),
+        (96, {"accumulate_grad_batches": 2}, {}, {}, "step"),
+        (100, {"max_steps": 100}, {}, {}, "step"),
+        (24, {"limit_train_batches": 12}, {}, {}, "step"),
+        (48, {"limit_train_batches": 0.25}, {}, {}, "step"),
+        (108, {}, {}, {"batch_size": 7, "drop_last": True}, "step"),
+        (110, {}, {}, {"batch_size": 7}, "step"),
+        (2, {}, {}, {}, "epoch"),
+        (math.inf, {"max_epochs": -1}, {}, {}, "epoch"),
+        (math.inf, {"max_epochs": -1}, {}, {}, "step"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # between Lightning and torch
+def test_a_schedule_that_ends_is_refused_where_few_ranks_can_reach_its_end(
+    most, options, settings, loader, interval
+) -> None:
+    """Of 384 samples, in batches of 4 on 4 ranks, in 2 epochs: 192 steps with one rank from the beginning."""
+    quiet = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 2}
+    trainer = pl.Trainer(strategy="custom_ddp", devices=4, **quiet | options)
+    trainer.strategy.connect(pl.LightningModule())
+    sampler = DistributedSampler(range(384), 4, 0)
+    batches = DataLoader(range(384), sampler=sampler, **{"batch_size": 4, **loader})
+    trainer.fit_loop._combined_loader = CombinedLoader(batches)
+    trainer.fit_loop.max_batches = len(batches)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
+
+    def check(total_steps: int) -> None:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
+        trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval=interval)]
+        check_training(trainer, RecoverySettings(**settings), **where, is_averaging=False)
+
+    if most < math.inf:
+        check(most)
+    if interval == "step" or most == math.inf:
+        with pytest.raises(ConfigurationError, match=r"there is no end" if most == math.inf else f" {most}"):
+            check(10_000 if most == math.inf else most - 1)
 
 
 @pytest.mark.parametrize("fills", [True, False])
