@@ -6,9 +6,10 @@ call. `tests/test_private_names.py` has a canary for each.
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -113,6 +114,12 @@ def known_groups() -> Mapping[Any, tuple[str, Any]]:
     """The process groups that torch knows, with the backend and the store of each."""
     known: Mapping[Any, tuple[str, Any]] = dist.distributed_c10d._world.pg_map
     return known
+
+
+def never_destroy(objects: Iterable[object]) -> None:
+    """Keep objects beyond the end of the interpreter: in a fork torch's destructors wait for lost threads."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def name_of_group(process_group: Any) -> str:

@@ -296,6 +296,27 @@ def test_a_rank_that_raises_before_it_has_joined_is_named(tmp_path, start_method
     assert "ValueError: expected 3 channels, got 1" in report
 
 
+@pytest.mark.parametrize(
+    ("fault", "strategy", "rank"),
+    [
+        ("fork and leave", "custom_ddp", 0),
+        pytest.param("fork and leave", "custom_ddp", 1, marks=pytest.mark.slow),
+        pytest.param("fork and leave", "custom_ddp_spawn", 0, marks=pytest.mark.slow),
+        pytest.param("process and leave", "custom_ddp", 0, marks=pytest.mark.slow),
+        pytest.param("process and leave", "custom_ddp_spawn", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_user_code_forks_may_leave_by_sys_exit(tmp_path, fault, strategy, rank) -> None:
+    """Its interpreter ends, though it has groups and stores of the rank, without their threads."""
+    arguments = order(tmp_path, strategy=strategy, fault=fault, rank=rank)
+    result = run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S, fresh=True)  # whose end is Python's own
+    assert result.returncode == 0, result.stderr
+    notes = read_notes(tmp_path)
+    assert notes[f"forked-{rank}"]["code"] == 5
+    assert {notes[f"trained-{r}"]["step"] for r in range(2)} == {12}
+    assert "lightning_ddp: rank" not in result.stderr
+
+
 @pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_user_code_forks_fails_alone(tmp_path, strategy, rank) -> None:

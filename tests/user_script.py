@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -221,12 +222,19 @@ class Model(pl.LightningModule):
             self.trainer.strategy.barrier("mine alone")
         elif fault == "shape":  # while the other rank reduces something else
             self.trainer.strategy.reduce(torch.ones(3))
-        elif fault == "fork":
+        elif fault.startswith("fork"):
             child = os.fork()
+            if child == 0 and fault == "fork and leave":
+                sys.exit(5)
             if child == 0:
                 raise ValueError("in a process that user code has forked")
-            os.waitpid(child, 0)
-            note(self.order.folder, self.global_rank, "forked")
+            _, status = os.waitpid(child, 0)
+            note(self.order.folder, self.global_rank, "forked", code=os.waitstatus_to_exitcode(status))
+        elif fault == "process and leave":
+            process: Any = multiprocessing.get_context("fork").Process(target=sys.exit, args=(5,))
+            process.start()
+            process.join()
+            note(self.order.folder, self.global_rank, "forked", code=process.exitcode)
         elif fault == "hang":
             threading.Event().wait(60)
         else:

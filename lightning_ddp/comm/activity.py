@@ -202,9 +202,13 @@ class Activity:
             lane = self.add(process_group, *_describe(process_group, len(self.lanes)))
         return lane
 
+    def groups(self) -> list[Any]:
+        """The process groups that have a lane."""
+        return list(self._known)
+
     def forget_groups(self) -> list[Any]:
         """The process groups, which are about to be destroyed, and others made in their place."""
-        groups = list(self._known)
+        groups = self.groups()
         self.lanes, self._known = [], weakref.WeakKeyDictionary()
         self._waits.clear()
         return groups

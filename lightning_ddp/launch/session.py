@@ -36,6 +36,7 @@ from lightning_ddp._lightning import (
     replace_signal_handlers,
     sigterm_exception,
 )
+from lightning_ddp._torch import known_groups, never_destroy
 from lightning_ddp.comm.teardown import remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.hydra_jobs.jobs import jobs, restore, share_job
@@ -128,6 +129,7 @@ class Session:
         """Called in a forked process, of the session of the one that it was forked from."""
         self.is_inherited = True
         self.control.disown()
+        never_destroy([self, *self.control.interrupt.activity.groups(), *known_groups().items()])
 
     # ------------------------------------------------------------------ begin
 

@@ -479,6 +479,10 @@ def end_idle_workers() -> None:
         worker.end()
 
 
+# in a fork there are none of their threads, and a lock of theirs may be held for ever
+os.register_at_fork(after_in_child=lambda: Worker.workers.clear())
+
+
 @atexit.register
 def _end_all() -> None:
     """A thread that is inside of a torch operation when the interpreter is finalised ends the process."""
