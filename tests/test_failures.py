@@ -372,6 +372,7 @@ def test_a_rank_that_is_stopped_holds_the_others_up_until_the_timeout(tmp_path, 
     # where processes are spawned the launching one notes the same failure as rank 0's
     assert "CollectiveTimeoutError" in (seen["kind"], seen["exception_type"]), context
     assert seen["time"] - notes[f"fired-{rank}"]["time"] < 20.0 + SOON_S
+    assert f"; missing: rank {rank}\n" in result.stderr, "also where the server is in the stopped process"
     assert f"finalize-{rank}" in notes, "what was stopped has been continued, and has ended"
 
 

@@ -181,6 +181,27 @@ def test_what_the_interrupt_holds_ends_a_wait() -> None:
     assert max(run_threads(rank_main, 2)) < SOON_S
 
 
+def test_a_deadline_knows_who_has_not_come() -> None:
+    end = threading.Barrier(4)
+
+    def rank_main(rank, _, group):
+        interrupt, absent = Interrupt(), ()
+        shared = Group(group, interrupt, transport=SHARED)
+        memory = SharedMemory(shared, find_hosts(shared, CPU))
+        tensor = memory.zeros(4, torch.float32)
+        memory.connect()
+        if rank % 2 == 0:
+            interrupt.explain = lambda _: TimeoutError(interrupt.activity.absent)
+            interrupt.deadline_s = 0.5
+            with pytest.raises(TimeoutError) as raised:
+                memory.all_reduce(tensor)
+            absent = raised.value.args[0]
+        end.wait(SOON_S)  # whose memory is gone has left
+        return absent, interrupt.activity.absent
+
+    assert run_threads(rank_main, 4) == [((1, 3), ()), ((), ()), ((1, 3), ()), ((), ())]
+
+
 def test_a_rank_that_lets_go_of_its_memory_ends_the_wait_of_others() -> None:
     def rank_main(rank, _, group):
         memory, tensors = connected(group, [(4, torch.float32)])

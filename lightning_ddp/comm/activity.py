@@ -132,6 +132,8 @@ class Activity:
         """Threads beside the main one, while they have something to do."""
         self.on_device: Waiting | None = None
         """What a device of this rank has had to run for a while, though no thread may wait for it."""
+        self.absent: tuple[int, ...] = ()
+        """Global ranks that have not come to what a thread waits for, where shared memory tells."""
         self._waits: dict[int, Waiting] = {}
         self._known: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
 

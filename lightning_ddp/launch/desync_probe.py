@@ -226,7 +226,19 @@ class Inspector:
         while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
             self._interrupt.check()
         self._answers.pop(key, None)
-        return _findings(answer.message)
+        return answer.message.findings if isinstance(answer.message, Found) else self._unanswered(entry)
+
+    def _unanswered(self, entry: Entry | None) -> Findings:
+        """What this rank knows by itself, where the server's process is stopped, or holds its interpreter."""
+        missing, where = set(self._interrupt.activity.absent), ""
+        if self._watch is not None:
+            server = self._watch.server
+            name = f"rank {server.rank}" if server.rank >= 0 else "the process"
+            where = f": {name} (host {server.host}, pid {server.pid}), which has it, runs no Python"
+            if server.rank not in (-1, self._rank) and (entry is None or server.rank in entry.lane.ranks):
+                missing.add(server.rank)
+        sentence = f"the control channel has not answered within {_ASK_WAIT_S:g} s{where}"
+        return Findings(sentence=sentence, table="", missing=tuple(sorted(missing)))
 
     def look(self, entry: Entry) -> CollectiveMismatchError | None:
         """The error of ranks that wait for different collectives; asks all ranks, from one of them.

@@ -266,13 +266,18 @@ class SharedMemory:
         if activity is not None and activity.of_this_thread() is None:  # else it waits for a work already
             noted = activity.waiting(f"rank {self._ranks[index]} in shared memory")
         with noted:
-            self._wait_in_slices(semaphore, index)
+            try:
+                self._wait_in_slices(semaphore, index)
+            finally:
+                if activity is not None:
+                    activity.absent = ()
 
     def _wait_in_slices(self, semaphore: Semaphore, index: int) -> None:
         start = time.monotonic()
         while not semaphore.wait(SLICE_S):
             self._group.check()
             if self._group.interrupt is not None:
+                self._group.interrupt.activity.absent = self._absent(index)
                 self._group.interrupt.check_deadline()
             _check_not_ending()
             is_gone = not self._lifeline.is_alive(index) or self._are_closed[index][0]
@@ -292,6 +297,12 @@ class SharedMemory:
                     f"rank {self._group.rank}: rank {rank} did not come to all-reduce"
                     f" {self._number} over shared memory within {self._timeout_s:g} s"
                 )
+
+    def _absent(self, index: int) -> tuple[int, ...]:
+        """The global ranks that have not begun this call; that of `index` alone where all have."""
+        behind = [other for _, other in self._waits if self._calls[other][0] < self._number] or [index]
+        ranks = self._group.lane.ranks if self._group.lane is not None else range(self._group.size)
+        return tuple(ranks[self._ranks[other]] for other in behind)
 
 
 def _semaphore(control: Arena, index: int) -> Semaphore:

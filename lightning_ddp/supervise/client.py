@@ -186,6 +186,11 @@ class Watch:
         return self._is_deaf and self.failure is None
 
     @property
+    def server(self) -> Identity:
+        """The process where the control server is."""
+        return self._server.identity
+
+    @property
     def has_met(self) -> bool:
         """Whether every rank of the run has been connected."""
         return self._all_here.is_set()
