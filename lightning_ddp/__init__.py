@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ddp import conf
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.hydra_jobs import install as extend_hydra
-from lightning_ddp.launch.child_process import adopt_from_environment
+from lightning_ddp.launch.child_process import adopt_from_environment, end_fast
 from lightning_ddp.strategy import CustomDDPPlugin, CustomDDPStrategy
 from lightning_ddp.variants import available_variants, register_builtin_variants, register_variant
 
@@ -76,5 +76,6 @@ if not TYPE_CHECKING:  # a checker that saw it would accept any name
 
 
 adopt_from_environment()
+end_fast()
 register_builtin_variants()
 extend_hydra(conf)

@@ -186,6 +186,14 @@ def check_report(result: ScriptResult, fault: str, victim: int, moment: str) -> 
         assert f"the process {how[fault]}" in report
 
 
+@starts
+def test_the_failure_is_reported_where_the_launching_process_is_gone(tmp_path, launcher) -> None:
+    """The guard prints what the rank has handed to it; under `run` the supervisor's process of the channel."""
+    result = run_user(tmp_path, launcher=launcher, fault="exception", rank=1, quits=0)
+    assert result.returncode == 7, result.stderr
+    check_report(result, "exception", 1, "forward")
+
+
 def test_gloo_does_not_end_a_process_that_unwinds_from_a_failure() -> None:
     """Its thread finds the connections broken, and aborts the process when this returns."""
     ours = Session().control

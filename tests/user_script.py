@@ -58,6 +58,8 @@ class Order:
     stuck: str = ""
     """What keeps `stuck_rank` from ending when the fault comes, which waits for that."""
     stuck_rank: int = -1
+    quits: int = -1
+    """The rank whose `on_exception` ends its process."""
     catches: str = ""
     """Name of the exception class that it expects around `fit`, and notes."""
     fits_again: bool = False
@@ -332,10 +334,10 @@ class Notes(Logger):
 
 
 class Witness(pl.Callback):
-    """Notes the end of the training, or the exception; then hangs, where there is a file `hang` or `hold`."""
+    """Notes the end of the training, or the exception; then hangs, where there is a file for it, or quits."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, quits: int) -> None:
+        self.folder, self.quits = folder, quits
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         note(self.folder, trainer.global_rank, "trained", step=trainer.global_step)
@@ -344,6 +346,8 @@ class Witness(pl.Callback):
         names = ("rank", "message", "exception_type", "exit_code")
         fields = {name: getattr(exception, name, None) for name in names}
         note(self.folder, trainer.global_rank, "on_exception", kind=type(exception).__name__, **fields)
+        if trainer.global_rank == self.quits:
+            os._exit(7)
         if (self.folder / "hang").exists():
             note(self.folder, trainer.global_rank, "hanging")
             threading.Event().wait(600)
@@ -364,7 +368,7 @@ def strategy_of(order: Order) -> Any:
 def main(order: Order) -> None:
     folder = order.folder
     rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", 0)))
-    callbacks = [Witness(folder), OnExceptionCheckpoint(folder, "stopped")]
+    callbacks = [Witness(folder, order.quits), OnExceptionCheckpoint(folder, "stopped")]
     if order.monitors:
         callbacks.append(
             lightning_ddp.callbacks.CommunicationMonitor(

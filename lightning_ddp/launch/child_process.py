@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,7 @@ __all__ = [
     "begin_run",
     "child_environment",
     "die_with_parent",
+    "end_fast",
     "end_with",
     "guarded_by",
     "keep_files",
@@ -60,6 +62,26 @@ def begin_run() -> None:
     prelude = sys.modules.pop("_lightning_ddp_prelude", None)
     if prelude is not None:
         prelude.restore()
+
+
+def end_fast() -> None:
+    """In a process that multiprocessing has started: ends it in a tenth of the time if it is no rank.
+
+    Such as the worker of a data loader, which is spawned where ranks are. At its end the garbage collector
+    would walk for a second through all that was imported; the rank waits for that, and on a busy machine
+    kills it after 5 s, which leaves its files behind.
+    """
+    import atexit  # which the guard has no need of
+    import multiprocessing
+
+    if multiprocessing.parent_process() is not None:
+        atexit.register(_forget_imports)
+
+
+def _forget_imports() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():  # groups are to be destroyed
+        gc.freeze()
 
 
 def keep_files(files: Mapping[int, int]) -> None:
