@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 from simulation.__main__ import failure_of, shrink
@@ -13,8 +12,8 @@ from simulation.world import World
 
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.members import Members
-from lightning_ddp.supervise.membership import Membership
-from lightning_ddp.supervise.protocol import Form, Present
+from lightning_ddp.supervise.membership import Membership, Phase
+from lightning_ddp.supervise.protocol import Form
 from lightning_ddp.supervise.rank_state import RankState
 
 FIRST_TIER = range(2000)
@@ -73,15 +72,18 @@ def test_a_seed_is_one_history() -> None:
     assert played() == played()
 
 
-def drops_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newcomer that has its state is taken for one that has none."""
+def meets_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second meeting begins with the positions of the one before."""
 
-    def present(self, place, answer: Present, cause, now):
-        was_new = place in self._newcomers
-        return whole(self, place, replace(answer, has_state=answer.has_state and not was_new), cause, now)
+    def gather(self, now):
+        before = dict(self._positions)
+        outgoing = whole(self, now)
+        if outgoing and self.phase is Phase.GATHERING and not self._positions:
+            self._positions = before
+        return outgoing
 
-    whole = Membership.present
-    monkeypatch.setattr(Membership, "present", present)
+    whole = Membership.gather
+    monkeypatch.setattr(Membership, "gather", gather)
 
 
 def asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +111,6 @@ def enters_what_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankState, "_check_called", lambda self: None)
 
 
-def asks_to_leave_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process has asked for is forgotten where a generation is void."""
-    whole_go_on, whole_ask = RankState.go_on, RankState.ask_to_join
-    monkeypatch.setattr(RankState, "go_on", lambda self: whole_go_on(self)[:1])
-    monkeypatch.setattr(RankState, "ask_to_join", lambda self: whole_ask(self)[-1:])
-
-
 def forgets_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a process that was to join is not heard."""
 
@@ -128,7 +123,7 @@ def forgets_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "defect",
-    [drops_newcomers, asks_once, enters_what_is_void, asks_to_leave_once, forgets_ends],
+    [meets_where_they_were, asks_once, enters_what_is_void, forgets_ends],
     ids=lambda defect: defect.__name__,
 )
 def test_a_defect_of_the_protocol_is_found(defect, monkeypatch) -> None:
@@ -141,4 +136,6 @@ def test_a_failing_history_is_made_smaller(monkeypatch) -> None:
     plan = next(plan for plan in map(plan_of, FIRST_TIER) if len(plan.faults) > 3 and failure_of(plan))
     smaller = shrink(plan)
     assert failure_of(smaller) is not None
-    assert len(smaller.faults) < len(plan.faults)
+    assert len(smaller.faults) <= len(plan.faults)
+    assert smaller != plan
+    assert all(failure_of(simpler) is None for simpler in smaller.smaller())

@@ -79,6 +79,8 @@ _LONGEST_STEP_S = 1.0
 _LONGEST_END_S = 1800.0
 _LATER_S = 1.0
 """By how much the launching process outlives the others, which print their stacks and end by themselves."""
+_EXPLAINED_WITHIN_S = 2 * EXIT_WAIT_S
+"""How long a rank that cannot connect to others waits for the loss of one that explains it."""
 _OWN_WORD_S = 0.3
 """How long a rank goes on after another one has raised, as it may be about to raise the same."""
 LAST_WORDS_S = 15.0
@@ -240,7 +242,12 @@ class Reconciliation:
         text = str(error)
         is_aborted = self.calls.error is not None  # connections to the store as well, in many words
         is_echo = _is_of_backend(error, text) and (is_aborted or _LOST_CONNECTION.search(text) is not None)
-        return is_echo and self.calls.wait_for_call(self._call_within_s)
+        if not is_echo:
+            return False
+        if self.calls.state.is_entering:  # it says so itself, and all meet anew
+            self.calls.wait_for_call(_EXPLAINED_WITHIN_S)
+            return True
+        return self.calls.wait_for_call(self._call_within_s)
 
     def forget_device(self) -> None:
         """What a device has still to run is not looked after any more, as its groups are to be aborted."""

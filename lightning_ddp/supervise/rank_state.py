@@ -116,6 +116,11 @@ class RankState:
         return self._heard > (self._entered.call if self._entered is not None else 0)
 
     @property
+    def is_entering(self) -> bool:
+        """Whether it is in a generation of which it has not the state: others may not get into it either."""
+        return self._entered is not None and self.generation > self.state_of and not self._has_stopped
+
+    @property
     def last_call(self) -> int:
         """The number of the last call."""
         return self._heard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ class Fault:
     """When: so many seconds after a generation was formed."""
     generation: int = 0
     """Which; 0 for the first processes, that were started at time 0."""
+    on_commit: int | None = None
+    """In place of a generation: after the first rank has committed this step."""
     at_event: int | None = None
     """In place of a time: before the event of this number."""
     place: int
@@ -70,45 +73,69 @@ class Plan:
         return found
 
 
+_LOSSES = ("kill", "exit", "kill", "quit", "glitch", "glitch")
+_STYLES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    # how often of 100, what happens first, and what then
+    "mixed": (
+        22,
+        (),
+        (*_LOSSES, "kill", "kill", "sigterm", "sigterm", "sigterm", "freeze", "freeze", "raise"),
+    ),
+    "dense": (18, (), (*_LOSSES, "kill source", "freeze")),
+    "skew": (24, ("kill", "kill source"), ("kill", "exit", "quit", "kill source")),
+    "leaving": (15, (), ("sigterm", "sigterm", "sigterm", "kill", "quit", "freeze")),
+    "stopping": (15, ("kill", "sigterm", "exit"), ("sigterm", "kill", "quit", "kill", "freeze")),
+    "long": (6, ("kill", "glitch", "kill", "glitch"), ("glitch", "kill")),
+}
+"""Kinds of histories: anything at all; losses while others join; a loss when some have committed a step; many
+that are asked to leave; a stop of all with losses; long pauses between faults."""
+
+
 def plan_of(seed: int) -> Plan:
     """The history that a seed stands for."""
     draw = random.Random(seed)
     num_nodes = 2 if draw.random() < 0.25 else 1
     num_ranks = 4 if num_nodes == 2 else draw.choice((2, 2, 3, 3, 4))
-    replaces = draw.random() < 0.8
+    style = draw.choices(list(_STYLES), [weight for weight, _, _ in _STYLES.values()])[0]
+    kinds = list(_STYLES[style][2])
+    if num_nodes == 2 and style in ("mixed", "leaving"):
+        kinds += ["cut", "dismiss", "dismiss", "cut"] if style == "mixed" else ["dismiss", "dismiss"]
+    replaces = draw.random() < 0.85
     waits = replaces and draw.random() < 0.15
-    kinds = ["kill"] * 6 + ["exit"] * 3 + ["sigterm"] * 3 + ["freeze"] * 2 + ["raise"]
-    kinds += ["cut", "cut", "dismiss", "kill"] if num_nodes == 2 else []
-    is_dense = draw.random() < 0.25
-    if is_dense:  # one process after the other is lost while others join
-        kinds = ["kill", "exit"]
-    faults, at_s, generation = [], 0.3 + draw.random(), 0
-    for _ in range(draw.choice((1, 2, 2, 3, 3, 4, 5))):
-        fault = Fault(
-            kind=draw.choice(kinds),
-            at_s=at_s,
-            generation=generation,
-            place=draw.randrange(num_ranks),
-            for_s=0.01 * 10 ** (3 * draw.random()),
-        )
-        faults.append(fault)
-        if not is_dense and draw.random() < 0.5:
-            at_s += 0.005 * 10 ** (2.9 * draw.random())
-        else:  # while the next generation, or the one after, is formed
-            generation, at_s = generation + draw.choice((1, 1, 2)), 0.002 * 10 ** (2.5 * draw.random())
-    ends = draw.random() < 0.3
+    ends = style != "long" and draw.random() < 0.25
     return Plan(
         seed=seed,
         tests_after=ends and draw.random() < 0.2,
         num_ranks=num_ranks,
         num_nodes=num_nodes,
         replaces=replaces,
-        leaves=draw.random() < 0.8,
-        exceptions=draw.random() < 0.7,
+        leaves=style != "stopping" and draw.random() < 0.9,
+        exceptions=draw.random() < 0.8,
         min_world_size=draw.choice((2, num_ranks)) if waits else draw.choice((1, 1, 1, 2)),
         wait_s=30.0 if waits else 0.0,
-        stall_timeout_s=3.0 if draw.random() < 0.15 else None,
-        is_hosted_by_rank_0=draw.random() < 0.15,
+        stall_timeout_s=3.0 if draw.random() < 0.12 else None,
+        is_hosted_by_rank_0=draw.random() < (0.5 if style == "stopping" else 0.1),
         last_step=draw.randrange(3, 25) if ends else None,
-        faults=tuple(faults),
+        faults=tuple(_faults(draw, style, kinds, num_ranks)),
     )
+
+
+def _faults(draw: random.Random, style: str, kinds: list[str], num_ranks: int) -> Iterator[Fault]:
+    at_s, generation, first = 0.3 + draw.random(), 0, _STYLES[style][1]
+    for number in range(max(len(first), draw.choice((2, 3, 3, 4, 5, 6)))):
+        is_skew = style == "skew" and number == 0
+        yield Fault(
+            kind=first[number] if number < len(first) else draw.choice(kinds),
+            at_s=0.001 * draw.random() if is_skew else at_s,
+            generation=generation,
+            on_commit=draw.randrange(1, 12) if is_skew or draw.random() < 0.05 else None,
+            place=draw.randrange(num_ranks),
+            for_s=0.01 * 10 ** (3 * draw.random()) if draw.random() < 0.8 else 30.0,
+        )
+        if style == "long" and number % 2:
+            at_s += 31.0
+        elif style in ("mixed", "leaving", "stopping") and draw.random() < 0.5:
+            at_s += 0.005 * 10 ** (2.9 * draw.random())
+        else:  # while the next generation, or the one after, is formed
+            generation += 1 if style == "skew" else draw.choice((1, 1, 2))
+            at_s = 0.002 * 10 ** (2.5 * draw.random())

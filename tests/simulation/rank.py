@@ -23,6 +23,7 @@ __all__ = ["Process"]
 
 ALL_HERE_WITHIN_S = 20.0
 CALL_WITHIN_S = 3.0
+EXPLAINED_WITHIN_S = 0.5
 NUM_TESTS = 80
 LOOK_EVERY_S = 0.05
 FORCED_AFTER_S = 1.0
@@ -110,6 +111,8 @@ class Process:
         self._may_leave = False
         self._mark_step = -1
         self._last_phase = 0
+        self._has_handover = False
+        """Whether it has put together what those that join take over."""
         self._form: Form | None = None
         self._main: Main | None = None
         self._wait: Wait | None = None
@@ -306,6 +309,7 @@ class Process:
                 code = 0
             except (Leaves, Stops):
                 code = 0
+                self.post(protocol.Active(False, 1, "fit"))
             except RunFailed:
                 pass
             except UserError:
@@ -323,6 +327,10 @@ class Process:
                 self.kernel.note(lambda: text)
                 yield from self._wait_beyond_calls(lambda: self.cause is not None, CALL_WITHIN_S)
             except BackendError:
+                if self.is_training:
+                    raise self.world.violation(
+                        f"{self} loses a connection while it trains, and ends"
+                    ) from None
                 self.is_sound = False
                 if not self.world.plan.exceptions:
                     self._decline("lost a connection")
@@ -434,7 +442,7 @@ class Process:
         self.boundary.may_meet = True
         passage = yield from self._boundary()
         if passage is Passage.MEET:
-            self._is_deferred = True
+            self._is_deferred, self._has_handover = True, self.boundary.has_new
             return
         yield from self._sleep(0.1)
         if self.user_error:
@@ -461,7 +469,6 @@ class Process:
         passage = passages[0]
         if passage is Passage.STOP:
             self.post(protocol.Stopped())
-            self.post(protocol.Active(False, 1, "fit"))
             raise Stops
         return passage
 
@@ -510,9 +517,11 @@ class Process:
     def _is_call(self, error: Exception) -> Main:
         if isinstance(error, PeerFailure):
             return self.state.error is not None
+        is_entering = self.state.is_entering
         within_s = CALL_WITHIN_S + (self.world.settings.heartbeat_timeout_s if self.node else 0.0)
+        within_s = EXPLAINED_WITHIN_S if is_entering else within_s
         yield from self._wait_beyond_calls(lambda: self.state.error is not None, within_s)
-        return self.state.error is not None
+        return self.state.error is not None or is_entering
 
     def _stop(self) -> None:
         self.state.stop()
@@ -540,10 +549,14 @@ class Process:
             self._enter(form)
             yield from self._meet(form)
             if form.behind:
+                yield from self._sleep(0.05)
                 self.is_clean = self.state.place not in form.behind
                 yield from self._collective("copy", form.members)
                 self.world.copy(self, form)
             if form.joined:
+                if form.source == self.state.place and not self._has_handover:
+                    raise self.world.violation(f"{self} has no state made for those that join")
+                yield from self._sleep(0.03)
                 yield from self._collective("hand over", form.members)
             self._go_on_in(form)
             entered.append(form)
@@ -551,6 +564,7 @@ class Process:
         while not entered:
             self._stop()
             yield from self._is_through(attempt)
+        self._has_handover = False
         return entered[0]
 
     def _wait_for_form(self, *, is_trying: bool) -> Main:
@@ -612,6 +626,7 @@ class Process:
         """`meet_again`: all members come, and connect to each other."""
         yield from self._collective("meet", form.members)
         yield from self._sleep(0.02)
+        yield from self._collective("connect", form.members)
 
     def _go_on_in(self, form: Form) -> None:
         if not self.is_clean:

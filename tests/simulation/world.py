@@ -23,7 +23,7 @@ __all__ = ["World"]
 
 GRACE_S = 12.0
 HEARTBEAT_S = 2.0
-FAULTS_S = 15.0
+FAULTS_S = 80.0
 CONVERGES_S = 150.0
 ENDS_S = 60.0
 MORE_STEPS = 2
@@ -73,7 +73,8 @@ class _Node0(LocalProcesses):
 
     def kill_one(self, pid: int) -> None:
         process = self._world.processes[pid]
-        if process.is_alive and process.is_sound:
+        is_frozen = any(p.is_frozen for p in self._world.processes.values())  # who waits for it looks alike
+        if process.is_alive and process.is_sound and not is_frozen:
             raise self._world.violation(f"{process} is sound, and is killed")
         self._world.later("launcher", 0.002, lambda: self._world.processes[pid].end(-9))
 
@@ -86,6 +87,8 @@ class Collective:
     """A call that all members of a generation take part in."""
 
     members: tuple[int, ...]
+    is_of_setup: bool
+    """Whether it is one of those by which a generation becomes whole."""
     is_rendezvous: bool
     """Whether it is by the store, where nobody notices that one is gone."""
     present: set[int] = field(default_factory=set)
@@ -102,6 +105,8 @@ class Collective:
             self.present.add(process.state.place)
             self.arrived.append(process)
         if self.is_complete:
+            if process.world.has_glitch and self.is_of_setup:
+                process.world.has_glitch, self.is_broken = False, True
             for other in self.arrived:
                 other.poke()
 
@@ -159,9 +164,15 @@ class World:
         self._offered: dict[int, list[tuple[int, int]]] = {}
         self._num_exits = 0
         self._timer_at: float | None = None
+        self.source = 0
+        """Whose state is taken in the last generation."""
+        self.has_glitch = False
+        """Whether ranks lose their connections when they set up the next generation, and nobody is lost."""
         self._has_declined = False
         """Whether a process could not go on after a loss, as it did not train yet, or any more."""
         self.was_killed_late = self._is_quiet = False
+        self._struck: set[int] = set()
+        """Steps that somebody has committed."""
         self.whole_after = 0
         """Number of the event after which all were well again."""
         self._loaded, self._num_pending = 0, len(plan.faults)
@@ -256,6 +267,8 @@ class World:
             return
         for process in list(self.processes.values()):
             if process.is_alive and process.place == place:
+                if node == 0:
+                    raise self.violation(f"{process} lives, and another one is started in its place")
                 process.end(-9)
         if node and self.launcher_of(node) is None:
             return
@@ -357,7 +370,11 @@ class World:
     def collective(self, generation: int, what: Any, members: tuple[int, ...]) -> Collective:
         key = generation, what
         if key not in self._calls:
-            self._calls[key] = Collective(members, is_rendezvous=what == "meet")
+            self._calls[key] = Collective(
+                members,
+                is_rendezvous=what == "meet",
+                is_of_setup=what in ("connect", "copy", "hand over"),
+            )
         return self._calls[key]
 
     def let_go(self, process: Process) -> None:
@@ -367,7 +384,7 @@ class World:
                 call.lose(process)
 
     def entered(self, process: Process, form: Form) -> None:
-        self.members_of[form.generation] = form.members
+        self.members_of[form.generation], self.source = form.members, form.source
         for other in self.processes.values():
             is_excluded = other.is_alive and other.node not in self.isolated and other.node == 0
             if (
@@ -394,6 +411,10 @@ class World:
         if process.state.place not in members:
             raise self.violation(f"{process} commits in a generation that it is no member of")
         process.log.append((generation, len(members)))
+        for fault in self.plan.faults:
+            if fault.on_commit == process.committed and fault.on_commit not in self._struck:
+                self.kernel.at(self.kernel.now + fault.at_s, lambda fault=fault: self.strike(fault))
+        self._struck.add(process.committed)
         for other in self.processes.values():
             if other.is_alive and other.is_training and other.node not in self.isolated and other.is_clean:
                 shared = min(other.committed, process.committed)
@@ -419,9 +440,13 @@ class World:
         for fault in self.plan.faults:
             if fault.at_event is not None:
                 self.kernel.before[fault.at_event] = lambda fault=fault: self.strike(fault)
-            elif self._loaded < fault.generation <= generation or fault.generation == generation == 0:
+            elif fault.on_commit is None and self._is_next(fault, generation):
                 self.kernel.at(self.kernel.now + fault.at_s, lambda fault=fault: self.strike(fault))
         self._loaded = generation
+
+    def _is_next(self, fault: Fault, generation: int) -> bool:
+        is_first = fault.generation == generation == 0
+        return is_first or self._loaded < fault.generation <= generation
 
     def strike(self, fault: Fault) -> None:
         self._num_pending -= 1
@@ -432,6 +457,10 @@ class World:
         match fault.kind:
             case "kill" if process is not None:
                 process.end(-9)
+            case "kill source" if (source := self._living(self.source)) is not None:
+                source.end(-9)
+            case "quit" if process is not None:  # by os._exit(0)
+                process.end(0)
             case "exit" if process is not None:
                 self._num_exits += 1
                 process.end(100 + self._num_exits)
@@ -441,6 +470,8 @@ class World:
                 self.kernel.at(self.kernel.now + fault.for_s, process.thaw)
             case "sigterm" if process is not None and process.is_connected:
                 process.sigterm()
+            case "glitch":
+                self.has_glitch = True
             case "raise" if process is not None:
                 process.user_error = True
             case "cut" if node != 0:
