@@ -227,7 +227,12 @@ def with_ending(text: str, failure: Any) -> str:
     name = f"rank {failure.rank}" if failure.rank >= 0 else "the launching process"
     where = f" at step {failure.step}" if failure.step is not None else ""
     where += f" in {failure.phase}" if failure.phase else ""
-    what = failure.exception_type or cause_of(failure, is_whole=False)
+    lines = [line.strip()[:200] for line in failure.message.strip().splitlines()] or [""]
+    what = lines[0]
+    if failure.exception_type:
+        what = f"{failure.exception_type}: {what}"
+    elif failure.traceback:  # a stack, or the end of a log
+        what = f"{what} ... {failure.traceback.rstrip().splitlines()[-1].strip()[:200]}"
     return f"{text.rstrip()}\nIn short: {name} failed first{where}: {what}\n"
 
 

@@ -627,9 +627,7 @@ def test_a_rank_that_holds_its_interpreter_is_ended_by_its_own_timer(tmp_path, l
     report = end.rpartition("lightning_ddp: ")[2]
     assert report.startswith(f"rank {rank} (node 0, host "), end
     assert "the process has said nothing for 4 s: " in report
-    assert report.rstrip().endswith(
-        LINES[how] if how == "sum" else "return _compile(pattern, flags).match(string)"
-    )
+    assert (LINES[how] if how == "sum" else "return _compile(pattern, flags).match(string)") in report[-4000:]
     seen = read_notes(tmp_path)[f"on_exception-{1 - rank}"]
     assert (seen["kind"], seen["rank"]) == ("PeerFailure", rank)
 
