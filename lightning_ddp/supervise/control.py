@@ -146,6 +146,8 @@ class RunControl:
         """Number of a run -> ranks that have ended it."""
         self._num_left = 0
         """Runs that all ranks have ended, and so may leave."""
+        self._gone_between: list[FailureRecord] = []
+        """Processes that were gone between two runs: a failure if another run begins."""
         self._is_told = False
         self._checkpoint: str | None = None
 
@@ -203,6 +205,9 @@ class RunControl:
             case protocol.Active(is_active):
                 peer.is_active = is_active
                 if is_active:
+                    for record in self._gone_between:
+                        self._verdict.vanished(record, now)
+                    self._gone_between.clear()
                     peer.has_left = False
                     members.note_part_begun(who)
                     if members.membership.leaving and message.name != "fit":  # nobody leaves there
@@ -285,7 +290,10 @@ class RunControl:
             return  # if it is one of the run its launcher tells of its end
         self.members.stall.forget(who.rank)
         is_in_run = peer.is_active or peer.num_ended > self._num_left
-        if not is_in_run or peer.has_left:
+        if peer.has_left:
+            return
+        if not is_in_run:
+            self._gone_between.append(FailureRecord.of_identity(who, GONE))
             return
         message = explain_loss(error, who, self._settings.heartbeat_timeout_s)
         record = FailureRecord.of_identity(who, message)
@@ -344,7 +352,10 @@ class RunControl:
     def _go_on(self, now: float) -> None:
         """Takes what the ranks may go on without out of the verdict, and forms a generation if it is time."""
         membership = self.members.membership
-        while (first := self._verdict.decide(now)) is not None and self._is_of_one_rank(first):
+        while membership.phase is not Phase.OVER:
+            first = self._verdict.decide(now)
+            if first is None or not self._is_of_one_rank(first):
+                break
             is_settled = self.members.goes_on and self.members.place_of_process(first) is None
             if not is_settled and not self._lose(first, now, has_ended=first.exit_code is not None):
                 break
