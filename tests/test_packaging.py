@@ -52,7 +52,8 @@ def test_the_wheel_runs_an_example_and_has_the_groups_of_hydra(tmp_path) -> None
     assert wheel.name.startswith(f"lightning_ddp-{lightning_ddp.__version__}-")
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
-    assert list(installed.rglob("README.md")) == []
+    assert list(installed.rglob("*.md")) == []
+    assert not (installed / "lightning_ddp/docs").exists()
     assert (installed / "lightning_ddp/py.typed").exists()
 
     elsewhere = tmp_path / "elsewhere"

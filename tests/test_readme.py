@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,11 @@ PAGES = {
     for path in (
         *(ROOT / "README.md", PACKAGE / "README.md", *sorted(PACKAGE.glob("*/README.md"))),
         ROOT / "examples" / "README.md",
+        *sorted((PACKAGE / "docs").rglob("*.md")),
     )
 }
+FOR_USERS = sorted(page for page in PAGES if page.startswith("lightning_ddp/docs/"))
+GUIDES = [page for page in FOR_USERS if "/guides/" in page]
 README = PAGES["README.md"]
 TEST_COMMAND = "pip install -r tests/requirements.txt && pytest"
 EXAMPLE_COMMAND = "pip install -r examples/requirements.txt && python examples/train_digits.py"
@@ -81,10 +85,40 @@ def test_readme_is_short_enough_to_be_read():
     assert len(README.splitlines()) <= 170
 
 
-def test_readme_is_not_too_wide_to_be_read():
+@pytest.mark.parametrize("page", ["README.md", *FOR_USERS])
+def test_a_page_is_not_too_wide_to_be_read(page):
     """Prose only: rows of tables and the targets of links are not what is read."""
-    prose = re.sub(r"^```(?s:.*?)^```$|^\|.*$|\]\([^)\s]+\)", "", README, flags=re.M)
+    prose = re.sub(r"^```(?s:.*?)^```$|^\|.*$|\]\([^)\s]+\)", "", PAGES[page], flags=re.M)
     assert [line for line in prose.splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("page", FOR_USERS)
+def test_a_page_for_users_has_one_title_no_skipped_level_and_tables_with_a_header(page):
+    text = re.sub(r"^```(?s:.*?)^```$", "", PAGES[page], flags=re.M)
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", text, re.M)]
+    assert levels.count(1) == 1
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert re.findall(r"^[|\s]+\n\|[-|]+$", text, re.M) == []
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guide_begins_with_a_block_that_runs_and_ends_with_where_to_read_on(page):
+    first = next(block for block in BLOCKS if block.page == page)
+    assert first in PYTHON_BLOCKS
+    assert PAGES[page].index("```python") < PAGES[page].index("\n## ")
+    assert re.findall(r"^## (.*)$", PAGES[page], re.M)[-1] == "See also"
+
+
+def test_the_site_lists_every_page():
+    navigation = (ROOT / ".github" / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r": (\S+\.md)$", navigation, re.M)
+    assert sorted(f"lightning_ddp/docs/{page}" for page in listed) == FOR_USERS
+
+
+def test_the_pages_of_a_folder_are_not_python():
+    assert FOR_USERS
+    assert [path for path in (PACKAGE / "docs").rglob("*") if path.is_file() and path.suffix != ".md"] == []
 
 
 def test_readme_says_for_how_many_ranks_results_have_the_same_bits():
@@ -163,6 +197,25 @@ def test_the_table_of_arguments_is_the_docstring_of_the_strategy():
     rows = table_under("lightning_ddp/README.md", "## Arguments of the strategy").splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
     assert {name: [default, meaning] for name, default, meaning, _ in cells} == expected
+
+
+def test_the_table_of_environment_variables_has_what_the_package_reads():
+    page = "lightning_ddp/docs/reference/environment-variables.md"
+    listed = {*rows_of_table(page, "## Set by you"), *rows_of_table(page, "## Set by launchers")}
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py") if "tools" not in path.parts]
+    found = {
+        name
+        for text in sources
+        for pattern in (
+            r'environ(?:\.get|\.pop)?[\[(]\s*"([A-Z_]+)"',
+            r'"([A-Z_]+)" (?:not )?in os\.environ',
+            r'_VARIABLE = "([A-Z_]+)"',
+        )
+        for name in re.findall(pattern, text)
+    } - {"PYTHONPATH"}  # of the child's interpreter, which puts it back
+    assert len(found) > 15
+    assert found <= listed
+    assert [name for name in listed if not any(re.search(rf"\b{name}\b", text) for text in sources)] == []
 
 
 def headings(text: str) -> set[str]:
