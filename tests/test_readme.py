@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from lightning_ddp import available_variants
 from lightning_ddp.averaging import available_averagers
 from lightning_ddp.cli import build_parser
 from lightning_ddp.conf.schema import options_of_signature
-from lightning_ddp.hooks import available_hooks
+from lightning_ddp.hooks import available_hooks, hook_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightning_ddp"
@@ -197,6 +197,14 @@ def test_the_table_of_arguments_is_the_docstring_of_the_strategy():
     rows = table_under("lightning_ddp/README.md", "## Arguments of the strategy").splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
     assert {name: [default, meaning] for name, default, meaning, _ in cells} == expected
+
+
+def test_the_table_of_options_of_powersgd_and_the_list_of_hooks_are_what_the_package_has():
+    page = "lightning_ddp/docs/guides/compression.md"
+    rows = table_under(page, "## PowerSGD").splitlines()
+    listed = [tuple(cell.strip().strip("`") for cell in row.split("|")[1:3]) for row in rows]
+    assert listed == [(option.name, repr(option.default)) for option in fields(hook_options()["powersgd"])]
+    assert sorted(rows_of_table(page, "## Which one")) == sorted(available_hooks())
 
 
 def test_the_table_of_environment_variables_has_what_the_package_reads():
