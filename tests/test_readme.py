@@ -199,6 +199,21 @@ def test_the_table_of_arguments_is_the_docstring_of_the_strategy():
     assert {name: [default, meaning] for name, default, meaning, _ in cells} == expected
 
 
+def test_batch_scripts_for_slurm_ask_for_the_tasks_that_their_trainer_needs():
+    blocks = [block for block in BLOCKS if block.page.endswith("/slurm.md")]
+    program = next(block for block in blocks if block in PYTHON_BLOCKS).code
+    scripts = [block.code for block in blocks if block.code.startswith("#!/bin/bash")]
+    assert len(scripts) == 2
+    for script in scripts:
+        asked = dict(re.findall(r"^#SBATCH --(\S+?)=(\S+)$", script, re.MULTILINE))
+        command = re.findall(r"^srun (python .+)$", script, re.MULTILINE)[0]
+        given = dict(re.findall(r"--(\S+) (\S+)", command))
+        num_tasks = "1" if "lightning_ddp run" in command else given["devices"]
+        assert (asked["nodes"], asked["ntasks-per-node"]) == (given["num-nodes"], num_tasks)
+        assert asked["gpus-per-node"] == given["devices"]
+        assert [name for name in given if f'"--{name}"' not in program] == []
+
+
 def test_the_table_of_options_of_powersgd_and_the_list_of_hooks_are_what_the_package_has():
     page = "lightning_ddp/docs/guides/compression.md"
     rows = table_under(page, "## PowerSGD").splitlines()
