@@ -18,6 +18,7 @@ from lightning_ddp.averaging import available_averagers
 from lightning_ddp.cli import build_parser
 from lightning_ddp.conf.schema import options_of_signature
 from lightning_ddp.hooks import available_hooks, hook_options
+from lightning_ddp.supervise.settings import RecoverySettings
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightning_ddp"
@@ -214,12 +215,22 @@ def test_batch_scripts_for_slurm_ask_for_the_tasks_that_their_trainer_needs():
         assert [name for name in given if f'"--{name}"' not in program] == []
 
 
-def test_the_table_of_options_of_powersgd_and_the_list_of_hooks_are_what_the_package_has():
-    page = "lightning_ddp/docs/guides/compression.md"
-    rows = table_under(page, "## PowerSGD").splitlines()
-    listed = [tuple(cell.strip().strip("`") for cell in row.split("|")[1:3]) for row in rows]
-    assert listed == [(option.name, repr(option.default)) for option in fields(hook_options()["powersgd"])]
-    assert sorted(rows_of_table(page, "## Which one")) == sorted(available_hooks())
+@pytest.mark.parametrize(
+    ("page", "heading", "options"),
+    [
+        ("compression.md", "## PowerSGD", hook_options()["powersgd"]),
+        ("failures.md", "### Options", RecoverySettings),
+    ],
+)
+def test_a_table_of_options_is_what_the_package_has(page, heading, options):
+    rows = table_under(f"lightning_ddp/docs/guides/{page}", heading).splitlines()
+    cells = [[cell.strip(" `").replace('"', "'") for cell in row.split("|")[1:3]] for row in rows]
+    assert cells == [[option.name, repr(option.default)] for option in fields(options)]
+
+
+def test_the_table_of_hooks_is_what_the_package_has():
+    listed = rows_of_table("lightning_ddp/docs/guides/compression.md", "## Which one")
+    assert sorted(listed) == sorted(available_hooks())
 
 
 def test_the_table_of_environment_variables_has_what_the_package_reads():
