@@ -17,7 +17,6 @@ import torch.distributed as dist
 from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
-from lightning_ddp.telemetry.timeline import Change, Recording, save
 from lightning_ddp.tools.doctor import diagnosis, format_report, machine
 from lightning_ddp.tools.doctor.machine import Finding, gather_facts, place, worst
 from lightning_ddp.tools.doctor.measure import (
@@ -306,29 +305,6 @@ def doctor(capsys: Any, *args: str) -> tuple[int, list[str]]:
     return status, capsys.readouterr().out.splitlines()
 
 
-def test_the_history_of_a_recorded_run_is_told(tmp_path, capsys):
-    def change(step: int, old: int, new: int, lost: list[int], joined: list[int], cause: str = "") -> Change:
-        sizes: Any = {"old_world_size": old, "new_world_size": new, "lost_ranks": lost}
-        return Change(step=step, seconds=0.25, cause=cause, joined_ranks=joined, **sizes)
-
-    gone = change(3, 4, 2, [1, 3], [], "rank 1 (host a, pid 7) was killed by SIGKILL")
-    changes = [gone, change(5, 2, 4, [], [2, 3]), change(9, 4, 3, [2], [])]
-    save(tmp_path, Recording(rank=1, world_size=4, host="a", steps=[], changes=[gone]))
-    save(tmp_path, Recording(rank=0, world_size=4, host="a", steps=[], changes=changes))
-    status, lines = doctor(capsys, "--history", str(tmp_path))
-    assert status == 0
-    assert [
-        (line.split()[0], line.partition("  history ")[2].strip()) for line in lines if "history" in line
-    ] == [
-        ("PASS", "from step 5, after 0.25 s, 4 instead of 2 ranks; joined ranks 2-3: new processes"),
-        ("PASS", "from step 9, after 0.25 s, 3 instead of 4 ranks; lost rank 2: asked to leave"),
-        ("PASS", "the recorded run went on 3 times with other ranks, 0.75 s lost"),
-        ("WARN", f"from step 3, after 0.25 s, 2 instead of 4 ranks; lost ranks 1, 3: {gone.cause}"),
-    ]
-    assert main(["doctor", "--history", str(tmp_path / "nothing")]) == 1
-    assert "holds no recording" in capsys.readouterr().err
-
-
 def test_a_step_that_blocks_is_given_up_and_an_error_is_passed_on():
     release = threading.Event()
     with pytest.raises(machine.DeadlinePassed, match=r"waiting did not end within 0\.1 s"):
@@ -454,7 +430,6 @@ def test_a_master_that_does_not_answer_fails_within_the_deadline(capsys, monkeyp
 LAUNCHED = """
 import sys
 from lightning_ddp.cli import main
-from lightning_ddp.telemetry.timeline import Change, Recording, save
 sys.exit(main(["doctor", *sys.argv[1:]]))
 """
 

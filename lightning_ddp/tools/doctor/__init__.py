@@ -15,13 +15,11 @@ from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_ddp.launch.interface import is_own_address
-from lightning_ddp.telemetry.timeline import load_folder
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import (
     existing_file,
@@ -33,7 +31,6 @@ from lightning_ddp.tools.command_line import (
 from lightning_ddp.tools.doctor.diagnosis import (
     Answer,
     check_answers,
-    check_history,
     check_interface,
     check_line,
 )
@@ -54,7 +51,6 @@ from lightning_ddp.tools.doctor.machine import (
 from lightning_ddp.tools.doctor.measure import Line, Plan, Timing, examine, exchange, fit_line
 from lightning_ddp.tools.doctor.verify import Verification, refusal, run_checks
 from lightning_ddp.tools.ranks import RankContext, run_ranks
-from lightning_ddp.tools.recorded_run import changes_of
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
@@ -95,13 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="CHECK",
         help="run only those checks of --verify whose names begin so, such as 'hook topk'",
-    )
-    parser.add_argument(
-        "--history",
-        type=Path,
-        metavar="FOLDER",
-        help="also tell which ranks a run has lost and got, and why, as CommunicationMonitor(timeline=FOLDER)"
-        " has recorded it",
     )
     parser.add_argument(
         "--preload",
@@ -165,8 +154,6 @@ class _Examination:
             timeout_s=self._args.timeout_s,
             interface=self._choose_interface(),
         )
-        if self._args.history is not None and self._here.rank == 0:
-            self._findings += check_history(changes_of(load_folder(self._args.history)))
         if self._args.verify:
             refused = refusal(self._here)
             self._findings += [refused] if refused else run_checks(Verification.of(self._args))

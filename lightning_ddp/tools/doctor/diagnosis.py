@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from lightning_ddp.telemetry.timeline import Change
 from lightning_ddp.tools.doctor.machine import Finding, Level
 from lightning_ddp.tools.doctor.measure import Line
 
@@ -33,32 +32,6 @@ def check_answers(answers: Sequence[Answer]) -> list[Finding]:
         *_on_each_host(answers, "variables", check_variables),
         *_findings_of_others(answers),
     ]
-
-
-def check_history(changes: Sequence[Change]) -> list[Finding]:
-    """How a recorded run went on with other ranks, a finding each time, and the seconds that it lost.
-
-    >>> sizes = {"old_world_size": 2, "new_world_size": 1, "lost_ranks": [1], "joined_ranks": []}
-    >>> [finding] = check_history([Change(step=3, seconds=0.25, cause="rank 1 was killed", **sizes)])
-    >>> finding.level, finding.message
-    ('WARN', 'from step 3, after 0.25 s, 1 instead of 2 ranks; lost rank 1: rank 1 was killed')
-    """
-    if not changes:
-        return [Finding("PASS", "history", "the recorded run lost no rank")]
-    findings = []
-    for change in changes:
-        moved = (("lost", change.lost_ranks), ("joined", change.joined_ranks))
-        moves = [f"{verb} {name_ranks(ranks)}" for verb, ranks in moved if ranks]
-        message = (
-            f"from step {change.step}, after {change.seconds:.2f} s, {change.new_world_size} instead of"
-            f" {change.old_world_size} ranks; {'; '.join(moves)}: {change.why}"
-        )
-        findings.append(Finding("WARN" if change.cause else "PASS", "history", message))
-    if len(changes) > 1:
-        seconds = sum(change.seconds for change in changes)
-        message = f"the recorded run went on {len(changes)} times with other ranks, {seconds:.2f} s lost"
-        findings.append(Finding("PASS", "history", message))
-    return findings
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
