@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -14,8 +15,6 @@ import pytest
 from harness import run_script
 from omegaconf import OmegaConf
 from PIL import Image
-
-from lightning_ddp.tools.models import CharacterModel, digit_network
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "hydra"
 SHORT = ("trainer.enable_progress_bar=false", "trainer.val_check_interval=3", "trainer.max_steps=6")
@@ -52,14 +51,16 @@ def test_the_lines_of_the_readme_compose():
         assert composed(*overrides).strategy._target_
 
 
-def test_the_network_follows_the_data_and_the_groups_of_the_package_are_found():
+def test_the_network_follows_the_data_and_the_groups_of_the_package_are_found(monkeypatch):
     config = composed("data=text", "optimizer=sgd", "strategy=powersgd", "strategy.ddp_comm_hook.rank=2")
     assert config.model._target_ == "tasks.character_model"
     assert config.strategy.ddp_comm_hook.rank == 2
     assert config.optimizer.momentum == 0.9
+    monkeypatch.syspath_prepend(FOLDER)
     network = hydra.utils.instantiate(composed("model.width=4").model)
-    assert [p.shape for p in network.parameters()] == [p.shape for p in digit_network(4).parameters()]
-    assert CharacterModel(5, width=8, num_layers=1).head.weight.shape == (5, 8)
+    tasks = importlib.import_module("tasks")
+    assert [p.shape for p in network.parameters()] == [p.shape for p in tasks.digit_network(4).parameters()]
+    assert tasks.CharacterModel(5, width=8, num_layers=1).head.weight.shape == (5, 8)
 
 
 def test_a_sweep_of_two_processes_leaves_one_result_that_collect_reads(tmp_path):

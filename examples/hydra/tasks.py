@@ -1,6 +1,8 @@
-"""Data and models of the experiment, as Lightning wants them; the networks are those of `bench hooks`."""
+"""Data and models of the experiment, as Lightning wants them."""
 
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -9,7 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp.tools.models import CONTEXT, CharacterModel, read_digits, read_text
+CONTEXT = 64
+"""Characters that the model sees at most."""
+_NUM_TEST_DIGITS = 360
+_NUM_CHARACTERS = 1_500_000
 
 
 class Data(pl.LightningDataModule):
@@ -64,6 +69,61 @@ class TextData(Data):
         rows = tokens[: len(tokens) // length * length].view(-1, length)
         train, val = rows[: -self.num_val_rows], rows[-self.num_val_rows :]
         return TensorDataset(train[:, :-1], train[:, 1:]), TensorDataset(val[:, :-1], val[:, 1:])
+
+
+def read_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """1,437 images (1 x 8 x 8, from 0 to 1) with their labels to train on, and 360 to test."""
+    from sklearn.datasets import load_digits  # slow to import, and the text does without
+
+    images, labels = load_digits(return_X_y=True)
+    inputs = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+    targets = torch.tensor(labels)
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
+    test, train = order[:_NUM_TEST_DIGITS], order[_NUM_TEST_DIGITS:]
+    return (inputs[train], targets[train]), (inputs[test], targets[test])
+
+
+def read_text() -> tuple[Tensor, int]:
+    """The sources of the standard library as character numbers; the same for one Python version."""
+    text = ""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += path.read_text(encoding="utf-8", errors="ignore")
+        if len(text) >= _NUM_CHARACTERS:
+            break
+    data = torch.tensor(list(text.encode("ascii", "ignore")), dtype=torch.int64)[:_NUM_CHARACTERS]
+    known, tokens = data.unique(return_inverse=True)
+    return tokens, len(known)
+
+
+def digit_network(width: int = 32) -> nn.Module:
+    """Two convolutions with `width` and twice as many channels, and two linear layers."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(2 * width * 16, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+class CharacterModel(nn.Module):
+    """A transformer that predicts the next of `num_characters` from up to `CONTEXT`; `width` / 4 is whole."""
+
+    def __init__(self, num_characters: int, width: int = 128, num_layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_characters, width)
+        self.position = nn.Embedding(CONTEXT, width)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, num_characters)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch x length x characters) of the character after each of `tokens` (batch x length)."""
+        length = tokens.shape[1]
+        hidden = self.embedding(tokens) + self.position(torch.arange(length, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        result: Tensor = self.head(self.layers(hidden, mask=mask, is_causal=True))
+        return result
 
 
 def character_model(width: int, num_layers: int) -> nn.Module:
