@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.launch.commands import Join, Leave, Run
+from lightning_ddp.launch.commands import Leave, Run
 from lightning_ddp.tools import ToolError, doctor, unwinds_at_sigterm
 from lightning_ddp.tools.bench.failures import FAILURES, RECOVERY
 from lightning_ddp.tools.bench.hooks import HOOKS
@@ -60,7 +60,6 @@ class Variants:
 
 _COMMANDS: Mapping[str, Command] = {
     "run": Run(),
-    "join": Join(),
     "leave": Leave(),
     "variants": Variants(),
     "doctor": doctor,
@@ -105,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     # the doctor has nothing to remove, unless it starts a script to kill a rank of; it waits for other ranks
     # outside of Python, which hears no signals
-    is_program = args.command in ("run", "join")
+    is_program = args.command == "run"
     leaves_nothing = is_program or (args.command == "doctor" and not args.verify)
     expected = () if is_program else (ToolError, ConfigurationError)
     scope = contextlib.nullcontext() if leaves_nothing else unwinds_at_sigterm()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 
 import pytest
 from harness.namespaces import can_shape_links
 
+from lightning_ddp.cli import main
 from lightning_ddp.hooks import parse_hook
 from lightning_ddp.tools.bench.hooks import (
     LINK_HOOKS,
@@ -38,9 +40,28 @@ def test_the_table_holds_medians():
     ]
 
 
+needs_namespaces = pytest.mark.skipif(
+    not can_shape_links(), reason="needs root and iproute2 to make network namespaces"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("namespaces")
-@pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
+@needs_namespaces
+def test_hooks_are_compared_on_a_link_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_ddp.tools.bench.hooks.LINK_HOOKS", {"ours": None, "bf16": "bf16"})
+    path = tmp_path / "a.json"
+    assert main(["bench", "hooks", "--links", "1000", "--rounds", "1", "--json", str(path)]) == 0
+    link = json.loads(path.read_text())["summary"]["links"]["1000"]
+    numel = 16 * (1024 * 1024 + 1024)
+    assert link["bf16"][0]["counted_bytes"] == 2 * numel
+    assert link["ours"][0]["kernel_bytes"] >= 4 * numel
+    assert "two ranks, 1000 Mbit/s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
+@needs_namespaces
 def test_the_kernel_counts_what_hooks_count_and_a_link_is_as_slow_as_asked():
     settings = LinkSettings(model="convbn40", hooks={"ours": None, "allreduce": "allreduce"}, num_rounds=3)
     for rank in run_ranks(time_on_link, settings, world_size=2, timeout_s=60.0, mbit=20.0):

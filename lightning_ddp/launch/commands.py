@@ -1,4 +1,4 @@
-"""`python -m lightning_ddp run`, `join`, `leave`: start a program; bring nodes into a run, or out of it."""
+"""`python -m lightning_ddp run` and `leave`: start a program; take a node out of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from lightning_ddp._lightning import ROOTS, lightnings
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.supervisor import Program, Supervisor
-from lightning_ddp.supervise.protocol import Dismiss, Dismissed, Message, Missing, WhoIsMissing
+from lightning_ddp.supervise.protocol import Dismiss, Dismissed, Message
 
-__all__ = ["Join", "Leave", "Run"]
+__all__ = ["Leave", "Run"]
 
 _ANSWER_S = 15.0
 _IMPORTED = (
@@ -105,29 +105,6 @@ def _launch_on_each_node() -> None:
     del os.environ["SLURM_NTASKS"]
 
 
-class Join(Run):
-    """`python -m lightning_ddp join`: brings this node into a run, in the place of a lost one."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declares the options: the address, and those of `run`."""
-        parser.add_argument("address", metavar="HOST:PORT", help="MASTER_ADDR and MASTER_PORT of the run")
-        super().add_arguments(parser)
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Runs the program on this node, as `run` does, under the NODE_RANK of a node that is lost."""
-        try:
-            address, port = _address_of(args.address)
-            node = os.environ.get("NODE_RANK") or _missing_node(address, port)
-        except LightningDDPError as error:
-            print(f"error: python -m lightning_ddp join: {error}", file=sys.stderr)
-            return 2
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=node)
-        print(
-            f"lightning_ddp: this node joins the run at {args.address} with NODE_RANK={node}", file=sys.stderr
-        )
-        return super().run(args)
-
-
 class Leave:
     """`python -m lightning_ddp leave`: takes a node out of a run, whose others go on."""
 
@@ -191,11 +168,3 @@ def _ask_run(address: str, port: int, question: Message) -> Message:
         )
     store = run_store(f"{address}:{port}/{number}", None)
     return ask(server_in(store, os.environ.get(TOKEN_VARIABLE)), question, timeout_s=_ANSWER_S)
-
-
-def _missing_node(address: str, port: int) -> str:
-    """The lowest node that the run has lost; LightningDDPError if there is none, or no such run."""
-    answer = _ask_run(address, port, WhoIsMissing())
-    if not isinstance(answer, Missing) or not answer.nodes:
-        raise LightningDDPError("all nodes of the run are there. NODE_RANK=... waits until that one is lost")
-    return str(answer.nodes[0])

@@ -182,8 +182,6 @@ class RunControl:
             self._greet(peer, message, now)
             return
         match message:
-            case protocol.WhoIsMissing():
-                send(peer, protocol.Missing(members.missing_nodes()))
             case protocol.Dismiss(node):
                 send(peer, self._dismiss(node, now))
             case protocol.Progress(where) if peer.is_new or (who.rank >= 0 and not peer.is_out):

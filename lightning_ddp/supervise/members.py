@@ -214,11 +214,6 @@ class Members:
         """Places of the members of a node."""
         return [place for place, who in self.identities.items() if who.node_rank == node]
 
-    def missing_nodes(self) -> tuple[int, ...]:
-        """Nodes that are lost, and have not come back."""
-        here = {self._nodes.get(place) for place in (*self.membership.members, *self._new)}
-        return tuple(sorted(set(self._nodes.values()) - here))
-
     # ------------------------------------------------------------------ who is lost
 
     def exited(self, record: FailureRecord, now: float) -> FailureRecord | None:

@@ -158,10 +158,6 @@ class Dismiss(Message):
     node: int
 
 
-class WhoIsMissing(Message):
-    """Asks which nodes are lost, and have not come back: `Missing`. Also of a process that is no rank."""
-
-
 class Progress(Message):
     """What a rank is doing, where stalls are looked for; answered by `Beat`."""
 
@@ -331,12 +327,6 @@ class Dismissed(Message):
 
     ranks: tuple[int, ...]
     why: Text | None
-
-
-class Missing(Message):
-    """Answers `WhoIsMissing`."""
-
-    nodes: tuple[int, ...]
 
 
 class Left(Message):
