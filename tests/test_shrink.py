@@ -725,8 +725,10 @@ def test_a_schedule_lasts_as_long_as_one_rank_that_is_left_takes_steps(tmp_path)
         ({"on_failure": "shrnk"}, "there are 'stop', 'shrink'"),
         ({"on_failure": {"name": "stop", "min_world_size": 2}}, "has no options"),
         ({"on_failure": {"name": "replace", "wait_s": -1}}, "wait_s=-1; expected seconds"),
-        ({"on_failure": "replace", "start_method": "fork"}, "children hang.*start_method='spawn'"),
-        ({"on_failure": {"name": "replace", "spares": 1}, "start_method": "spawn"}, "spares=0, or"),
+        *(
+            ({"on_failure": "replace", "start_method": method}, "start_method='popen', with `.* run`")
+            for method in ("spawn", "forkserver", "fork")
+        ),
     ],
     ids=str,
 )

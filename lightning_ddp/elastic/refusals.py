@@ -31,17 +31,12 @@ def check_arguments(
     averager: AveragerPlan | None,
 ) -> None:
     """Raises a ConfigurationError if arguments of the strategy ask for what cannot go on without a rank."""
-    if isinstance(settings, ReplaceSettings) and start_method == "fork":
+    if isinstance(settings, ReplaceSettings) and start_method != "popen":
         _refuse(
-            "start_method='fork' and new processes",
-            "a process that hosts the store of a run cannot be forked once that has begun: children hang",
-            "start_method='spawn'",
-        )
-    if isinstance(settings, ReplaceSettings) and settings.spares and start_method != "popen":
-        _refuse(
-            f"spares={settings.spares} and start_method={start_method!r}",
-            "the process that launches them keeps one process for each rank",
-            "spares=0, or start_method='popen'",
+            f"start_method={start_method!r} and new processes",
+            "those run the script again, or are forks of a process that has imported it",
+            "start_method='popen', with `python -m lightning_ddp run` for new ones in all places,"
+            " on_failure='shrink'",
         )
     if uneven_inputs == "error":
         _refuse(

@@ -1,12 +1,11 @@
 """Launcher of functions: it runs them in processes that are spawned or forked, and all end if one fails.
 
 Lightning and torch start the processes. Where there is a control server they are waited for here, as the run
-may go on without some of them, with others in their places; then torch says how one has failed.
+may go on without some of them; then torch says how one has failed.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import io
 import os
@@ -42,7 +41,6 @@ from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import die_with_parent
 from lightning_ddp.launch.launcher import node_rank_of
 from lightning_ddp.launch.reconciliation import is_enabled
-from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 from lightning_ddp.launch.session import Session, session_of_process
 from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, describe_exit
@@ -79,13 +77,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         init_method: str | None,
     ) -> None:
         self._server: ControlServer | None = None
-        self._arguments: list[Any] = []
-        """What the processes were started with, for others in their places."""
-        self._is_joining = False
-        self._vacant: list[int] = []
-        """Places in which a process is to be started."""
-        self._again: set[int] = set()
-        """Local ranks whose process is another one than torch has started."""
         super().__init__(strategy, start_method=start_method)
         self._made_by = start_method
         self._owner = strategy
@@ -97,7 +88,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def __getstate__(self) -> dict[str, Any]:
         """What is sent to the processes."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_processes": [], "_server": None, "_arguments": []}
+        return {**state, "_processes": [], "_server": None}
 
     @property
     def procs(self) -> list[Any]:
@@ -107,14 +98,10 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     @procs.setter
     def procs(self, processes: list[Any]) -> None:
         self._processes = list(processes)
-        self._again.clear()
-        self._vacant.clear()
         if processes and self._server is not None:
-            self._arguments = process_arguments(sys._getframe(1))
-            self._wait(self._server)
+            self._wait(self._server, process_arguments(sys._getframe(1))[4])
             for local_rank, process in enumerate(self._processes):
-                has_ended = local_rank in self._again or process.exitcode is not None
-                if has_ended and self._is_out(local_rank, self._server):
+                if process.exitcode is not None and self._is_out(local_rank, self._server):
                     processes[local_rank] = _ENDED_WELL
 
     @property
@@ -180,10 +167,9 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             raise
         finally:
             if server is not None:
-                self._end_new(server)
                 server.close()
             guard.end()
-            self._arguments, self._server = [], None
+            self._server = None
             rendezvous.close()
             restore(before)
 
@@ -232,26 +218,20 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             if process.pid == pid:
                 process.kill()
 
-    def start_again(self, place: int) -> None:
-        """Has a process started in the place of one that is lost, by the thread that waits for them all."""
-        self._vacant.append(place)
-
-    def _wait(self, server: ControlServer) -> None:
+    def _wait(self, server: ControlServer, results: Any) -> None:
         """Waits until all have ended well, or one has not and it is known why.
 
         One that ends well before all ranks have found each other has failed, as the others wait for it. The
         server is told of each that fails, before torch ends the others; where the run goes on without lost
-        ranks of each end, and others are started.
+        ranks of each end.
 
         Raises:
             PeerFailure: all have ended well, so that nobody else is left to be told of a failure.
         """
         tells_all = self._settings.recovery is not None
-        results = self._arguments[4]
         told: set[int] = set()
         failure: FailureRecord | None = None
         while True:
-            self._start_new()
             codes = [process.exitcode for process in self._processes]
             for local_rank, code in enumerate(codes):
                 pid = self._processes[local_rank].pid
@@ -266,7 +246,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             if 0 in codes and failure is None and not server.has_met:
                 failure = self._tell_exit(server, codes.index(0), 0)
             awaited = [rank for rank, code in enumerate(codes) if code != 0]
-            awaited = [rank for rank in awaited if not self._comes_late(rank, server)]
             if not awaited and failure is not None:
                 raise failure.to_error()
             if not awaited and not results.empty():
@@ -282,36 +261,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         return record
 
     def _is_out(self, local_rank: int, server: ControlServer) -> bool:
-        """Whether it is nothing to the run how a process ends: the others go on, or it was started later."""
-        return local_rank in self._again or server.goes_on_without(self._first_rank + local_rank)
-
-    def _comes_late(self, local_rank: int, server: ControlServer) -> bool:
-        """Whether a process in the place of another one has not joined the others."""
-        return local_rank in self._again and server.goes_on_without(self._first_rank + local_rank)
-
-    def _start_new(self) -> None:
-        """Starts processes in the places of lost ones."""
-        while self._vacant:
-            place = self._vacant.pop(0)
-            local_rank = place - self._first_rank
-            launcher = copy.copy(self)
-            launcher._is_joining = True
-            context: Any = mp.get_context(self._made_by)
-            process = context.Process(target=launcher._wrapping_function, args=(local_rank, *self._arguments))
-            try:
-                process.start()
-            except OSError:  # there are too many now
-                self._vacant.append(place)
-                return
-            self._processes[local_rank] = process
-            self._again.add(local_rank)
-
-    def _end_new(self, server: ControlServer) -> None:
-        """All others have ended: those that have not joined come too late."""
-        for local_rank in self._again:
-            if self._comes_late(local_rank, server):
-                self._processes[local_rank].kill()
-            self._processes[local_rank].join()
+        """Whether it is nothing to the run how a process ends, as the others go on."""
+        return server.goes_on_without(self._first_rank + local_rank)
 
     def _wrapping_function(
         self,
@@ -327,8 +278,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         launcher = mp.parent_process()
         if launcher is not None and not launcher.is_alive():  # gone while this process was starting
             os._exit(1)
-        if self._is_joining:  # until there is a session
-            os.environ[JOIN_VARIABLE] = "1"
         if self._all_forked is not None:
             self._all_forked.wait()
         wrapped = partial(_run, function, trainer)
