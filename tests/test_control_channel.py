@@ -543,35 +543,6 @@ def test_nobody_leaves_a_run_before_all_have_ended_it(how) -> None:
         assert run.watches[0].failure.rank == 1
 
 
-def control_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("control-")}
-
-
-def test_between_two_runs_nobody_needs_a_thread_and_what_is_said_waits() -> None:
-    before = control_threads()
-    with running(2) as run:
-        run.connect_all()
-        assert not run.watches[0].rest(), "not all have left a run"
-        leaving = [threading.Thread(target=leave, args=(watch,)) for watch in run.watches]
-        for thread in leaving:
-            thread.start()
-        for thread in leaving:
-            thread.join()
-        assert all(watch.rest() for watch in run.watches)
-        run.server.rest()
-        assert control_threads() <= before
-        run.watches[1].resume()  # its next run begins first, and fails
-        failure = raised(1)
-        run.watches[1].report(failure, is_echo=False)
-        assert run.watches[1].failure is None
-        run.server.resume()
-        assert run.watches[1].wait_for_verdict(DEADLINE_S) == failure
-        assert run.watches[0].failure is None
-        run.watches[0].resume()
-        assert run.watches[0].wait_for_verdict(DEADLINE_S) == failure
-        assert not run.watches[0].rest(), "a failure is being dealt with"
-
-
 def test_a_server_that_closes_is_no_failure_and_one_that_vanishes_is() -> None:
     with running(2) as run:
         run.connect_all()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ddp.comm import device_watch
 from lightning_ddp.comm.activity import Entry, Interrupt, Lane, Waiting
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.errors import CollectiveError, MissingGradientError
@@ -127,19 +126,6 @@ def test_steps_that_end_leave_no_trace_and_the_thread_ends_when_none_come(watche
     assert again is event, "the event of a step that has ended serves the next one"
     assert again.asked.wait(DEADLINE_S), "a new thread asks for it"
     assert watched.failures == []
-
-
-def test_between_two_runs_the_thread_ends_unless_the_device_still_runs(watched, monkeypatch):
-    monkeypatch.setattr(device_watch, "_IDLE_LOOKS", 10**9)
-    event = watched.expect()
-    assert event.asked.wait(DEADLINE_S)
-    watched.watch.rest()
-    assert threads()
-    event.come.set()
-    wait_until(lambda: watched.interrupt.activity.count == 1)
-    watched.watch.rest()
-    wait_until(lambda: not threads())
-    assert watched.expect().asked.wait(DEADLINE_S)
 
 
 def test_of_many_steps_the_oldest_is_asked_for_and_then_the_newest(watched):

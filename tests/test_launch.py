@@ -256,10 +256,11 @@ import os, signal, sys, threading
 import pytorch_lightning as pl
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
+from lightning_ddp.launch.session import session_of_process
 
 def state():
     ours = [name for name in os.environ if "LIGHTNING_DDP" in name or "GLOO" in name]
-    return sorted(thread.name for thread in threading.enumerate()), ours
+    return sorted(thread.name for thread in threading.enumerate() if not thread.daemon), ours
 
 def tell(when):
     print(f"rank {rank}, {when}:", "as before" if state() == before else state(), flush=True)
@@ -283,11 +284,18 @@ def fail():
         os.kill(os.getpid(), getattr(signal, how))
 
 rank, before = int(os.environ.get("LOCAL_RANK", 0)), state()
-victim, how, has_more = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "more"
+victim, how, has_more = int(sys.argv[1]), sys.argv[2], sys.argv[3] != "end"
+heard = []
+if sys.argv[3] == "handle":
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
 try:
     fit()
     if rank == victim:
         fail()
+    if sys.argv[3] == "handle" and rank == victim:
+        print(f"the script's handler has heard {heard}", flush=True)
+    if sys.argv[3] == "wait" and rank != victim:
+        print("heard meanwhile:", session_of_process().control.wait_for_verdict(30).rank, flush=True)
     if has_more:
         fit()
 except lightning_ddp.PeerFailure as failure:
@@ -298,11 +306,18 @@ print("ended well", flush=True)
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["own", "run"])
-def test_between_two_runs_the_process_is_as_before(launcher) -> None:
-    arguments = ["-1", "", "more"]
+def test_between_two_runs_nothing_holds_the_process_and_sigterm_is_the_scripts_own(launcher) -> None:
+    arguments = ["1", "SIGTERM", "handle"]
     result = run_script(BETWEEN_RUNS, arguments, timeout_s=DEADLINE_S, launcher=launcher).check()
     for rank, when in itertools.product(range(2), ("fitted", "validated")):
         assert result.stdout.count(f"rank {rank}, {when}: as before") == 2, result.stdout
+    assert result.stdout.count("the script's handler has heard [15]") == 1, result.stdout
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_failure_between_two_runs_is_heard_of_at_once(victim) -> None:
+    result = run_script(BETWEEN_RUNS, [str(victim), "SIGKILL", "wait"], timeout_s=DEADLINE_S)
+    assert f"heard meanwhile: {victim}" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,7 @@ class DeviceWatch:
         self._watched: _Queued | None = None
         self._spare: list[Any] = []  # to destroy an event may wait for a lock of CUDA's
         self._is_running = False
-        self._thread: threading.Thread | None = None
-        self._is_hurried, self._is_closed = threading.Event(), threading.Event()
+        self._is_closed = threading.Event()
 
     def expect(
         self,
@@ -105,7 +104,6 @@ class DeviceWatch:
         """
         if self._is_closed.is_set():
             return
-        self._is_hurried.clear()
         with self._lock:
             spare = self._spare.pop() if self._spare else None
         queued = _Queued(
@@ -124,8 +122,7 @@ class DeviceWatch:
             has_to_start = not self._is_running
             self._is_running = True
         if has_to_start:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="lightning_ddp device watch")
-            self._thread.start()
+            threading.Thread(target=self._run, daemon=True, name="lightning_ddp device watch").start()
 
     def forget(self) -> None:
         """What was queued until now is not looked after any more: its groups are about to be aborted."""
@@ -133,35 +130,23 @@ class DeviceWatch:
             self._latest = self._watched = None
         self._interrupt.activity.on_device = None
 
-    def rest(self) -> None:
-        """Ends the thread, unless the device has still to run something; the next step starts another one."""
-        self._is_hurried.set()
-        if self._thread is not None:
-            self._thread.join(2 * self._look_s)
-
     def close(self) -> None:
         """From now on nothing is looked at."""
         self._is_closed.set()
-        self._is_hurried.set()
 
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         _let_others_capture()
         num_idle = 0
-        while not self._is_closed.is_set():
-            is_hurried = self._is_hurried.wait(self._look_s)
-            if self._is_closed.is_set():
-                return
+        while not self._is_closed.wait(self._look_s):
             queued = self._next()
             if queued is None:
                 num_idle += 1
-                if (is_hurried or num_idle >= _IDLE_LOOKS) and self._may_end():
+                if num_idle >= _IDLE_LOOKS and self._may_end():
                     return
                 continue
             num_idle = 0
-            if is_hurried:
-                self._is_closed.wait(self._look_s)
             try:
                 if self._has_run(queued):
                     self._release(queued)

@@ -99,7 +99,7 @@ class Children(LocalProcesses):
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._alive: list[_Child] = []
-        self._is_stopping = self._is_resting = False
+        self._is_stopping = False
         self._may_leave = threading.Event()
         self._guard: Guard | None = None
         self._wake_pair: tuple[socket.socket, socket.socket] | None = None
@@ -146,7 +146,10 @@ class Children(LocalProcesses):
                 self._new[proc.pid] = local_rank
             self._alive.append(_Child(local_rank, proc, log, _open_end(proc)))
             self._wake()
-        self.resume()
+            if self._thread is None:
+                self._wake_pair = socket.socketpair()
+                self._thread = threading.Thread(target=self._watch, daemon=True, name="children-watch")
+                self._thread.start()
 
     def guard(self) -> None:
         """From now on those that do not hear of a failure are killed. A supervisor has a guard of its own."""
@@ -158,24 +161,6 @@ class Children(LocalProcesses):
     def are_forked(self) -> bool:
         """Whether they are forks of a supervisor, and live on when this process has ended."""
         return all(isinstance(proc, ForkedChild) for proc in self.procs)
-
-    def rest(self) -> None:
-        """Ends the thread: the end of a child is noticed at `resume`. All children have joined the run."""
-        self._may_leave.set()
-        with self._changed:
-            self._is_resting, thread = True, self._thread
-            self._wake()
-        if thread is not None:
-            thread.join()
-
-    def resume(self) -> None:
-        """Starts the thread that waits for the ends of children, if there are any and none does."""
-        with self._changed:
-            self._is_resting = False
-            if self._alive and self._thread is None:
-                self._wake_pair = self._wake_pair or socket.socketpair()
-                self._thread = threading.Thread(target=self._watch, daemon=True, name="children-watch")
-                self._thread.start()
 
     def start_again(self, place: int) -> None:
         """Starts a child in the place of one that is lost, to join the run. Any thread.
@@ -239,7 +224,7 @@ class Children(LocalProcesses):
         """What is readable when there is something to do; None if the thread ends."""
         with self._changed:
             assert self._wake_pair is not None  # made before the thread
-            if self._alive and not self._is_resting:
+            if self._alive:
                 return [self._wake_pair[0], *(child.end for child in self._alive)]
             for end in self._wake_pair:
                 end.close()

@@ -280,12 +280,6 @@ class ControlProcess:
     def tell(self, message: Message) -> None:
         self._try_to_ask("tell", message)
 
-    def rest(self) -> None:
-        """Its thread is none of this process's, and goes on."""
-
-    def resume(self) -> None:
-        """There is nothing to do."""
-
     def close(self) -> None:
         """The failure, if there was one, is this process's to report."""
         self._try_to_ask("close_server")

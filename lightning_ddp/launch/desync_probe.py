@@ -74,7 +74,8 @@ class Inspector:
         self._watch: Watch | None = None
         self._answers: dict[tuple[str | None, int], _Answer] = {}
         self._listeners: dict[str, Callable[[int, Any], None]] = {}
-        self._num_runs = 0
+        self.num_runs = 0
+        """How many have begun here."""
         self._is_active = False
         self._run_name = "its run"
         self._left_at = time.monotonic()
@@ -113,7 +114,7 @@ class Inspector:
 
     def enter(self, name: str) -> None:
         """A run, such as a fit, begins."""
-        self._num_runs += 1
+        self.num_runs += 1
         self._is_active, self._run_name = True, name
         self._post_run()
 
@@ -125,7 +126,7 @@ class Inspector:
 
     def _post_run(self) -> None:
         if self._watch is not None:
-            self._watch.post(Active(self._is_active, self._num_runs, self._run_name[:_LONGEST_TEXT]))
+            self._watch.post(Active(self._is_active, self.num_runs, self._run_name[:_LONGEST_TEXT]))
 
     # ------------------------------------------------------------------ in the thread of the channel
 
@@ -154,7 +155,7 @@ class Inspector:
             state, label, since = "ending", None, activity.since
         elif wait is not None and not wait.is_side:
             state, label, since = "starts" if wait.is_start else "waits", wait.label, wait.since
-        elif not self._is_active and self._num_runs:
+        elif not self._is_active and self.num_runs:
             state, label, since = "finished", self._run_name, self._left_at
         elif activity.on_device is not None:
             state, label, since = "waits", activity.on_device.label, activity.on_device.since
@@ -284,7 +285,7 @@ class Inspector:
         if watch is None:
             return
         answer = self._answers[lane.name, entry.number] = _Answer()
-        run = self._num_runs + (not self._is_active)  # between two runs the next one counts
+        run = self.num_runs + (not self._is_active)  # between two runs the next one counts
         try:
             with self._interrupt.activity.waiting(entry.name(), entry, is_start=True):
                 ranks = _cut(join_ranks(lane.ranks))

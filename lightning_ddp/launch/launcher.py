@@ -81,12 +81,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             self._start_children(session)
-        session.control.resume()
         session.begin_anew()
         set_num_threads_if_needed(num_processes=self.num_processes)
-        result = session.control.run(trainer, function, *args, **kwargs)
-        session.control.rest()
-        return result
+        return session.control.run(trainer, function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
         """Sends a signal to the children, once they had time to end by themselves after Ctrl-C."""

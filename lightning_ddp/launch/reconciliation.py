@@ -42,7 +42,6 @@ from lightning_ddp.launch.control_process import ControlProcess
 from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervisor import was_passed_on
-from lightning_ddp.shm.shared_memory import end_idle_workers
 from lightning_ddp.supervise.client import ServerAddress, Watch
 from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT
@@ -206,6 +205,7 @@ class Reconciliation:
         before_gloo_ends_the_process(self._gloo_failed)
         self._stop_signals = StopSignals(
             self.watch,
+            is_between=lambda: self._is_between_runs,
             is_ending=lambda: self._is_ending or self.has_left,
             request=self._requested_by,
             numbers=[settings.preemption.number] if settings.preemption is not None else [],
@@ -312,6 +312,12 @@ class Reconciliation:
         """In rank 0 of a script: whether the others of its node live on, and the signal was to it alone."""
         outlives_it = isinstance(self.server, ControlProcess) and self._children.are_forked
         return outlives_it and not was_passed_on(number)
+
+    @property
+    def _is_between_runs(self) -> bool:
+        """Whether the script is on its own: a run has ended here, and no other one has begun."""
+        has_ended = self._depth == 0 and self.inspector.num_runs > 0
+        return has_ended and not self.is_over and not self.has_left
 
     @property
     def _is_ending(self) -> bool:
@@ -556,7 +562,6 @@ class Reconciliation:
         """Tells all ranks that this one has failed, as the text `trace` says; None for its last line."""
         if self.watch is None:
             return
-        self.resume()
         where = self._position()
         if cause is None:
             cause = trace.strip().splitlines()[-1] if trace.strip() else "reconciliate_processes was called"
@@ -599,35 +604,6 @@ class Reconciliation:
         failure = self.wait_for_verdict(ECHO_WAIT_S + 1.0)
         # after a collective that has failed, threads of the backend may never return
         return failure is not None and "Collective" not in (failure.exception_type or "Collective")
-
-    # ------------------------------------------------------------------ between two runs
-
-    def rest(self) -> None:
-        """Ends the threads of supervision, if all ranks have left the run well.
-
-        What happens until `resume` is heard of then: connections and the ends of children wait in the kernel.
-        Who looks for stalls, goes on without lost ranks or compares collectives keeps the threads.
-        """
-        settings = self._settings
-        is_needed = settings.recovery is not None or settings.stall_timeout_s is not None
-        if self._depth or self.is_over or is_needed or self.interrupt.compare is not None:
-            return
-        if self.watch is None or not self.watch.rest():
-            return
-        if self.server is not None:
-            self.server.rest()
-        self._children.rest()
-        if self._device_watch is not None:
-            self._device_watch.rest()
-        end_idle_workers()
-
-    def resume(self) -> None:
-        """Starts the threads again that rest: the next run begins, or the process ends."""
-        if self.server is not None:
-            self.server.resume()
-        if self.watch is not None:
-            self.watch.resume()
-        self._children.resume()
 
     def close(self) -> None:
         """Leaves the run: the end of this process is no failure from now on."""

@@ -260,7 +260,6 @@ class Session:
         ours = self.control
         if self._is_left_behind:
             return None
-        ours.resume()
         if error is not None and not ours.has_failed:  # outside of a Trainer: nobody has heard of it
             ours.fail(traceback_of(error), traceback.format_exception_only(error)[-1].strip())
         has_failed = error is not None or ours.has_failed

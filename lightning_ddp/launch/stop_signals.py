@@ -134,6 +134,7 @@ class StopSignals:
 
     Args:
         watch: this process's end of the control channel.
+        is_between: whether this process is between two runs.
         is_ending: whether the process ends anyway, so that a signal asks for nothing new.
         request: what is asked for by a signal; called in the handler.
         numbers: signals beside SIGTERM.
@@ -143,12 +144,13 @@ class StopSignals:
         self,
         watch: Watch,
         *,
+        is_between: Callable[[], bool],
         is_ending: Callable[[], bool],
         request: Callable[[int], Message],
         numbers: Iterable[int] = (),
     ) -> None:
         self._watch = watch
-        self._is_ending, self._request = is_ending, request
+        self._is_between, self._is_ending, self._request = is_between, is_ending, request
         self._num_received = 0
         self._previous: dict[int, Any] = {}
         self.is_inherited = False
@@ -170,11 +172,12 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         previous = self._previous.get(number)
-        if self._watch.is_resting and previous not in (None, signal.SIG_DFL):
+        is_between = not self.is_inherited and self._is_between()
+        if is_between and previous not in (None, signal.SIG_DFL):
             if callable(previous):
                 previous(number, frame)
             return
-        if self.is_inherited or self._watch.is_resting:
+        if self.is_inherited or is_between:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

@@ -484,12 +484,6 @@ class Worker:
             thread.join(_END_S)
 
 
-def end_idle_workers() -> None:
-    """Has the threads end once their jobs are done; the next job starts one again."""
-    for worker in list(Worker.workers):
-        worker.end()
-
-
 # in a fork there are none of their threads, and a lock of theirs may be held for ever
 os.register_at_fork(after_in_child=lambda: Worker.workers.clear())
 
@@ -498,4 +492,5 @@ os.register_at_fork(after_in_child=lambda: Worker.workers.clear())
 def _end_all() -> None:
     """A thread that is inside of a torch operation when the interpreter is finalised ends the process."""
     Worker.is_ending.set()
-    end_idle_workers()
+    for worker in list(Worker.workers):
+        worker.end()

@@ -93,8 +93,6 @@ class Watch:
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
-        self.is_resting = False
-        """Whether the thread has ended until `resume`."""
         self._connection = self._connect(protocol.Hello(server.token, identity, is_new, is_launcher))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
@@ -104,12 +102,8 @@ class Watch:
         self._selector.register(self._connection, selectors.EVENT_READ, self._receive)
         if self._parent_fd is not None:
             self._selector.register(self._parent_fd, selectors.EVENT_READ, self._lost_parent)
-        self._thread = self._start()
-
-    def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, daemon=True, name="control-watch")
-        thread.start()
-        return thread
+        self._thread = threading.Thread(target=self._run, daemon=True, name="control-watch")
+        self._thread.start()
 
     def _connect(self, hello: Message) -> socket.socket:
         where = (self._server.host, self._server.port)
@@ -211,27 +205,8 @@ class Watch:
                 return
             self.post(protocol.Look())  # whether one of them waits for what this rank will never call
 
-    def rest(self) -> bool:
-        """Ends the thread, if all ranks have left the last run well; returns whether it has.
-
-        Until `resume` nothing is learned, and what is posted waits.
-        """
-        if self._all_left.is_set() and self.failure is None:
-            self.is_resting = True
-            self._wake()
-            self._thread.join()
-        return self.is_resting
-
-    def resume(self) -> None:
-        """Starts the thread again, if it rests. What has come meanwhile it takes as coming now."""
-        if self.is_resting:
-            self.is_resting = False
-            self._all_left.clear()
-            self._thread = self._start()
-
     def close(self) -> None:
         """Says goodbye: the end of this process is no failure any more."""
-        self.resume()
         self.post(protocol.Bye())
         self.flush()
         self._is_closed = True
@@ -241,7 +216,7 @@ class Watch:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        while not self._is_closed and (self._outbox or not self.is_resting):
+        while not self._is_closed:
             for key, _ in self._selector.select(self._report_progress()):
                 if not self._is_deaf or key.fileobj is self._wake_receiver:
                     key.data()

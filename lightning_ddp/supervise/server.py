@@ -1,8 +1,7 @@
 """The control server: every process of the run is connected to it, and it says what happened first.
 
 It runs in one thread of the process that started the run (rank 0, the launching process of spawned ranks, or
-a supervisor's control process) and sleeps until a message comes. It never takes part in a collective. Between
-two runs (a fit, a test ...) the thread can rest: what the others say waits in the kernel.
+a supervisor's control process) and sleeps until a message comes. It never takes part in a collective.
 """
 
 from __future__ import annotations
@@ -70,14 +69,10 @@ class ControlServer:
         )
         self._members = self._control.members
         self._injected: deque[Message] = deque()
-        self._is_closed = self._is_resting = False
+        self._is_closed = False
         self._decided = threading.Event()
-        self._thread = self._start()
-
-    def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, daemon=True, name="control-server")
-        thread.start()
-        return thread
+        self._thread = threading.Thread(target=self._run, daemon=True, name="control-server")
+        self._thread.start()
 
     # ------------------------------------------------------------------ called by other threads
 
@@ -122,21 +117,8 @@ class ControlServer:
         self._injected.append(message)
         self._connections.wake()
 
-    def rest(self) -> None:
-        """Ends the thread; nobody is heard until `resume`. No deadline is judged meanwhile."""
-        self._is_resting = True
-        self._connections.wake()
-        self._thread.join()
-
-    def resume(self) -> None:
-        """Starts the thread again, if it rests. What has come meanwhile it takes as coming now."""
-        if self._is_resting:
-            self._is_resting = False
-            self._thread = self._start()
-
     def close(self) -> None:
         """Tells the processes that are connected that this is no failure, ends the thread, frees the port."""
-        self.resume()
         self._is_closed = True
         self._connections.wake()
         self._thread.join(timeout=5)
@@ -149,7 +131,7 @@ class ControlServer:
 
     def _run(self) -> None:
         control, members = self._control, self._members
-        while not (self._is_closed or self._is_resting):
+        while not self._is_closed:
             num_awaited = members.world_size - len(members.ranks)
             for peer, data, error in self._connections.wait(control.deadline(time.monotonic()), num_awaited):
                 if data:
@@ -162,10 +144,9 @@ class ControlServer:
             if first is not None:
                 self._decided.set()
                 self._processes.failed(first)
-        if self._is_closed:
-            _say(members.history.tell())
-            self._connections.send_all([protocol.Closing()])
-            self.close_sockets()
+        _say(members.history.tell())
+        self._connections.send_all([protocol.Closing()])
+        self.close_sockets()
 
     def _hear(self, peer: Peer, data: bytes) -> None:
         try:
