@@ -75,12 +75,10 @@ def without_engine_context() -> Generator[None, None, None]:
 
 # ---------------------------------------------------------------------- modules and metrics
 
-MODULE_DICTS = ("_modules", "_parameters", "_buffers")
-"""Where a module keeps what its users know as attributes."""
 children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]]
 parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]]
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]
-children_of, parameters_of, buffers_of = map(operator.attrgetter, MODULE_DICTS)
+children_of, parameters_of, buffers_of = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
 
 OPTIMIZERS_IN_BACKWARD = "_in_backward_optimizers"
 """Attribute of a parameter: the optimizers that `_apply_optimizer_in_backward` has made for it."""

@@ -291,26 +291,22 @@ class PeerFailure(LightningDDPError, RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (PeerFailure, {name: getattr(self, name) for name in _FIELDS})
 
-    def like(self, *kinds: type[Exception]) -> PeerFailure:
-        """This failure as an instance of more classes, for `except` clauses that name them.
+    def like(self) -> PeerFailure:
+        """This failure as an instance of the class of what was raised as well, for `except` clauses.
 
-        Args:
-            *kinds: those classes. That of the exception of the failed rank is added, where this process has
-                it and Python can combine them.
+        As itself where this process does not have that class, or Python cannot combine the two.
         """
-        if type(self) is not PeerFailure:
+        kind = _loaded_class(self.exception_class)
+        if type(self) is not PeerFailure or kind is None:
             return self
-        for added in ((*kinds, *_loaded_class(self.exception_class)), kinds):
-            if added:
-                try:
-                    return self._mixed_with(added)
-                except Exception:  # noqa: BLE001 (whatever a class of the user's does when it is combined)
-                    continue
-        return self
+        try:
+            return self._mixed_with(kind)
+        except Exception:  # noqa: BLE001 (whatever a class of the user's does when it is combined)
+            return self
 
-    def _mixed_with(self, kinds: tuple[type[Exception], ...]) -> PeerFailure:
+    def _mixed_with(self, kind: type[Exception]) -> PeerFailure:
         names = {"__module__": __name__, "__doc__": PeerFailure.__doc__}
-        mixed: Any = type(PeerFailure.__name__, (PeerFailure, *kinds), names)
+        mixed: Any = type(PeerFailure.__name__, (PeerFailure, kind), names)
         failure: PeerFailure = mixed.__base__.__new__(mixed)  # the one whose memory it has
         failure.args = self.args
         for name in _FIELDS:
@@ -334,7 +330,7 @@ class PeerFailure(LightningDDPError, RuntimeError):
 _FIELDS = tuple(inspect.signature(PeerFailure).parameters)
 
 
-def _loaded_class(path: str | None) -> tuple[type[Exception], ...]:
+def _loaded_class(path: str | None) -> type[Exception] | None:
     """The exception class `module:name`, if this process has it and it tells more than `PeerFailure` does."""
     module, _, name = (path or "").partition(":")
     # in spawned processes the user's script has this name as well
@@ -342,5 +338,5 @@ def _loaded_class(path: str | None) -> tuple[type[Exception], ...]:
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
     if not isinstance(found, type) or not issubclass(found, Exception):
-        return ()
-    return () if issubclass(PeerFailure, found) or issubclass(found, LightningDDPError) else (found,)
+        return None
+    return None if issubclass(PeerFailure, found) or issubclass(found, LightningDDPError) else found

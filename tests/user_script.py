@@ -83,8 +83,7 @@ class Order:
 CATCHABLE: dict[str, type[Exception]] = {
     "RuntimeError": RuntimeError,
     "ValueError": ValueError,
-    "ProcessRaisedException": torch.multiprocessing.ProcessRaisedException,
-    "ProcessExitedException": torch.multiprocessing.ProcessExitedException,
+    "PeerFailure": lightning_ddp.PeerFailure,
 }
 
 

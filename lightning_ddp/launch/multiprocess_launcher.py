@@ -6,24 +6,21 @@ may go on without some of them; then torch says how one has failed.
 
 from __future__ import annotations
 
-import inspect
-import io
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from multiprocessing import reduction
 from multiprocessing.connection import wait
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.multiprocessing as mp
 
 from lightning_ddp._lightning import (
@@ -35,7 +32,6 @@ from lightning_ddp._lightning import (
     teardown_trainer,
     unshare,
 )
-from lightning_ddp._torch import MODULE_DICTS
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import die_with_parent
@@ -56,7 +52,6 @@ if TYPE_CHECKING:
 __all__ = ["MultiprocessLauncher"]
 
 _LOOK_AGAIN_S = 0.1
-_MOST_LEVELS = 20
 
 
 class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
@@ -115,8 +110,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         """Runs `function` in all processes and returns what rank 0 returned, the lowest that is left.
 
         Raises:
-            PeerFailure: a process raised or died; with its traceback where there is one. It is torch's
-                `ProcessRaisedException` or `ProcessExitedException` as well.
+            PeerFailure: a process raised or died; with its traceback where there is one.
             ConfigurationError: several nodes without a port that all know, or what is to be sent to the
                 processes does not pickle.
             RendezvousError: the port that the user named is taken.
@@ -155,15 +149,18 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
                 known.exception_type or failure.exception_type is None or known.rank != failure.rank
             ):
                 failure = self._with_exit(known, first_rank)
-            raise _like_torch(failure, error, failure.rank - first_rank) from error
+            raise failure.like() from error
         except BaseException as error:
             if server is not None:
                 launcher = Identity(rank=-1, node_rank=node_rank)
                 server.tell(Failed(FailureRecord.of_exception(error, launcher, Where())))
                 server.wait_for_verdict(EXIT_WAIT_S)
-            if isinstance(error, Exception) and not self.procs and self._made_by != "fork":
-                named = inspect.signature(function).bind_partial(*args, **kwargs).arguments
-                self._explain_unpicklable(error, {**named, "trainer": trainer})
+            if not self.procs and self._made_by != "fork" and _is_of_pickle(error):
+                raise ConfigurationError(
+                    f"start_method={self._made_by!r} sends the model, the Trainer and all that they hold to"
+                    f' new processes, and pickle says: {error}. strategy="custom_ddp" and "custom_ddp_fork"'
+                    " send nothing."
+                ) from error
             raise
         finally:
             if server is not None:
@@ -172,17 +169,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             self._server = None
             rendezvous.close()
             restore(before)
-
-    def _explain_unpicklable(self, error: Exception, sent: Mapping[str, Any]) -> None:
-        """Raises an error that says what cannot be sent to new processes, if that is what has failed."""
-        found = _find_unpicklable(sent)
-        if found is not None:
-            raise ConfigurationError(
-                f"start_method={self._made_by!r} sends the model, the Trainer and all that they hold to"
-                f" new processes, and this does not pickle: {found}. Make it in setup(), which runs in those"
-                ' processes, or use a function or class of a module; or let strategy="custom_ddp" run the'
-                ' script again, or "custom_ddp_fork" copy the process, which send nothing.'
-            ) from error
 
     def _open_server(self, session: Session, node_rank: int) -> ControlServer:
         strategy = self._owner
@@ -326,16 +312,10 @@ def _remove_error_files(error: mp.ProcessRaisedException | mp.ProcessExitedExcep
                 Path(path).unlink(missing_ok=True)
 
 
-def _like_torch(
-    failure: PeerFailure, error: mp.ProcessRaisedException | mp.ProcessExitedException, local_rank: int
-) -> PeerFailure:
-    """The failure as the exception that `torch.multiprocessing` raises for it, as after `ddp_spawn`."""
-    kind = mp.ProcessRaisedException if failure.exception_type is not None else mp.ProcessExitedException
-    like: Any = failure.like(type(error) if error.error_index == local_rank else kind)
-    like.msg, like.error_index, like.error_pid = str(failure), local_rank, failure.pid
-    like.signal_name = getattr(error, "signal_name", None)
-    raised: PeerFailure = like
-    return raised
+def _is_of_pickle(error: BaseException) -> bool:
+    """Whether it was raised while something was pickled for a new process."""
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, Exception) and any(code is reduction.dump.__code__ for code in frames)
 
 
 def _exit_of(code: int) -> str:
@@ -363,51 +343,3 @@ def _process_failure(
         traceback=trace,
         is_own=None,
     )
-
-
-# ---------------------------------------------------------------------- what cannot be sent
-
-
-def _find_unpicklable(roots: Mapping[str, Any]) -> str | None:
-    """The innermost part that does not pickle, such as `model.transform`, its type and why; None for none."""
-    found, parts = None, list(roots.items())
-    for _ in range(_MOST_LEVELS):
-        failing = next(((path, value, why) for path, value in parts if (why := _obstacle(value))), None)
-        if failing is None:
-            break
-        path, value, why = failing
-        found = f"`{path}`, a {type(value).__qualname__}: {why}"
-        parts = list(_parts(path, value))
-    return found
-
-
-class _Probe(ForkingPickler):
-    """Pickles as for a new process, without the contents of tensors."""
-
-    def persistent_id(self, obj: object) -> str | None:
-        is_plain = isinstance(obj, torch.Tensor) and (obj.is_leaf or not obj.requires_grad)
-        return "tensor" if is_plain else None
-
-
-def _obstacle(value: Any) -> str | None:
-    try:
-        _Probe(io.BytesIO()).dump(value)
-    except Exception as error:  # noqa: BLE001 (classes raise what they like)
-        # queues and locks of multiprocessing can be sent, though not just now
-        return None if "through inheritance" in str(error) else str(error) or type(error).__name__
-    return None
-
-
-def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, list | tuple):
-        yield from ((f"{path}[{index}]", part) for index, part in enumerate(value))
-    elif isinstance(value, partial):
-        yield from _parts(path, (value.func, *value.args, *value.keywords.values()))
-    else:
-        for name, part in getattr(value, "__dict__", {}).items():
-            if name in MODULE_DICTS and isinstance(value, torch.nn.Module):
-                yield from ((f"{path}.{inner}", module) for inner, module in part.items())
-            else:
-                yield f"{path}.{name}", part
