@@ -142,8 +142,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         on_failure: 'stop' ends the run on all ranks; 'shrink' goes on in the same `fit` with those that are
             left; 'replace' also starts a new process in the place of each that is lost. They go on from the
             step that was interrupted, with the rest of the epoch dealt over them. A mapping with `name` and
-            options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`; of 'replace' also `wait_s` and
-            `spares`.
+            options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`; of 'replace' also
+            `wait_s`.
         on_preemption: 'stop' stops all ranks at a step boundary when one gets SIGTERM; with 'leave' that one
             leaves there and ends with code 0, and the others go on, as `on_failure` says, with no step done
             again. A mapping with `name` and the option `signal`, such as 'SIGUSR1'.
@@ -336,7 +336,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         arguments = super().distributed_sampler_kwargs
         if self._world is not None:
             return {**arguments, "num_replicas": self._world[1]}
-        return {**arguments, "rank": self.global_rank % self.world_size}  # that of a spare is behind the last
+        return arguments
 
     def _setup_recovery(self, trainer: Trainer) -> None:
         assert self._session is not None
@@ -400,8 +400,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         assert ours.calls is not None
         for place in form.lost:  # it may be stopped, or have lost but its control connection
             self._session.children.kill_rank(place)
-        if self._session.is_joining:
-            self._session.take_place(ours.calls.state.place % self.num_processes)
         member, world_size = ours.calls.state, len(form.members)
         self._world = member.rank, world_size
         node = member.place // self.num_processes

@@ -383,30 +383,10 @@ def test_steps_in_between_are_progress_of_a_place(distance) -> None:
     assert vacancies.deadline(anywhere) == (5.5 if distance == 1 else 5.0)
 
 
-def test_the_place_of_a_spare_is_filled_again_once_it_was_called() -> None:
+def test_where_the_process_has_ended_for_good_none_is_started() -> None:
     vacancies = Vacancies(most=3)
-    vacancies.open([4], 0.0)
-    assert vacancies.due(0.0, anywhere) == [4]
-    vacancies.waits(4, 1.0)
-    vacancies.lost([1], 50, 2.0)
-    assert vacancies.due(2.0, anywhere) == [1]
-    vacancies.called(4, 2.0)
-    assert vacancies.is_expected(1)
-    assert not vacancies.is_expected(4)
-    assert vacancies.deadline(anywhere) == 3.0
-    assert vacancies.due(3.0, anywhere) == [4]
-    vacancies.close(4)
-    assert not vacancies.ended(4, 4.0)
+    vacancies.lost([1], 50, 0.0)
+    assert vacancies.due(0.0, anywhere) == [1]
+    vacancies.close(1)
+    assert not vacancies.ended(1, 1.0)
     assert vacancies.deadline(anywhere) is None
-
-
-@pytest.mark.parametrize(("waited_s", "delay_s"), [(1.0, 1.0), (100.0, 0.5)])
-def test_a_spare_that_has_waited_long_is_started_again_soon(waited_s, delay_s) -> None:
-    vacancies = Vacancies(most=3)
-    vacancies.open([4], 0.0)
-    vacancies.due(0.0, anywhere)
-    vacancies.ended(4, 0.0)
-    vacancies.due(0.5, anywhere)
-    vacancies.waits(4, 1.0)
-    assert vacancies.ended(4, 1.0 + waited_s)
-    assert vacancies.deadline(anywhere) == 1.0 + waited_s + delay_s

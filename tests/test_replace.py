@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import os
-import signal
 import statistics
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -144,88 +142,6 @@ def test_a_new_process_that_dies_delays_nobody_and_is_replaced(moments, num_gene
     ledger = train(tmp_path, fault(1, "forward", 3), launcher=RUN, **order)
     ledger.check_members(3)
     assert [entry["moment"] for entry in ledger.of("dies") if "moment" in entry] == moments
-
-
-def train_with_spares(folder: Path, number: int, *kills: dict[str, Any], **order: Any) -> Ledger:
-    """Trains as `train` does; a kill may wait for spares that wait."""
-    options = {"name": "replace", "spares": number}
-    return train(folder, *kills, strategy={"on_failure": options}, **order)
-
-
-def came_as(ledger: Ledger) -> list[tuple[int, int]]:
-    """The places that processes had until they joined, and those that they took, in the order of joining."""
-    joined = [entry for entry in ledger.changes if entry["ranks"][0] is None]
-    return [(e["came_as"], e["place"]) for e in sorted(joined, key=lambda e: (e["step"], e["place"]))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), RUN], ids=["python", "run"])
-def test_a_spare_takes_the_place_of_a_lost_rank_and_another_one_waits_then(launcher, tmp_path) -> None:
-    """Which place it takes it knows when it is called: seeds, samples, ranks and variables are those."""
-    kills = fault(1, "forward", 3, spares=1), fault(2, "forward", None, generation=2, spares=2)
-    ledger = train_with_spares(tmp_path, 1, *kills, launcher=launcher, told=True, logs=True)
-    ledger.check_members(3)
-    assert came_as(ledger) == [(3, 1), (3, 2)]
-    assert ledger.changes_of(1) == [[2, 3], [3, 2], [2, 3]]
-    assert {entry["text"] for entry in ledger.of("is told")} == {"of 0"}
-    taken = [entry for entry in ledger.changes if entry["came_as"] == 3]
-    assert {(entry["place"], *entry["node_and_local_rank"]) for entry in taken} == {(1, 0, 1), (2, 0, 2)}
-    assert len(list(tmp_path.glob("logs/*/version_*"))) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher", [(), pytest.param(RUN, marks=pytest.mark.exhaustive)], ids=["python", "run"]
-)
-def test_spares_that_are_not_needed_end_well_with_the_fit(launcher, tmp_path) -> None:
-    ledger = train_with_spares(tmp_path, 2, launcher=launcher, until_spares=2, until_generation=9, tests=True)
-    assert sorted(ledger.ended) == [0, 1, 2]
-    assert ledger.changes == []
-    assert [(entry["place"], entry["code"]) for entry in ledger.of("leaves")] == [(3, 0), (4, 0)]
-
-
-@pytest.mark.slow
-def test_sigterm_stops_spares_with_the_ranks_and_one_alone(tmp_path) -> None:
-    order = {"folder": str(tmp_path), "devices": 2, "step_s": 0.05, "trainer": {"max_epochs": 10_000}}
-    order["strategy"] = {"on_failure": {"name": "replace", "spares": 2}}
-    with start_script(test_shrink.SCRIPT, [json.dumps(order)]) as script:
-        script.wait_until(lambda: len(list(tmp_path.glob("waits-*"))) == 2)
-        (second,) = tmp_path.glob("waits-3-*")
-        os.kill(int(second.name.rpartition("-")[2]), signal.SIGTERM)
-        script.wait_until(lambda: Ledger(tmp_path).of("leaves") != [])
-        os.kill(script.pid, signal.SIGTERM)
-        assert script.wait(timeout_s=DEADLINE_S).returncode == 0
-    ledger = Ledger(tmp_path)
-    assert [entry["place"] for entry in ledger.of("excepts")] == [0, 1]
-    assert sorted((entry["place"], entry["code"]) for entry in ledger.of("leaves")) == [(2, 0), (3, 0)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("order", "kills", "expected"),
-    [
-        ({"new_faults": ["waiting"]}, [fault(1, "forward", None, spares=3)], ["spare"]),
-        *(
-            pytest.param(*cell, marks=pytest.mark.exhaustive)
-            for cell in [
-                ({"new_faults": ["stopped"]}, [fault(1, "forward", None, spares=2)], ["spare"]),
-                (
-                    {"until_generation": 3},
-                    [fault(place, "forward", 3, spares=1) for place in (1, 2)],
-                    ["new", "spare"],
-                ),
-                ({"validates": True}, [fault(1, "validation", None, spares=1)], ["spare"]),
-                ({}, [fault(0, "forward", 3, spares=1)], ["spare"]),
-            ]
-        ),
-    ],
-    ids=["killed as it waits", "stopped", "two lost at once", "in validation", "rank 0"],
-)
-def test_a_spare_and_who_takes_a_place_without_one(order, kills, expected, tmp_path) -> None:
-    """One that dies is started again; without one a process is started in the place that is vacant."""
-    ledger = train_with_spares(tmp_path, 1, *kills, launcher=RUN, **order)
-    ledger.check_members(3)
-    assert sorted("spare" if place == 3 else "new" for place, _ in came_as(ledger)) == expected
 
 
 @pytest.mark.slow

@@ -355,22 +355,6 @@ def test_a_node_that_has_left_comes_back_by_the_same_command(tmp_path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("launcher", [(), RUN], ids=["python", "run"])
-def test_a_spare_takes_a_place_of_its_own_node(launcher, tmp_path) -> None:
-    """Each node has one: places 4 and 5, where the next one waits when the run ends."""
-    options = {"name": "replace", "spares": 1}
-    order = {"faults": [fault(3, "forward", 3, spares=2)], "strategy": {"on_failure": options}}
-    with shrinking(tmp_path, launcher, **replacing(99, until_spares=3, **order)) as (_, first, second):
-        for script in (first, second):
-            assert script.wait().returncode == 0, first.output() + second.output()
-    ledger = ReplacedLedger(tmp_path)
-    ledger.check_members(4)
-    (joined,) = [entry for entry in ledger.changes if entry["ranks"][0] is None]
-    assert (joined["came_as"], joined["place"], *joined["node_and_local_rank"]) == (5, 3, 1, 1)
-    assert (4, 0) in [(entry["place"], entry["code"]) for entry in ledger.of("leaves")]
-
-
-@pytest.mark.exhaustive
 def test_a_rank_is_lost_where_news_takes_seconds(tmp_path) -> None:
     order = {"strategy": {"bucket_cap_mb_list": [1.0]}, "trainer": {"max_steps": 4}}
     with shrinking(tmp_path, faults=[fault(3, "forward", 2)], **order) as (link, first, second):

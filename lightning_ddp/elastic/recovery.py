@@ -250,7 +250,6 @@ class Recovery:
     def _start_epoch(self, start: Callable[[], None]) -> None:
         if self._journal is not None:
             self._journal.end(MAIN)
-            self._calls.prepared()
         self._validates = self._trainer.enable_validation
         if self._form is not None:  # of an epoch that has begun for the others
             start()

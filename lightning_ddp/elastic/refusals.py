@@ -103,12 +103,6 @@ def check_training(
             "an abort would leave parameters averaged in part",
             "Trainer(accelerator='cpu')",
         )
-    if device_type != "cpu" and isinstance(settings, ReplaceSettings) and settings.spares:
-        _refuse(
-            f"spares={settings.spares} on devices of type {device_type!r}",
-            "which device a spare needs is known when it is called",
-            "spares=0",
-        )
     if not trainer.lightning_module.automatic_optimization:
         _refuse(
             "manual optimisation",

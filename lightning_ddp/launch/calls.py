@@ -12,7 +12,7 @@ from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.teardown import abort_groups
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.client import Watch
-from lightning_ddp.supervise.protocol import Begun, Declined, Form, Message, Prepared
+from lightning_ddp.supervise.protocol import Begun, Declined, Form, Message
 from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.stop_main import Alarm, StepBoundary
 
@@ -163,7 +163,7 @@ class Calls:
     def wait_for_invitation(self, check: Callable[[], None]) -> Form:
         """In a new process: asks to join the others; returns the generation that it is a member of.
 
-        A spare waits to be called to a place, and asks again. `check` is as of `wait_for_form`.
+        `check` is as of `wait_for_form`.
         """
         while True:
             self._changed.clear()
@@ -180,10 +180,6 @@ class Calls:
         """No such boundary is to come in this fit: if this process was asked to leave, all stop."""
         self.may_leave = False
         self._post(*self.state.stop_instead())
-
-    def prepared(self) -> None:
-        """The set-up of the script is over: spares may be started."""
-        self._post(Prepared())
 
     def meet(self) -> None:
         """This process stands at the boundary where others join or leave."""

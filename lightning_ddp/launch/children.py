@@ -28,7 +28,6 @@ __all__ = ["ChildCommand", "Children"]
 
 _LAST_LINES = 30
 _STOP_GRACE_S = 5.0
-_SPARES_END_S = 2.0
 _POLL_S = 0.05
 """How often a child is looked at, where the kernel cannot tell of its end."""
 
@@ -105,8 +104,6 @@ class Children(LocalProcesses):
         self._wake_pair: tuple[socket.socket, socket.socket] | None = None
         self._again: dict[int, Callable[[], None]] = {}
         """Local rank -> starts a process in its place."""
-        self._later: set[int] = set()
-        """Local ranks that were not started with this process, such as those of spares."""
         self._new: dict[int, int] = {}
         """Process ids of those that were started in the place of lost ones -> local rank."""
         self._first: FailureRecord | None = None
@@ -120,13 +117,11 @@ class Children(LocalProcesses):
             local_rank: its rank on this node.
             command: how it is started.
             env: all of its environment.
-            is_later: whether it is started only by `start_again`: a spare, or as the run has begun already.
+            is_later: whether it is started only by `start_again`, as the run has begun already.
         """
         begin = functools.partial(self._start, local_rank, command)
         self._again[local_rank] = functools.partial(begin, {**env, JOIN_VARIABLE: "1"}, is_new=True)
-        if is_later:
-            self._later.add(local_rank)
-        else:
+        if not is_later:
             begin(env)
 
     def _start(
@@ -170,37 +165,18 @@ class Children(LocalProcesses):
         local_rank = place - (self.first_rank or 0)
         if local_rank not in self._again or self.ending.locked():
             return
-        self._kill_at(local_rank)
-        self._again[local_rank]()
-
-    def move(self, pid: int, place: int) -> None:
-        """A spare is in the place of one that is lost from now on; `place` is as of `start_again`."""
-        local_rank = place - (self.first_rank or 0)
-        self._kill_at(local_rank)
-        with self._changed:
-            for child in self._alive:
-                if child.process.pid == pid:
-                    child.local_rank = self._new[pid] = local_rank
-
-    def _kill_at(self, local_rank: int) -> None:
-        """Kills one that is lost, if it only stands still."""
         with self._changed:
             lost = [child.process for child in self._alive if child.local_rank == local_rank]
         for process in lost:
             process.send_signal(signal.SIGKILL)
+        self._again[local_rank]()
 
     def end_new(self, is_left_out: Callable[[int], bool]) -> None:
         """Ends those that were started in the place of lost ones and are no members of the run.
 
-        Spares that wait have heard that it is over, and end by themselves.
-
         Args:
             is_left_out: whether a place has no member.
         """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not any(child.local_rank in self._later for child in self._alive), _SPARES_END_S
-            )
         for proc in self.procs:
             if proc.pid in self._new and is_left_out((self.first_rank or 0) + self._new[proc.pid]):
                 proc.send_signal(signal.SIGKILL)

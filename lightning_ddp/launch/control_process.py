@@ -30,12 +30,11 @@ from lightning_ddp.supervise.protocol import Exited, Message
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 
-__all__ = ["ALL_ENDED", "LONGEST_MESSAGE", "MOVE", "REPORTED", "START", "WENT_ON", "ControlProcess", "serve"]
+__all__ = ["ALL_ENDED", "LONGEST_MESSAGE", "REPORTED", "START", "WENT_ON", "ControlProcess", "serve"]
 
 LONGEST_MESSAGE = 150_000
-START, MOVE = 0, -1
-"""In the place of a signal: the supervisor is to start processes, whose places follow; or a process, whose id
-and place follow, has another place from now on."""
+START = 0
+"""In the place of a signal: the supervisor is to start processes, whose places follow."""
 ALL_ENDED = b"all"
 """What the supervisor says last."""
 REPORTED, WENT_ON = 1, 2
@@ -178,9 +177,6 @@ class _Host(LocalProcesses):
 
     def start_again(self, place: int) -> None:
         self._ask(START, [place])
-
-    def move(self, pid: int, place: int) -> None:
-        self._ask(MOVE, [pid, place])
 
     def failed(self, record: FailureRecord) -> None:
         """All ranks are to end; those that are stopped are continued for that."""

@@ -143,16 +143,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _run_children(self, session: Session, command: ChildCommand, first_rank: int) -> None:
         common = {**os.environ, **session.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
-        recovery = self._settings.recovery
-        num_spares = recovery.spares if isinstance(recovery, ReplaceSettings) else 0
-        node_rank = first_rank // self.num_processes
-        first = self.num_processes * self.num_nodes + node_rank * num_spares - first_rank
-        for local_rank in (*range(1, self.num_processes), *range(first, first + num_spares)):
+        for local_rank in range(1, self.num_processes):
             session.children.start(
                 local_rank,
                 command,
                 {**common, "LOCAL_RANK": str(local_rank)},
-                is_later=session.is_joining or local_rank >= self.num_processes,
+                is_later=session.is_joining,
             )
         session.children.guard()
         if command.handed is not None:

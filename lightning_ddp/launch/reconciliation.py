@@ -54,7 +54,7 @@ from lightning_ddp.supervise.failure_record import (
     write_error_file,
 )
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
-from lightning_ddp.supervise.protocol import Exited, Message, Moved, Saved, Start, Stop, Stopped
+from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start, Stop, Stopped
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
 from lightning_ddp.supervise.stop_main import Alarm, StepBoundary
@@ -223,8 +223,6 @@ class Reconciliation:
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
             self._children.start_again(message.place)
-        elif isinstance(message, Moved):
-            self._children.move(message.pid, message.place)
         elif self.calls is None or not self.calls.on_message(message):
             self.inspector.on_message(message)
 

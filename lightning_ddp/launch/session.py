@@ -213,10 +213,6 @@ class Session:
                 outlive_parent()
         self.control.wait_for_all(timeout_s)
 
-    def take_place(self, local_rank: int) -> None:
-        """In a new process: which rank of its node it is. A spare does not know before it is called."""
-        os.environ["LOCAL_RANK"] = str(local_rank)
-
     def begin_anew(self) -> None:
         """Called before each run: a new generation follows one whose failure the script has caught.
 

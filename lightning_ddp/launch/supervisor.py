@@ -34,7 +34,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,7 +53,6 @@ from lightning_ddp.launch.child_process import (
 from lightning_ddp.launch.control_process import (
     ALL_ENDED,
     LONGEST_MESSAGE,
-    MOVE,
     REPORTED,
     START,
     WENT_ON,
@@ -233,7 +232,7 @@ class Supervisor:
         return pid
 
     def _order_of(self, place: int) -> tuple[dict[str, Any], Sequence[int]]:
-        """What a rank is made of; rank 0 and spares, which nobody has ordered, of what another is made of."""
+        """What a rank is made of; rank 0, which nobody has ordered, of what another is made of."""
         if place in self._orders:
             return self._orders[place]
         start, files = self._orders[min(self._orders)]
@@ -304,11 +303,7 @@ class Supervisor:
             except OSError:
                 return
             what, about = json.loads(data) if data else (START, [])
-            if what == MOVE:
-                pid, place = about
-                if pid in self._children:
-                    self._children[pid] = replace(self._children[pid], place=place)
-            elif what == START:
+            if what == START:
                 for place in about:
                     if not self._orders or self._fork(place, None) < 0:
                         self._tell_control(-1, _CANNOT_BEGIN, place)

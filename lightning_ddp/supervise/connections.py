@@ -202,8 +202,6 @@ class Peer:
         """Whether it is in the place of a lost process, and no member yet."""
         self.is_ready = False
         """Whether such a one stands before its first step."""
-        self.takes_by: float | None = None
-        """When such a one, which waited as a spare, has answered at the latest that it takes a place."""
         self.is_launcher = False
         """Whether it starts the processes of its node."""
         self.is_out = False

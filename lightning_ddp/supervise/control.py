@@ -238,8 +238,6 @@ class RunControl:
                 members.heard(members.place_of(who.rank), message, now)
             case protocol.Ready():
                 pass  # it stands again, as its `Present` says; it asks once more when it is new again
-            case protocol.Prepared():
-                members.start_spares(now)
             case _:
                 members.deliver(members.inspection.handle(who.rank, message, now))
 

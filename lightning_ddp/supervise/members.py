@@ -2,8 +2,7 @@
 
 `Membership` decides who goes on after a failure; here its decisions meet the connections. A process keeps its
 place, the rank that it had in the beginning, while its rank is another one in each generation. A process that
-is started in the place of a lost one is new until a generation has it as a member. A spare is such a one that
-has a place of its own, behind those of the ranks, until it is called to that of a lost process.
+is started in the place of a lost one is new until a generation has it as a member.
 
 It is long because its tables are one state: each loss, call and join changes most of them together.
 """
@@ -24,12 +23,8 @@ from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings
 
 __all__ = ["LocalProcesses", "Members", "Vacancies"]
 
-_TAKES_WITHIN_S = 5.0
-"""How long a spare may take to answer that it is called; then it is killed, as it may be stopped."""
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 60.0
-_NEXT_SPARE_S = 1.0
-"""How long after one was called, so that it has joined before the next one takes time to start."""
 
 
 @dataclass
@@ -58,10 +53,7 @@ class LocalProcesses:
         """Ends a rank that the others go on without. Its end is to be told as of any child."""
 
     def start_again(self, place: int) -> None:
-        """Starts a process in the place of one that is lost, or of a spare, to join the run."""
-
-    def move(self, pid: int, place: int) -> None:
-        """A spare is in the place of one that is lost from now on."""
+        """Starts a process in the place of one that is lost, to join the run."""
 
 
 class Members:
@@ -86,7 +78,6 @@ class Members:
         self.goes_on = settings.recovery is not None
         """Whether the run goes on without ranks that it loses."""
         self._replaces = isinstance(recovery, ReplaceSettings)
-        self._spares_a_node = recovery.spares if isinstance(recovery, ReplaceSettings) else 0
         self.membership = Membership(range(world_size), recovery, settings.failure_grace_s)
         self._vacancies = Vacancies(recovery.max_recoveries)
         self.history = History()
@@ -105,8 +96,6 @@ class Members:
         """By node and process id."""
         self._new: dict[int, Peer] = {}
         """Place -> a process that is to join there."""
-        self._spares = range(0)
-        """Places of spares."""
         self._num_ended = 0
         """Runs that a member has ended."""
 
@@ -231,13 +220,10 @@ class Members:
         is_member = place in self.membership.remaining
         if process.is_lost and is_member:  # another one is there already
             return None
-        if not process.is_lost:
-            if place in self._spares and record.exit_code == 0:
-                self._vacancies.close(place)
-            if self._vacancies.ended(place, now):
-                self.membership.withdrew(place)
-                self.membership.ended(place)
-                return None
+        if not process.is_lost and self._vacancies.ended(place, now):
+            self.membership.withdrew(place)
+            self.membership.ended(place)
+            return None
         if process.has_fallen:
             self._vacancies.lost([place], 0, now)
         if not is_member:
@@ -414,9 +400,7 @@ class Members:
         """What happens to one that is no member yet is nobody's failure but its own."""
         match message:
             case protocol.Ready() if not peer.is_out:
-                peer.is_ready, peer.takes_by = True, None
-                if who.rank in self._spares:
-                    self._vacancies.waits(who.rank, now)
+                peer.is_ready = True
                 self.close_late()
             case protocol.Active(is_active=False):  # a run that the others have ended long ago
                 peer.num_ended += 1
@@ -449,27 +433,20 @@ class Members:
         if not self._replaces:
             return
         for place in self._vacancies.due(now, self._may_start):
-            spare, launcher = self._spare_for(place), self._launcher_of(place)
-            if spare is not None:
-                self._call(spare, place, now)
-            elif launcher is None:
+            launcher = self._launcher_of(place)
+            if launcher is None:
                 self._processes.start_again(place)
             else:
                 self._connections.send(launcher, protocol.Start(place))
         for place in filter(self._waits, self._new):
             if self._vacancies.may_enter(place, now):
                 self.membership.ready(place)
-        for place, peer in list(self._new.items()):
-            if peer.takes_by is not None and peer.takes_by <= now:
-                self._drop_spare(peer, place, now)
 
     def deadline(self) -> float | None:
         """When to fill vacancies at the latest; None if nothing is pending."""
         if not self._replaces:
             return None
-        deadlines = [self._vacancies.deadline(lambda p: self._may_start(p) or self._waits(p))]
-        deadlines += [peer.takes_by for peer in self._new.values()]
-        return min((at for at in deadlines if at is not None), default=None)
+        return self._vacancies.deadline(lambda p: self._may_start(p) or self._waits(p))
 
     def _reopen(self, node: int, now: float) -> None:
         """The launcher of a node has come or gone: processes are asked for in the other places there."""
@@ -484,7 +461,7 @@ class Members:
 
     def _waits(self, place: int) -> bool:
         """Whether a process is there that is let in once it is time."""
-        is_vacant = place not in self.membership.members and place not in self._spares
+        is_vacant = place not in self.membership.members
         peer = self._new.get(place)
         if not is_vacant or peer is None or peer.identity is None or not peer.is_ready:
             return False
@@ -515,57 +492,6 @@ class Members:
                 return peer
         return None
 
-    # ------------------------------------------------------------------ spares
-
-    def start_spares(self, now: float) -> None:
-        """Training begins; from now on there are spares."""
-        if not self._spares_a_node or self._spares:
-            return
-        first, nodes = len(self._nodes), sorted(set(self._nodes.values()))
-        self._spares = range(first, first + self._spares_a_node * len(nodes))
-        self._nodes |= {place: nodes[(place - first) // self._spares_a_node] for place in self._spares}
-        self._vacancies.open(self._spares, now)
-
-    def _spare_for(self, place: int) -> Peer | None:
-        """One of the same node that waits; None where a process is to be started."""
-        if place in self._spares:
-            return None
-        for spare in self._spares:
-            peer = self._new.get(spare)
-            if peer is None or peer.identity is None or not peer.is_ready:
-                continue
-            has_ended = self._process(peer.identity, spare).has_ended
-            if peer.identity.node_rank == self._nodes[place] and not has_ended:
-                return peer
-        return None
-
-    def _call(self, peer: Peer, place: int, now: float) -> None:
-        """Has a spare take the place of a lost process."""
-        assert peer.identity is not None
-        spare, peer.is_ready = peer.identity, False
-        self._new[place] = self._new.pop(spare.rank)
-        peer.identity = replace(spare, rank=place)
-        peer.takes_by = now + _TAKES_WITHIN_S
-        self._vacancies.called(spare.rank, now)
-        self._process(spare, place).place = place
-        launcher = self._launcher_of(place)
-        if launcher is None:
-            self._processes.move(spare.pid, place)
-        else:
-            self._connections.send(launcher, protocol.Moved(spare.pid, place))
-        self._connections.send(peer, protocol.Take(place))
-
-    def _drop_spare(self, peer: Peer, place: int, now: float) -> None:
-        """One that was called has not answered: it is stopped, or hangs."""
-        peer.takes_by = None
-        assert peer.identity is not None
-        if peer.identity.node_rank == 0:
-            self._processes.kill_one(peer.identity.pid)
-        else:  # its launcher kills it before the next one is started
-            self._process(peer.identity, place).is_lost = True
-            self.hang_up(peer, now)
-            self._vacancies.ended(place, now)
-
 
 def _key(who: Identity | FailureRecord) -> tuple[int | None, int | None]:
     """What a process is known by, whatever its rank is."""
@@ -583,8 +509,6 @@ class _Vacancy:
     joined_at: int | None = None
     """The step at which its present process has joined; None for a first one."""
     num_failed: int = 0
-    waits_since: float | None = None
-    """Since when the process there waits, as a spare."""
 
     def failed(self, now: float) -> None:
         """Another one is to be started; later each time."""
@@ -603,23 +527,10 @@ class Vacancies:
         self._most = most
         self._places: defaultdict[int, _Vacancy] = defaultdict(_Vacancy)
 
-    def open(self, places: Iterable[int], now: float) -> None:
-        """Processes are to be started in places that nobody has had."""
-        for place in places:
-            self._places[place].opens_at = now
-
-    def waits(self, spare: int, now: float) -> None:
-        """The process in the place of a spare waits to be called."""
-        self._places[spare].waits_since = now
-
-    def called(self, spare: int, now: float) -> None:
-        """It is called to another place, so that its own is vacant."""
-        self._places[spare] = _Vacancy(opens_at=now + _NEXT_SPARE_S)
-
     def close(self, place: int) -> None:
         """The process there ends, and none is to follow."""
         vacancy = self._places[place]
-        vacancy.is_started, vacancy.waits_since, vacancy.opens_at = False, None, None
+        vacancy.is_started, vacancy.opens_at = False, None
 
     def lost(self, places: Iterable[int], step: int, now: float) -> None:
         """Members are lost, when `step` steps are committed, and known to have ended."""
@@ -639,9 +550,8 @@ class Vacancies:
         vacancy = self._places[place]
         if not vacancy.is_started:
             return False
-        has_waited = vacancy.waits_since is not None and now - vacancy.waits_since > _LONGEST_DELAY_S
-        vacancy.num_failed = 1 if has_waited else vacancy.num_failed + 1
-        vacancy.is_started, vacancy.waits_since = False, None
+        vacancy.num_failed += 1
+        vacancy.is_started = False
         vacancy.failed(now)
         return True
 

@@ -249,12 +249,8 @@ class Declined(Message):
     why: Text
 
 
-class Prepared(Message):
-    """The first epoch begins: what a new process needs to know of the set-up is written for it."""
-
-
 class Ready(Message):
-    """A new process asks to join before its first step, a spare once it is to `Take`: `Form`."""
+    """A new process asks to join before its first step: `Form`."""
 
 
 class Leave(Message):
@@ -369,12 +365,6 @@ class MeetAfter(Message):
     """Whether others join, to whom the state is to be given."""
 
 
-class Take(Message):
-    """A spare is to have this place, of a process that is lost; answered by `Ready`."""
-
-    place: int
-
-
 class Muster(Message):
     """A process is lost: the others stop, and say where; answered by `Present` or `Declined`."""
 
@@ -415,13 +405,6 @@ class Form(Message):
 class Start(Message):
     """To the launcher of another node: a new process is to be started in the place of a lost one."""
 
-    place: int
-
-
-class Moved(Message):
-    """To the launcher of another node: a spare, which it has started, takes the place of a lost process."""
-
-    pid: int
     place: int
 
 

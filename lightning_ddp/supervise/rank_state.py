@@ -21,7 +21,6 @@ from lightning_ddp.supervise.protocol import (
     Present,
     Ready,
     Stop,
-    Take,
 )
 from lightning_ddp.supervise.stop_main import StepBoundary
 
@@ -60,10 +59,8 @@ class RankState:
         self._entered: Form | None = None
         self._form: Form | None = None
         """Heard of last."""
-        self._given_place = place
-        """That this process is to have, if it is a spare that is called."""
-        self._asked: tuple[int, int, int] | None = None
-        """Place, last call and last generation as it has asked to join, since it has stopped."""
+        self._asked: tuple[int, int] | None = None
+        """Last call and last generation as it has asked to join, since it has stopped."""
         self.state_of = -1 if is_new else 0
         """The last generation of which this process has the state; -1 for none."""
         self._wish: Leave | None = None
@@ -86,8 +83,6 @@ class RankState:
             case MeetAfter(position=position, has_new=has_new):
                 if self._is_news(message):
                     self._boundary.meet_after(position, has_new=has_new)
-            case Take(place):
-                self._given_place = place
             case Form(generation=generation):
                 if self._form is None or generation > self._form.generation:
                     self._boundary.restart()  # on all ranks before the server asks for anything else
@@ -161,11 +156,11 @@ class RankState:
 
         If it was taken for a member meanwhile it answers the calls to those, without a state.
         """
-        now = self._given_place, self._heard, 0 if self._form is None else self._form.generation
+        now = self._heard, 0 if self._form is None else self._form.generation
         if self._asked == now:
             return []
         self._asked = now
-        self.place = self.rank = self._given_place
+        self.rank = self.place
         said: list[Message] = [] if self._wish is None else [self._wish]
         if self.is_called or self._entered is not None:
             said.append(self.answer(0, is_clean=False, is_trying=False))

@@ -62,14 +62,11 @@ class ReplaceSettings(RecoverySettings):
 
     wait_s: float = 0.0
     """With fewer than `min_world_size` ranks the others wait for so many seconds for new ones."""
-    spares: int = 0
-    """So many processes of each node have run the script up to its first step, and wait for a place."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if type(self.wait_s) not in (int, float) or not 0 <= self.wait_s < math.inf:
             raise ConfigurationError(f"on_failure: wait_s={self.wait_s!r}; expected seconds of at least 0")
-        _check_number("spares", self.spares, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,6 @@ import lightning_ddp
 import lightning_ddp.callbacks
 from lightning_ddp._lightning import loop_counters
 from lightning_ddp.elastic import regroup
-from lightning_ddp.launch.calls import Calls
 from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.launch.session import session_of_process
 
@@ -58,10 +57,6 @@ def place() -> int:
     return node_rank * int(ORDER.get("devices", 4)) + local_rank
 
 
-CAME_AS = place()
-"""Another one in a spare, until that is called."""
-
-
 def die_if(moment: str, step: int) -> None:
     """The fault of this place, if this is its moment."""
     for fault in ORDER.get("faults", []):
@@ -76,9 +71,6 @@ def die_if(moment: str, step: int) -> None:
             if fault.get("how") == "leaves":
                 ask_to_leave(fault.get("signal", "SIGTERM"))
                 return
-            wait_for_spares(fault.get("spares", 0))
-            if "spares" in fault and not is_first(f"died-{place()}"):
-                continue
             note(event="dies", time=time.time())
             if fault.get("how") == "raise":
                 raise ValueError("a picture is broken")
@@ -137,42 +129,15 @@ def wait_for(event: str) -> None:
         time.sleep(0.02)
 
 
-def num_spares() -> int:
-    """How many processes have waited to join so far, those that have joined or died as well."""
-    return len(list(FOLDER.glob("waits-*")))
-
-
-def wait_for_spares(number: int) -> None:
-    """Until so many have come so far."""
-    deadline = time.monotonic() + 120
-    while num_spares() < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def follow_spare() -> None:
-    """Notes when this process waits to join the others, and with what it leaves them."""
-    wait, end = Calls.wait_for_invitation, os._exit
-
-    def wait_noted(calls: Calls, check: Any) -> Any:
-        (FOLDER / f"waits-{place()}-{os.getpid()}").touch()
-        for moment, number in (("waiting", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-            if moment in ORDER.get("new_faults", []) and not (FOLDER / f"waits-{moment}").exists():
-                threading.Timer(0.5, die_waiting, (moment, number)).start()
-        return wait(calls, check)
+def follow_end() -> None:
+    """Notes with what this process leaves the others, if it comes too late."""
+    end = os._exit
 
     def end_noted(code: int) -> Any:
         note(event="leaves", code=code)
         end(code)
 
-    Calls.wait_for_invitation, os._exit = wait_noted, end_noted
-
-
-def die_waiting(moment: str, number: int) -> None:
-    """In a thread: the fault of a process that waits."""
-    (FOLDER / f"waits-{moment}").touch()
-    note(event="dies", time=time.time(), moment=moment)
-    os.kill(os.getpid(), number)
+    os._exit = end_noted
 
 
 def chaos_is_over() -> bool:
@@ -509,7 +474,6 @@ class Ledger(pl.Callback):
             event="changes",
             sizes=[change.old_world_size, change.new_world_size],
             ranks=[change.old_rank, change.new_rank],
-            came_as=CAME_AS,
             modules=len(sys.modules),
             node_and_local_rank=[trainer.node_rank, trainer.local_rank],
             dealt_to=trainer.strategy.distributed_sampler_kwargs,
@@ -545,8 +509,6 @@ class Ledger(pl.Callback):
         whole = trainer.world_size == size
         if "chaos" in ORDER:
             trainer.should_stop = trainer.strategy.broadcast(whole and chaos_is_over())
-        if "until_spares" in ORDER:
-            trainer.should_stop = trainer.strategy.broadcast(num_spares() >= ORDER["until_spares"])
         if "until_generation" in ORDER and whole and self.generation >= ORDER["until_generation"]:
             trainer.should_stop = True
 
@@ -714,7 +676,7 @@ def main() -> None:
     """A fit, and what the order says of after it."""
     die_as_new("begin")
     if IS_NEW:
-        follow_spare()
+        follow_end()
         if ORDER.get("new_is_late"):
             wait_for("ends")
     pl.seed_everything(1, verbose=False)

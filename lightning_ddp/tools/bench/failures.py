@@ -5,8 +5,8 @@ soon the other ranks learned of it in Python (so that callbacks and loggers ran)
 gone, and how the script ended, beside Lightning's "ddp". A process that does not end within the deadline is
 counted and killed.
 
-With `recovery` the last rank is killed, or stopped ("stalled"). With "replace" and "spare" the supervisor of
-`run` forks another process, or has one that waits; with "cold" the script is run by `python`. They are at
+With `recovery` the last rank is killed, or stopped ("stalled"). With "replace" the supervisor of
+`run` forks another process; with "cold" the script is run by `python`. They are at
 full strength when that process commits its first step. "restart" is Lightning's "ddp" under `torchrun
 --max-restarts`, with a checkpoint each step. A step that is committed twice counts as lost, and so does a
 sample that no committed step has used. Steps without a failure are timed in one script, in fits with
@@ -93,9 +93,9 @@ FAILURES: Final = Benchmark(
 
 # ---------------------------------------------------------------------- going on
 
-CONTENDERS: Final = ("shrink", "stalled", "restart", "replace", "spare", "cold")
-_SPARES: Final = {"replace": 0, "spare": 1, "cold": 0}
-"""Where a new process comes: with how many that wait for it."""
+CONTENDERS: Final = ("shrink", "stalled", "restart", "replace", "cold")
+_REPLACED: Final = ("replace", "cold")
+"""Where a new process comes."""
 _MODES: Final = ("stop", "shrink")
 _NUM_STEPS: Final = 24
 _NUM_STEPS_TO_REPLACE: Final = 400
@@ -103,8 +103,6 @@ _NUM_STEPS_TO_REPLACE: Final = 400
 _FAULT_STEP: Final = 8
 _STEP_S: Final = 0.02
 _STALL_S: Final = 2.0
-_SPARE_S: Final = 4.0
-"""How long a spare has, to be ready before the loss."""
 _NUM_WARMUP: Final = 10
 _NUM_TIMED: Final = 100
 _RUN: Final = ("-m", "lightning_ddp", "run")
@@ -143,15 +141,14 @@ def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str
 
     What is not over after `timeout_s` is killed, and counts as not recovered.
     """
-    num_steps = _NUM_STEPS_TO_REPLACE if name in _SPARES else _NUM_STEPS
+    num_steps = _NUM_STEPS_TO_REPLACE if name in _REPLACED else _NUM_STEPS
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_recovery_") as folder:
         arguments: dict[str, Any] = {
             "strategy": "custom_ddp",
-            "on_failure": {"name": "replace", "spares": _SPARES[name]} if name in _SPARES else "shrink",
+            "on_failure": "replace" if name in _REPLACED else "shrink",
             "devices": world_size,
             "package_root": str(PACKAGE_ROOT),
             "num_steps": num_steps,
-            "wait_s": _SPARE_S if name == "spare" else 0.0,
             "fault": "stop" if name == "stalled" else "kill",
             "fault_step": _FAULT_STEP,
             "victim": world_size - 1,
