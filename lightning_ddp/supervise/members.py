@@ -39,8 +39,6 @@ class _Process:
     """Whether it was lost as it joined, and is to be killed."""
     is_released: bool = False
     """Whether it has left, as it was asked to."""
-    has_ended_part: bool = False
-    """Whether it has stopped for a signal, or left the run well: it answers no call."""
 
 
 class LocalProcesses:
@@ -98,6 +96,8 @@ class Members:
         """Place -> a process that is to join there."""
         self._num_ended = 0
         """Runs that a member has ended."""
+        self._ended_parts: set[int] = set()
+        """Places of processes that have stopped for a signal, or left the run well: they answer no call."""
 
     # ------------------------------------------------------------------ who is there
 
@@ -166,9 +166,7 @@ class Members:
             del self.ranks[rank]
             self.deliver(self.inspection.left(rank, now))
         if peer.is_launcher and self._replaces:
-            self._reopen(
-                peer.identity.node_rank, now
-            )  # what it was asked for is of another one, if there is one
+            self._reopen(peer.identity.node_rank, now)  # what it was asked for is another one's, if any
 
     def deliver(self, outgoing: Outgoing) -> None:
         """Sends messages to ranks."""
@@ -314,26 +312,22 @@ class Members:
 
     def note_part_ended(self, who: Identity) -> None:
         """A member has stopped for a signal, or left the run well."""
-        self._process(who, who.rank).has_ended_part = True
+        self._ended_parts.add(self._process(who, who.rank).place)
 
     def note_part_begun(self, who: Identity) -> None:
         """A member takes part in a run, again."""
-        self._process(who, who.rank).has_ended_part = False
+        self._ended_parts.discard(self._process(who, who.rank).place)
 
     def go_on(self, now: float) -> bool:
         """Says to members what is due; returns whether the next generation has formed."""
         membership = self.membership
-        for place in membership.unjoined:
-            who = self.identities[place]
-            if self._process(who, place).has_ended_part:
-                cause = FailureRecord.of_identity(who, "it has ended before it had joined")
-                self.send_to_places(membership.void(cause, now))
-        for place in membership.remaining if membership.phase is Phase.CALLING else ():
-            who = self.identities[place]
-            if self._process(who, place).has_ended_part:
-                membership.stopped(place)
-                if who.rank in self.ranks:
-                    self.ranks[who.rank].is_out = True
+        for place in filter(membership.is_unjoined, self._ended_parts):
+            cause = FailureRecord.of_identity(self.identities[place], "it has ended before it had joined")
+            self.send_to_places(membership.void(cause, now))
+        for place in filter(membership.is_called, self._ended_parts):
+            membership.stopped(place)
+            if (peer := self.ranks.get(self.identities[place].rank)) is not None:
+                peer.is_out = True
         for place in membership.late(now):
             message = f"it did not stop within failure_grace_s={self._settings.failure_grace_s:g} s"
             record = FailureRecord.of_identity(self.identities[place], message)
@@ -379,6 +373,7 @@ class Members:
             peer = self._new.pop(place, None)
             if peer is not None and peer.identity is not None:
                 peer.is_new = peer.is_ready = False
+                self._ended_parts.discard(place)
                 connected[place], self.identities[place] = peer, peer.identity
         self.identities = {
             place: replace(self.identities[place], rank=rank) for rank, place in enumerate(members)

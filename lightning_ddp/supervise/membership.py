@@ -256,10 +256,13 @@ class Membership:
 
     # ------------------------------------------------------------------ those that leave
 
-    @property
-    def unjoined(self) -> tuple[int, ...]:
-        """Members of the generation to be formed that are not known to be in it."""
-        return tuple(p for p in self.members if p not in self._joined) if self.phase is Phase.FORMING else ()
+    def is_unjoined(self, place: int) -> bool:
+        """Tell whether a process is a member of the generation to be formed, and not known to be in it."""
+        return self.phase is Phase.FORMING and place in self.members and place not in self._joined
+
+    def is_called(self, place: int) -> bool:
+        """Tell whether the others wait for the answer of a process."""
+        return self.phase is Phase.CALLING and place in self.members and place not in self._lost
 
     @property
     def leaving(self) -> frozenset[int]:
