@@ -590,6 +590,8 @@ class Recovery:
         self._communication.copy_state(group, source, device, is_behind=is_behind)
         self._settle()
         self._is_clean = True
+        if is_behind:  # also where another one is lost before all have gone on
+            self.committed = form.step
 
     def _deal(self, num_batches: int, *, anew: bool) -> None:
         """Deals the rest of the epoch; if not anew, each rank goes on with its part until ranks have met."""
