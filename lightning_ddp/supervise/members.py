@@ -362,8 +362,8 @@ class Members:
         for place, new in self._new.items():  # those that join where nobody is left who has started them
             if new.identity is not None and new.identity.node_rank and self._launcher_of(place) is None:
                 self._close(new, place)
-        for place in released:
-            if not self._may_start(place):  # nobody is left there who would tell of its end
+        for place, who in released.items():  # its end is told already, or nobody is left there to tell of it
+            if self._process(who, place).has_ended or not self._may_start(place):
                 self._vacancies.left(place, now)
 
     def _renumber(self, members: tuple[int, ...], now: float) -> None:

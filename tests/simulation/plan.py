@@ -103,7 +103,7 @@ def plan_of(seed: int) -> Plan:
     replaces = draw.random() < 0.85
     waits = replaces and draw.random() < 0.15
     ends = style != "long" and draw.random() < 0.25
-    return Plan(
+    plan = Plan(
         seed=seed,
         tests_after=ends and draw.random() < 0.2,
         num_ranks=num_ranks,
@@ -118,6 +118,10 @@ def plan_of(seed: int) -> Plan:
         last_step=draw.randrange(3, 25) if ends else None,
         faults=tuple(_faults(draw, style, kinds, num_ranks)),
     )
+    if plan.last_step is None or draw.random() < 0.5:
+        return plan
+    last = Fault(kind="kill ended", at_s=0.4 * draw.random(), on_commit=plan.last_step, place=0)
+    return replace(plan, faults=(*plan.faults, last))
 
 
 def _faults(draw: random.Random, style: str, kinds: list[str], num_ranks: int) -> Iterator[Fault]:

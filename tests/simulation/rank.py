@@ -25,6 +25,7 @@ ALL_HERE_WITHIN_S = 20.0
 CALL_WITHIN_S = 3.0
 EXPLAINED_WITHIN_S = 0.5
 NUM_TESTS = 80
+VALIDATES_EVERY = 3
 LOOK_EVERY_S = 0.05
 FORCED_AFTER_S = 1.0
 
@@ -100,6 +101,7 @@ class Process:
         """Whether it takes steps as a member."""
         self.is_stopped = False
         """Whether it has answered a call, and is in no generation since."""
+        self.has_ended_fit = False
         self.is_sound = True
         """Whether nothing has happened to it, nor in it, for which the others may go on without it."""
         self.user_error = False
@@ -389,12 +391,14 @@ class Process:
         self.is_training = True
         while self.committed < self.world.last_step or self._form is not None:
             yield from self._batch()
+            if self.committed % VALIDATES_EVERY == 0 and self._form is None:
+                yield from self._repeat(("validation", self.committed))
         self._may_leave = self.boundary.may_meet = False
         for message in self.state.stop_instead():
             self.post(message)
         yield from self._repeat("end of fit")
-        self._is_deferred = self.is_training = False
-        self.all_left = False
+        self._is_deferred = self.is_training = self.all_left = False
+        self.has_ended_fit = True
         self.post(protocol.Active(False, 1, "fit"))
         yield from self._until(lambda: self.all_left)
         if self.world.plan.tests_after:
@@ -472,7 +476,7 @@ class Process:
             raise Stops
         return passage
 
-    def _repeat(self, name: str) -> Main:
+    def _repeat(self, name: Any) -> Main:
         """`Recovery.repeat`: a part of the loops that takes no steps."""
 
         def attempt() -> Main:

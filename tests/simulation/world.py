@@ -171,6 +171,8 @@ class World:
         self._has_declined = False
         """Whether a process could not go on after a loss, as it did not train yet, or any more."""
         self.was_killed_late = self._is_quiet = False
+        self._forming = -1, 0.0
+        """The generation that is formed, and since when."""
         self._struck: set[int] = set()
         """Steps that somebody has committed."""
         self.whole_after = 0
@@ -203,6 +205,7 @@ class World:
 
     def server_acts(self) -> None:
         first = self.control.decide(self.kernel.now)
+        self._check_forming()
         if self.control.members.membership.generation > self._loaded:
             self._load_faults(self.control.members.membership.generation)
         if first is not None:
@@ -267,7 +270,8 @@ class World:
             return
         for process in list(self.processes.values()):
             if process.is_alive and process.place == place:
-                if node == 0:
+                is_held = node in self.isolated or any(p.is_frozen for p in self.processes.values())
+                if node == 0 or (process.is_sound and not is_held):
                     raise self.violation(f"{process} lives, and another one is started in its place")
                 process.end(-9)
         if node and self.launcher_of(node) is None:
@@ -289,7 +293,9 @@ class World:
         self.kernel.note(lambda: f"server hears of {process}: {describe(hello)}")
         try:
             self.control.hear(peer, hello, self.kernel.now)
-        except protocol.ProtocolError:  # nobody has asked for it any more
+        except protocol.ProtocolError as error:  # nobody has asked for it any more
+            if process.is_alive and process.is_sound and self.is_running():
+                raise self.violation(f"{process} is sound, and is refused") from error
             self.kernel.note(lambda: f"the server refuses {process}")
             self._hang_up_on_stranger(process, peer)
         self.server_acts()
@@ -457,6 +463,11 @@ class World:
         match fault.kind:
             case "kill" if process is not None:
                 process.end(-9)
+            case "kill ended":
+                for other in list(self.processes.values()):
+                    if other.is_alive and other.has_ended_fit:
+                        other.end(-9)
+                        break
             case "kill source" if (source := self._living(self.source)) is not None:
                 source.end(-9)
             case "quit" if process is not None:  # by os._exit(0)
@@ -531,6 +542,21 @@ class World:
         )
         if not is_good:
             raise self.violation(f"the run ends for no good reason: {text}")
+
+    def is_running(self) -> bool:
+        """Whether the run has neither failed nor ended on a rank."""
+        has_begun = self.control.members.has_met and not self.is_failing
+        return has_begun and not any(p.has_ended_fit for p in self.processes.values())
+
+    def _check_forming(self) -> None:
+        """A new process that is stopped while it joins holds up the others for a while, and not longer."""
+        membership, now = self.control.members.membership, self.kernel.now
+        if membership.phase is not Phase.FORMING or membership.generation != self._forming[0]:
+            self._forming = membership.generation, now
+        frozen = [p for p in self.processes.values() if p.is_frozen and p.is_alive]
+        is_held = bool(frozen) and all(p.is_new and not p.is_training for p in frozen)
+        if is_held and membership.phase is Phase.FORMING and now - self._forming[1] > GRACE_S + 5.0:
+            raise self.violation(f"a process that is to join is stopped, and holds up all: {self.state()}")
 
     def is_whole(self) -> bool:
         """Whether every place that may be filled is filled, and all train."""
