@@ -294,7 +294,8 @@ class World:
         try:
             self.control.hear(peer, hello, self.kernel.now)
         except protocol.ProtocolError as error:  # nobody has asked for it any more
-            if process.is_alive and process.is_sound and self.is_running():
+            is_taken = process.place in self.control.members._new  # by one whose end is not known yet
+            if process.is_alive and process.is_sound and self.is_running() and not is_taken:
                 raise self.violation(f"{process} is sound, and is refused") from error
             self.kernel.note(lambda: f"the server refuses {process}")
             self._hang_up_on_stranger(process, peer)
@@ -561,7 +562,7 @@ class World:
     def is_whole(self) -> bool:
         """Whether every place that may be filled is filled, and all train."""
         alive = [p for p in self.processes.values() if p.is_alive]
-        if not alive or any(p.was_asked_to_leave for p in alive):
+        if not alive or any(p.was_asked_to_leave or p.is_frozen for p in alive):
             return False
         generation = max(p.state.generation for p in alive)
         members = self.members_of[generation]
