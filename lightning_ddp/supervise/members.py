@@ -39,6 +39,8 @@ class _Process:
     """Whether it was lost as it joined, and is to be killed."""
     is_released: bool = False
     """Whether it has left, as it was asked to."""
+    start: int | None = None
+    """Which start in its place it is, if it was to join."""
 
 
 class LocalProcesses:
@@ -119,6 +121,7 @@ class Members:
         if who.rank >= 0:
             self._process(who, who.rank)
         if peer.is_new:
+            self._process(who, who.rank).start = self._vacancies.num_started(who.rank)
             self._new[who.rank] = peer
             self._connections.send(peer, protocol.AllHere())
             if self._launcher_of(who.rank) is peer:  # its node has come back
@@ -216,7 +219,8 @@ class Members:
             self._vacancies.left(place, now)
             return None
         is_member = place in self.membership.remaining
-        if process.is_lost and is_member:  # another one is there already
+        is_before = process.start not in (None, self._vacancies.num_started(place))
+        if is_before or (process.is_lost and is_member):  # another one is started, or there already
             return None
         if not process.is_lost and self._vacancies.ended(place, now):
             self.membership.withdrew(place)
@@ -504,6 +508,7 @@ class _Vacancy:
     joined_at: int | None = None
     """The step at which its present process has joined; None for a first one."""
     num_failed: int = 0
+    num_started: int = 0
 
     def failed(self, now: float) -> None:
         """Another one is to be started; later each time."""
@@ -538,7 +543,7 @@ class Vacancies:
 
     def left(self, place: int, now: float) -> None:
         """A member has left as it was asked to, and has ended: that is no failure of its place."""
-        self._places[place] = _Vacancy(opens_at=now)
+        self._places[place] = _Vacancy(opens_at=now, num_started=self._places[place].num_started)
 
     def ended(self, place: int, now: float) -> bool:
         """A process has ended; returns whether it was one that had not joined."""
@@ -577,6 +582,10 @@ class Vacancies:
         vacancy = self._places[place]
         vacancy.is_started, vacancy.joined_at = True, None
 
+    def num_started(self, place: int) -> int:
+        """How many processes were started there."""
+        return self._places[place].num_started
+
     def is_expected(self, place: int) -> bool:
         """Whether a process was started there that has not joined."""
         return self._places[place].is_started
@@ -589,6 +598,7 @@ class Vacancies:
                 vacancy.opens_at = None
                 if vacancy.num_failed <= self._most:
                     vacancy.is_started = True
+                    vacancy.num_started += 1
                     found.append(place)
         return found
 

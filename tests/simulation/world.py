@@ -163,6 +163,8 @@ class World:
         self._calls: dict[tuple[int, Any], Collective] = {}
         self._offered: dict[int, list[tuple[int, int]]] = {}
         self._num_exits = 0
+        self._parents: dict[int, Process] = {}
+        """Process id -> the launcher that has started it, on another node than the server's."""
         self._timer_at: float | None = None
         self.source = 0
         """Whose state is taken in the last generation."""
@@ -254,6 +256,8 @@ class World:
     def _start(self, place: int, *, is_new: bool, is_launcher: bool) -> None:
         pid = 100 + len(self.processes)
         process = Process(self, pid, place, self.node_of(place), is_new=is_new, is_launcher=is_launcher)
+        if (parent := self.launcher_of(process.node)) is not None and not is_launcher:
+            self._parents[pid] = parent
         self.processes[pid] = process
         self.kernel.note(lambda: f"{process} is started")
         process.start()
@@ -340,12 +344,12 @@ class World:
         assert process.exit_code is not None
         identity = process.identity
         record = FailureRecord.of_identity(identity, "the process ended", exit_code=process.exit_code)
-        launcher = self.launcher_of(process.node)
+        launcher = self._parents.get(process.pid)
         if process.node == 0:
             self.kernel.note(lambda: f"server hears of the end of {process}")
             self.control.report(protocol.Exited(record), self.kernel.now)
             self.server_acts()
-        elif launcher is not None:
+        elif launcher is not None and launcher.is_alive:
             launcher.post(protocol.Exited(record))
 
     def is_host(self, process: Process) -> bool:
