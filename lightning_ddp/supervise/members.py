@@ -39,6 +39,8 @@ class _Process:
     """Whether it was lost as it joined, and is to be killed."""
     is_released: bool = False
     """Whether it has left, as it was asked to."""
+    has_greeted: bool = False
+    """Whether it has ever connected."""
     start: int | None = None
     """Which start in its place it is, if it was to join."""
 
@@ -118,8 +120,8 @@ class Members:
         peer.identity, peer.is_new, peer.is_launcher = who, hello.is_new, hello.is_launcher
         peer.is_active = who.rank >= 0
         self._connections.admit(peer, self._settings.heartbeat_timeout_s)
-        if who.rank >= 0:
-            self._process(who, who.rank)
+        if who.rank >= 0:  # process ids are used again, in containers at once
+            self._known[_key(who)] = _Process(who.rank, has_greeted=True)
         if peer.is_new:
             self._process(who, who.rank).start = self._vacancies.num_started(who.rank)
             self._new[who.rank] = peer
@@ -143,7 +145,9 @@ class Members:
         That may be sooner back than it is known to be lost: then it waits.
         """
         place, node = hello.identity.rank, hello.identity.node_rank
-        if self._process(hello.identity, place).has_ended:  # its launcher was sooner
+        before = self._known.get(_key(hello.identity))
+        if before is not None and before.has_ended and not before.has_greeted:  # its launcher was sooner
+            del self._known[_key(hello.identity)]
             return False
         if not self._replaces or place in self._new or self._nodes.get(place) != node:
             return False
