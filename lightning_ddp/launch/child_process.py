@@ -65,14 +65,13 @@ def begin_run() -> None:
 
 
 def end_fast() -> None:
-    """In a process that multiprocessing has started: ends it in a tenth of the time if it is no rank.
+    """Have a process that multiprocessing has started end in a tenth of the time, if it is no rank.
 
-    Such as the worker of a data loader, which is spawned where ranks are. At its end the garbage collector
+    Such is the worker of a data loader, which is spawned where ranks are. At its end the garbage collector
     would walk for a second through all that was imported; the rank waits for that, and on a busy machine
     kills it after 5 s, which leaves its files behind.
     """
-    import atexit  # which the guard has no need of
-    import multiprocessing
+    import atexit
 
     if multiprocessing.parent_process() is not None:
         atexit.register(_forget_imports)

@@ -628,6 +628,7 @@ class Reconciliation:
     def disown(self) -> None:
         """Called in a forked process: the rank is another one, whose sockets must not live on here."""
         self._is_inherited = self.is_over = True
+        self._limiting = threading.Lock()  # a thread that is not here may have held the other one
         if self._stop_signals is not None:
             self._stop_signals.is_inherited = True
         for end in (self.watch, self.server):
