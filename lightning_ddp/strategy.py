@@ -368,6 +368,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             group=self._joined_group,
             journal=self._journal,
         )
+        self._recovery.wait_for_others()
 
     def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
         assert self._session is not None

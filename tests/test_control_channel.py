@@ -23,7 +23,7 @@ from harness import last_screen, run_ranks
 
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
 from lightning_ddp.launch.session import Session
-from lightning_ddp.supervise.client import ServerAddress, Watch
+from lightning_ddp.supervise.client import ServerAddress, Watch, ask
 from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
 from lightning_ddp.supervise.desync import StallWatch
@@ -32,6 +32,8 @@ from lightning_ddp.supervise.protocol import (
     Active,
     AllHere,
     Bye,
+    Dismiss,
+    Dismissed,
     Failed,
     Failure,
     Hello,
@@ -484,6 +486,41 @@ def test_a_rank_that_has_never_said_what_it_does_is_found() -> None:
         record = talks.wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert (record.rank, record.message[:37]) == (1, "the process has said nothing for 0.4 ")
+
+
+def end_run(run: Run, number: int) -> None:
+    """All ranks begin and end a run together."""
+    for is_active in (True, False):
+        for watch in run.watches:
+            watch.post(Active(is_active, number, "fit"))
+    for watch in run.watches:
+        assert watch._all_left.wait(DEADLINE_S)
+
+
+def test_a_rank_that_is_gone_between_two_runs_is_a_failure_of_the_next() -> None:
+    with running(3) as run:
+        run.connect_all()
+        end_run(run, 1)
+        run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
+        assert run.learned.get(1) or run.watches[1].wait_for_verdict(
+            DEADLINE_S
+        )  # its end is read, of both sides
+        run.watches[0].post(Active(True, 2, "test"))
+        record = run.watches[0].wait_for_verdict(DEADLINE_S)
+        assert record is not None
+        assert (record.rank, record.message[:18]) == (1, "the process is gon")
+
+
+def test_who_asks_something_of_the_server_is_no_rank_that_is_gone() -> None:
+    with running(2) as run:
+        run.connect_all()
+        end_run(run, 1)
+        address = ServerAddress(
+            host="127.0.0.1", port=run.server.port, token=TOKEN, identity=Identity(rank=0, node_rank=0)
+        )
+        assert isinstance(ask(address, Dismiss(1), timeout_s=DEADLINE_S), Dismissed)
+        end_run(run, 2)
+        assert run.watches[0].wait_for_verdict(4 * EXIT_WAIT_S) is None
 
 
 def test_a_process_whose_connection_closes_is_named() -> None:

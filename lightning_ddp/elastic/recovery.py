@@ -37,7 +37,7 @@ from lightning_ddp._lightning import (
     wrap_steps,
     wrap_validation_setup,
 )
-from lightning_ddp.comm import broadcast_nested, monitored_barrier
+from lightning_ddp.comm import barrier, broadcast_nested, monitored_barrier
 from lightning_ddp.comm.gather_scatter import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
@@ -153,6 +153,14 @@ class Recovery:
         self._calls.may_leave = True
 
     # ------------------------------------------------------------------ told by the strategy
+
+    def wait_for_others(self) -> None:
+        """Return once all ranks have come as far, or one is lost: what is repeated goes on without it.
+
+        A rank that is sooner may be lost as soon as its next hooks run. All ranks call it; it communicates.
+        """
+        if not self._is_joining:
+            self._is_through(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         """A backward begins, from the loss of this rank's batch times what it counts for in the mean."""

@@ -188,9 +188,7 @@ class RunControl:
                 if peer.is_active and not peer.is_new:
                     members.stall.report(who, where, now)
                 send(peer, protocol.Beat(members.stall.interval_s))
-            case (
-                protocol.Exited() | protocol.Vanished()
-            ):  # of a launcher, also one that is no member yet, or left
+            case protocol.Exited() | protocol.Vanished():  # of a launcher, which may be no member
                 self.report(message, now)
             case _ if peer.is_new:
                 members.handle_new(peer, who, message, now)
@@ -285,10 +283,10 @@ class RunControl:
         if who is None or peer.is_new or peer.is_out:
             return  # if it is one of the run its launcher tells of its end
         self.members.stall.forget(who.rank)
-        is_in_run = peer.is_active or peer.num_ended > self._num_left
-        if peer.has_left:
+        if peer.has_left or who.rank < 0:
             return
-        if not is_in_run:
+        is_in_run = peer.is_active or peer.num_ended > self._num_left
+        if not is_in_run and not any(other.is_active for other in self.members.ranks.values()):
             self._gone_between.append(FailureRecord.of_identity(who, GONE))
             return
         message = explain_loss(error, who, self._settings.heartbeat_timeout_s)
@@ -359,7 +357,7 @@ class RunControl:
         if not self._waits_for_verdict and self.members.go_on(now):
             self._connections.send_all(self._stop.restart(set(range(self.members.world_size))))
         if membership.phase is Phase.OVER and membership.cause is None:
-            self._stop.is_over()
+            self._stop.end()
             self.members.note_end(sys.maxsize)  # whoever comes now is late
         elif membership.phase is Phase.OVER and membership.cause is not None and self._verdict.first is None:
             message = f"{membership.cause.message}\n  The others did not go on: {membership.reason}"

@@ -74,8 +74,8 @@ class StopAgreement:
         self._is_settled = True
         return [StopAfter(0, self._reason.signal, self._reason.is_requeue)]
 
-    def is_over(self) -> None:
-        """All have stopped, or are lost."""
+    def end(self) -> None:
+        """Wait for nobody any more: all have stopped, or are lost."""
         self._running = set()
 
     def left(self, rank: int) -> list[Message]:
