@@ -247,6 +247,25 @@ def test_a_loss_while_others_join_leaves_them_out_until_they_ask_again(victim) -
     assert (membership.phase, membership.members) == (Phase.RUNNING, (0, 2) if victim == 1 else (2,))
 
 
+def test_who_is_asked_to_leave_before_it_has_its_state_is_let_go_with_the_next_generation() -> None:
+    membership = Membership(range(3), RecoverySettings(max_recoveries=3), ANSWER_S)
+    fail(membership, 1, 5)
+    membership.ready(1)
+    membership.gather(0.0)
+    for place in (0, 2):
+        membership.stands(place, 0)
+        answer(membership, place, 2, 5, is_trying=False)
+    membership.due(0.0)
+    membership.leave([1], 0.5)
+    membership.lost(0, record(0), 1.0, has_ended=True)
+    answer(membership, 1, membership._call, 0, is_clean=False, has_state=False)
+    answer(membership, 2, membership._call, 5)
+    told = dict(membership.due(1.0 + SETTLE_S))
+    form = told[1]
+    assert isinstance(form, Form)
+    assert (form.members, form.left, membership.leaving) == ((2,), (1,), frozenset())
+
+
 def test_a_member_says_that_it_goes_on_once_it_has_its_state_and_then_as_often_as_it_is_asked() -> None:
     """The server says again who is in a generation, to those that are slow and those that it did not hear."""
     posted: list[Message] = []

@@ -404,8 +404,8 @@ class Membership:
         sources = [place for place, answer in answers.items() if answer.is_clean and answer.step == step]
         behind = [place for place in answers if place not in sources]
         self.generation += 1
-        self._left |= leaving
-        self._leaving -= leaving | stand
+        self._left |= leaving | (stand & self._leaving)  # those that stand are no loss to the others
+        self._leaving -= self._left
         self._form = Form(
             call=self._call,
             generation=self.generation,

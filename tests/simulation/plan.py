@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,12 @@ class Fault:
     """When: so many seconds after a generation was formed."""
     generation: int = 0
     """Which; 0 for the first processes, that were started at time 0."""
-    on_commit: int | None = None
-    """In place of a generation: after the first rank has committed this step."""
+    at_step: int | None = None
+    """In place of a generation: after the first rank is through the all-reduce of this step."""
+    after: str | None = None
+    """In place of a generation: after a message of this kind, or what a process begins (`World.occurs`)."""
+    count: int = 1
+    """Which of these."""
     at_event: int | None = None
     """In place of a time: before the event of this number."""
     place: int
@@ -86,54 +90,80 @@ _STYLES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "leaving": (15, (), ("sigterm", "sigterm", "sigterm", "kill", "quit", "freeze")),
     "stopping": (15, ("kill", "sigterm", "exit"), ("sigterm", "kill", "quit", "kill", "freeze")),
     "long": (6, ("kill", "glitch", "kill", "glitch"), ("glitch", "kill")),
+    "moments": (30, ("kill",), (*_LOSSES, "kill source", "sigterm", "sigterm", "freeze", "raise")),
 }
 """Kinds of histories: anything at all; losses while others join; a loss when some have committed a step; many
-that are asked to leave; a stop of all with losses; long pauses between faults."""
+that are asked to leave; a stop of all with losses; long pauses between faults; faults that come just after a
+message of some kind."""
+_JOINS = ("Gather", "Position", "MeetAfter", "Present", "Form", "Joined")
+_STOPS = ("Hold", "Position", "StopAfter", "Stopped", "Muster", "Form")
+_MOMENTS = {
+    "skew": ("copies", "copies", "Form", "Muster", "Present", "Joined"),
+    "leaving": _JOINS,
+    "stopping": (*_STOPS, "Gather", "MeetAfter", "MeetAfter"),
+    "moments": (
+        *_JOINS,
+        *_STOPS,
+        "Gather",
+        "MeetAfter",
+        "Left",
+        "Ready",
+        "Start",
+        "Start",
+        "copies",
+        "ended",
+    ),
+}
+"""Style -> after what its faults may come."""
 
 
 def plan_of(seed: int) -> Plan:
     """The history that a seed stands for."""
     draw = random.Random(seed)
-    num_nodes = 2 if draw.random() < 0.25 else 1
-    num_ranks = 4 if num_nodes == 2 else draw.choice((2, 2, 3, 3, 4))
+    num_nodes = 2 if draw.random() < 0.3 else 1
     style = draw.choices(list(_STYLES), [weight for weight, _, _ in _STYLES.values()])[0]
+    num_ranks = 4 if num_nodes == 2 else draw.choice((3, 3, 4) if style == "skew" else (2, 2, 3, 3, 4))
     kinds = list(_STYLES[style][2])
-    if num_nodes == 2 and style in ("mixed", "leaving"):
-        kinds += ["cut", "dismiss", "dismiss", "cut"] if style == "mixed" else ["dismiss", "dismiss"]
+    if num_nodes == 2 and style in ("mixed", "leaving", "moments"):
+        kinds += ["dismiss", "dismiss"] if style == "leaving" else ["cut", "dismiss", "cut", "dismiss", "cut"]
     replaces = draw.random() < 0.85
     waits = replaces and draw.random() < 0.15
-    ends = style != "long" and draw.random() < 0.25
+    ends = style != "long" and draw.random() < 0.3
     plan = Plan(
         seed=seed,
         tests_after=ends and draw.random() < 0.2,
         num_ranks=num_ranks,
         num_nodes=num_nodes,
         replaces=replaces,
-        leaves=style != "stopping" and draw.random() < 0.9,
+        leaves=style != "stopping" and draw.random() < (0.6 if style == "moments" else 0.9),
         exceptions=draw.random() < 0.8,
         min_world_size=draw.choice((2, num_ranks)) if waits else draw.choice((1, 1, 1, 2)),
         wait_s=30.0 if waits else 0.0,
         stall_timeout_s=3.0 if draw.random() < 0.12 else None,
         is_hosted_by_rank_0=draw.random() < (0.5 if style == "stopping" else 0.1),
         last_step=draw.randrange(3, 25) if ends else None,
-        faults=tuple(_faults(draw, style, kinds, num_ranks)),
+        faults=tuple(_faults(draw, style, kinds, (0, 1, 2, 3, 3, 3) if num_nodes == 2 else range(num_ranks))),
     )
     if plan.last_step is None or draw.random() < 0.5:
         return plan
-    last = Fault(kind="kill ended", at_s=0.4 * draw.random(), on_commit=plan.last_step, place=0)
+    last = Fault(kind="kill ended", at_s=0.2 * draw.random() ** 2, after="ended", place=0)
     return replace(plan, faults=(*plan.faults, last))
 
 
-def _faults(draw: random.Random, style: str, kinds: list[str], num_ranks: int) -> Iterator[Fault]:
+def _faults(draw: random.Random, style: str, kinds: list[str], places: Sequence[int]) -> Iterator[Fault]:
     at_s, generation, first = 0.3 + draw.random(), 0, _STYLES[style][1]
-    for number in range(max(len(first), draw.choice((2, 3, 3, 4, 5, 6)))):
+    for number in range(max(len(first), draw.choice((2, 3, 4, 5, 6, 8)))):
         is_skew = style == "skew" and number == 0
+        moments = _MOMENTS.get(style, ())
+        is_moment = number > 0 and bool(moments) and draw.random() < (1.0 if style == "moments" else 0.5)
         yield Fault(
             kind=first[number] if number < len(first) else draw.choice(kinds),
             at_s=0.001 * draw.random() if is_skew else at_s,
             generation=generation,
-            on_commit=draw.randrange(1, 12) if is_skew or draw.random() < 0.05 else None,
-            place=draw.randrange(num_ranks),
+            after=draw.choice(moments) if is_moment else None,
+            count=draw.choice((1, 1, 1, 2, 3, 4)) if is_moment else 1,
+            at_step=draw.randrange(1, 12) if is_skew or draw.random() < 0.05 else None,
+            place=draw.choice(places),
             for_s=0.01 * 10 ** (3 * draw.random()) if draw.random() < 0.8 else 30.0,
         )
         if style == "long" and number % 2:

@@ -15,6 +15,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 from lightning_ddp.supervise.protocol import Form, Message
 from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.stop_main import Passage, StepBoundary
+from simulation.network import describe
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -310,7 +311,7 @@ class Process:
                 yield from self._script()
                 code = 0
             except (Leaves, Stops):
-                code = 0
+                code, self.is_training = 0, False
                 self.post(protocol.Active(False, 1, "fit"))
             except RunFailed:
                 pass
@@ -455,6 +456,7 @@ class Process:
         step = self.committed
         yield from self._collective(("step", step), self.world.members_of[self.state.generation])
         self._is_deferred = True
+        self.world.through(self)
         yield from self._sleep(0.01)
         self.world.commit(self)
 
@@ -486,6 +488,7 @@ class Process:
             yield from self._sleep(0.02)
             if not self._is_alone:
                 yield from self._collective(name, self.world.members_of[self.state.generation])
+            yield from self._sleep(0.005)  # hooks that come after the last call
             self._is_deferred = True
 
         while not (yield from self._is_through(attempt)):
@@ -554,7 +557,9 @@ class Process:
             yield from self._meet(form)
             if form.behind:
                 yield from self._sleep(0.05)
-                self.is_clean = self.state.place not in form.behind
+                if self.state.place in form.behind:
+                    self.is_clean = False
+                    self.world.occurs("copies")
                 yield from self._collective("copy", form.members)
                 self.world.copy(self, form)
             if form.joined:
@@ -637,15 +642,3 @@ class Process:
             raise self.world.violation(f"{self} goes on without its state")
         for message in self.state.go_on():
             self.post(message)
-
-
-def describe(message: Message) -> str:
-    """A message in few words."""
-    fields = []
-    for name in message.__dataclass_fields__:  # type: ignore[attr-defined]
-        value = getattr(message, name)
-        if isinstance(value, FailureRecord):
-            value = f"rank {value.rank}: {value.message[:40]}"
-        if name != "token":
-            fields.append(f"{name}={value}")
-    return f"{type(message).__name__}({', '.join(fields)})"

@@ -16,53 +16,20 @@ from lightning_ddp.supervise.membership import Phase
 from lightning_ddp.supervise.protocol import Form, Message
 from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
 from simulation.kernel import Kernel, Violation
+from simulation.network import Connections, Socket, describe, moment_of
 from simulation.plan import Fault, Plan
-from simulation.rank import Process, describe
+from simulation.rank import Process
 
 __all__ = ["World"]
 
 GRACE_S = 12.0
 HEARTBEAT_S = 2.0
-FAULTS_S = 80.0
+COMES_S = 6.0
+LATE_STEP = 25
 CONVERGES_S = 150.0
 ENDS_S = 60.0
 MORE_STEPS = 2
 _SERVER = Identity(rank=-1, node_rank=0, host="node0", pid=1)
-
-
-class _Socket:
-    """What a `Peer` needs of its connection."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-
-    def fileno(self) -> int:
-        return 3 if self.is_open else -1
-
-
-class _Connections:
-    """The server's sockets."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.peers: dict[Peer, None] = {}
-
-    def send(self, peer: Peer, message: Message) -> None:
-        self._world.to_rank(peer, message)
-
-    def send_all(self, messages: list[Message]) -> None:
-        for message in messages:
-            for peer in list(self.peers):
-                self.send(peer, message)
-
-    def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
-        self.peers[peer] = None
-
-    def hang_up(self, peer: Peer) -> None:
-        if peer.connection.is_open:  # type: ignore[attr-defined]
-            peer.connection.is_open = False  # type: ignore[attr-defined]
-            self.peers.pop(peer, None)
-            self._world.closed_by_server(peer)
 
 
 class _Node0(LocalProcesses):
@@ -76,7 +43,7 @@ class _Node0(LocalProcesses):
         is_frozen = any(p.is_frozen for p in self._world.processes.values())  # who waits for it looks alike
         if process.is_alive and process.is_sound and not is_frozen:
             raise self._world.violation(f"{process} is sound, and is killed")
-        self._world.later("launcher", 0.002, lambda: self._world.processes[pid].end(-9))
+        self._world.later("launcher", 0.1, lambda: self._world.processes[pid].end(-9))
 
     def start_again(self, place: int) -> None:
         self._world.later("launcher", 0.002, lambda: self._world.start_again(place))
@@ -138,7 +105,7 @@ class World:
             stall_timeout_s=plan.stall_timeout_s,
             recovery=recovery,
         )
-        connections: Any = _Connections(self)
+        connections: Any = Connections(self)
         self.control = RunControl(
             connections,
             token="t",
@@ -176,10 +143,14 @@ class World:
         self._forming = -1, 0.0
         """The generation that is formed, and since when."""
         self._struck: set[int] = set()
-        """Steps that somebody has committed."""
+        """Steps that somebody has got the gradients of."""
+        self._moments: Counter[str] = Counter()
+        """Kind -> how often it has occurred."""
         self.whole_after = 0
         """Number of the event after which all were well again."""
         self._loaded, self._num_pending = 0, len(plan.faults)
+        self._news_at = 0.0
+        """When a fault has come last, or a generation."""
 
     # ------------------------------------------------------------------ time and network
 
@@ -197,8 +168,11 @@ class World:
         if not peer.connection.is_open or not self.has_server or process.node in self.isolated:  # type: ignore[attr-defined]
             return
         self.kernel.note(lambda: f"server hears of {process}: {describe(message)}")
+        self.occurs(moment_of(message))
         try:
             self.control.hear(peer, message, self.kernel.now)
+        except Violation:
+            raise
         except Exception as error:
             raise self.violation(
                 f"the server hangs up on {process}, which said {describe(message)}"
@@ -210,6 +184,7 @@ class World:
         self._check_forming()
         if self.control.members.membership.generation > self._loaded:
             self._load_faults(self.control.members.membership.generation)
+            self._check_excluded()
         if first is not None:
             self.kernel.note(lambda: f"the run has failed: {first.message}")
             self.is_failing = True
@@ -228,6 +203,7 @@ class World:
 
     def to_rank(self, peer: Peer, message: Message) -> None:
         process = self.processes[self._pid_of[peer]]
+        self.occurs(moment_of(message))
         if process.node not in self.isolated:
             self.later(process.lane + "<", 0.001, lambda: self._arrives(process, message))
 
@@ -286,7 +262,7 @@ class World:
         if not self.has_server or process.node in self.isolated:
             process.learn(self.server_gone)
             return
-        peer = Peer(_Socket())  # type: ignore[arg-type]
+        peer = Peer(Socket())  # type: ignore[arg-type]
         self.peers[process.pid], self._pid_of[peer] = peer, process.pid
         hello = protocol.Hello("t", process.identity, process.is_new, process.is_launcher)
         self.later(process.lane + ">", 0.001, lambda: self._greets(process, peer, hello))
@@ -396,15 +372,6 @@ class World:
 
     def entered(self, process: Process, form: Form) -> None:
         self.members_of[form.generation], self.source = form.members, form.source
-        for other in self.processes.values():
-            is_excluded = other.is_alive and other.node not in self.isolated and other.node == 0
-            if (
-                is_excluded
-                and other.is_training
-                and not other.is_stopped
-                and other.place not in (*form.members, *form.left)
-            ):
-                raise self.violation(f"{other} still trains, while {process} is in a generation without it")
         if process.state.place == form.source:
             self._offered[form.generation] = list(process.log)
 
@@ -416,16 +383,22 @@ class World:
             raise self.violation(f"{process} has copied step {process.committed}, and not {form.step}")
         process.is_training = True
 
+    def through(self, process: Process) -> None:
+        """A process has got the gradients of all, and is about to commit the step."""
+        step = process.committed + 1
+        for fault in self.plan.faults:
+            if fault.at_step == step and step not in self._struck:
+                self.kernel.at(self.kernel.now + fault.at_s, lambda fault=fault: self.strike(fault))
+        self._struck.add(step)
+
     def commit(self, process: Process) -> None:
         generation = process.state.generation
         members = self.members_of[generation]
         if process.state.place not in members:
             raise self.violation(f"{process} commits in a generation that it is no member of")
         process.log.append((generation, len(members)))
-        for fault in self.plan.faults:
-            if fault.on_commit == process.committed and fault.on_commit not in self._struck:
-                self.kernel.at(self.kernel.now + fault.at_s, lambda fault=fault: self.strike(fault))
-        self._struck.add(process.committed)
+        if process.committed <= LATE_STEP:
+            self._news_at = self.kernel.now
         for other in self.processes.values():
             if other.is_alive and other.is_training and other.node not in self.isolated and other.is_clean:
                 shared = min(other.committed, process.committed)
@@ -451,16 +424,24 @@ class World:
         for fault in self.plan.faults:
             if fault.at_event is not None:
                 self.kernel.before[fault.at_event] = lambda fault=fault: self.strike(fault)
-            elif fault.on_commit is None and self._is_next(fault, generation):
+            elif fault.at_step is None and fault.after is None and self._is_next(fault, generation):
                 self.kernel.at(self.kernel.now + fault.at_s, lambda fault=fault: self.strike(fault))
-        self._loaded = generation
+        self._loaded, self._news_at = generation, self.kernel.now
 
     def _is_next(self, fault: Fault, generation: int) -> bool:
         is_first = fault.generation == generation == 0
         return is_first or self._loaded < fault.generation <= generation
 
+    def occurs(self, name: str) -> None:
+        """A message is sent by the server or heard by it, or a process begins something: faults come then."""
+        self._moments[name] += 1
+        for fault in self.plan.faults:
+            if fault.after == name and fault.count == self._moments[name]:
+                self.kernel.at(self.kernel.now + fault.at_s, lambda fault=fault: self.strike(fault))
+
     def strike(self, fault: Fault) -> None:
         self._num_pending -= 1
+        self._news_at = self.kernel.now
         if self._is_quiet:
             return
         process, node = self._living(fault.place), self.node_of(fault.place)
@@ -563,6 +544,22 @@ class World:
         if is_held and membership.phase is Phase.FORMING and now - self._forming[1] > GRACE_S + 5.0:
             raise self.violation(f"a process that is to join is stopped, and holds up all: {self.state()}")
 
+    def _check_excluded(self) -> None:
+        """No process that may still commit a step is left out of a generation, where its end can be known."""
+        membership = self.control.members.membership
+        for other in self.processes.values():
+            is_there = other.is_alive and other.node == 0 and other.is_training and not other.is_stopped
+            if is_there and other.place not in (*membership.members, *membership._left):
+                raise self.violation(f"{other} still trains, while a generation is formed without it")
+
+    def check_left(self, message: Message) -> None:
+        """All may leave a fit only when all have ended it."""
+        if isinstance(message, protocol.Left):
+            for other in self.processes.values():
+                is_there = other.is_alive and other.is_sound and other.node not in self.isolated
+                if is_there and other.is_training and other.place in self.control.members.membership.members:
+                    raise self.violation(f"all may leave, and {other} trains")
+
     def is_whole(self) -> bool:
         """Whether every place that may be filled is filled, and all train."""
         alive = [p for p in self.processes.values() if p.is_alive]
@@ -576,6 +573,11 @@ class World:
             return False
         return not self.plan.replaces or all(p in members for p in self._fillable())
 
+    @property
+    def _is_disturbed(self) -> bool:
+        """Whether a fault lasts: a process is stopped, or a node cut off."""
+        return bool(self.isolated) or any(p.is_alive and p.is_frozen for p in self.processes.values())
+
     def _fillable(self) -> list[int]:
         return [
             place
@@ -587,10 +589,13 @@ class World:
         """The whole history. Raises `Violation`."""
         self.begin()
         self._load_faults(0)
-        self._run_until(FAULTS_S, lambda: not self._num_pending)
-        quiet_at = (
-            self.kernel.now + max((f.for_s for f in self.plan.faults), default=0.0) + HEARTBEAT_S + 1.01
-        )
+        last_s = max((fault.at_s for fault in self.plan.faults), default=0.0) + COMES_S
+        is_due = True
+        while is_due and self._num_pending and self.kernel.now < max(self._news_at + COMES_S, last_s):
+            is_due = self.kernel.step()
+        longest_s = max((fault.for_s for fault in self.plan.faults), default=0.0) + HEARTBEAT_S + 1.01
+        self._run_until(self.kernel.now + longest_s, lambda: not self._is_disturbed)
+        quiet_at = self.kernel.now + HEARTBEAT_S + 1.01
         self._run_until(quiet_at, lambda: not self.plan.is_random and self.is_whole())
         self._is_quiet = True
         self.kernel.is_calm = True
