@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -487,6 +488,71 @@ def test_a_single_process_that_leaves_ends_the_run() -> None:
     result = run_script(ALONE, ["fork", "leave"], timeout_s=DEADLINE_S)
     assert result.returncode == 1
     assert "PeerFailure: rank 0 (" in result.stderr
+
+
+LEAVES_NOTHING = """
+import atexit, gc, multiprocessing, os, sys, tempfile
+
+def tell_what_is_walked():  # registered first, called last
+    is_started, is_worker = multiprocessing.parent_process(), multiprocessing.current_process().daemon
+    kind = "worker" if is_worker else "rank" if is_started else "main"
+    os.write(1, f"{kind} walks {len(gc.get_objects())} and not {gc.get_freeze_count()}\\n".encode())
+
+atexit.register(tell_what_is_walked)
+import torch
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel, RandomDataset
+from pytorch_lightning.plugins import TorchCheckpointIO
+import lightning_ddp
+
+class Data(RandomDataset):
+    def __getitem__(self, index):
+        if index >= 12 and sys.argv[2] == "worker":
+            raise ValueError("no such sample")
+        return super().__getitem__(index)
+
+class Full(TorchCheckpointIO):
+    def save_checkpoint(self, *args, **options):
+        super().save_checkpoint(*args, **options)
+        if sys.argv[2] == "results":
+            raise OSError("no space left on device")
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(
+        strategy=lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1], checkpoint_io=Full()), devices=2,
+        accelerator="cpu", max_epochs=1, limit_val_batches=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    try:
+        trainer.fit(BoringModel(), torch.utils.data.DataLoader(Data(32, 24), 2, num_workers=int(sys.argv[3])))
+        print("fitted", flush=True)
+    except lightning_ddp.PeerFailure as failure:
+        print("caught", failure.exception_type, flush=True)
+    print("left:", os.listdir(tempfile.gettempdir()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    ("fault", "num_workers", "end"),
+    [("none", 1, "fitted"), ("worker", 2, "caught ValueError"), ("results", 0, "caught OSError")],
+)
+def test_no_temporary_file_is_left_and_no_import_is_walked_through_at_the_end(
+    start_method, fault, num_workers, end, tmp_path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    env = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    arguments = [start_method, fault, str(num_workers)]
+    result = run_script(LEAVES_NOTHING, arguments, env, timeout_s=DEADLINE_S, fresh=True).check()
+    assert f"{end}\nleft: []\n" in result.stdout, result.stdout + result.stderr
+    assert list(scratch.iterdir()) == []
+    if start_method == "fork":
+        return  # forks end without a walk
+    ends = re.findall(r"(rank|worker) walks (\d+) and not (\d+)", result.stdout)
+    awaited = {"rank", "worker"} if fault == "none" else {"rank"}  # else workers are ended by a signal
+    assert awaited <= {kind for kind, *_ in ends}, result.stdout
+    assert all(int(walked) < int(left_out) / 4 for _, walked, left_out in ends), result.stdout
 
 
 WITH_DEATH_SIGNAL = """

@@ -27,6 +27,7 @@ from typing import Any
 __all__ = [
     "PARENT_VARIABLE",
     "adopt_from_environment",
+    "after_imports",
     "begin_run",
     "child_environment",
     "die_with_parent",
@@ -73,14 +74,26 @@ def end_fast() -> None:
     """
     import atexit
 
-    if multiprocessing.parent_process() is not None:
-        atexit.register(_forget_imports)
+    atexit.register(_forget_imports)
 
 
 def _forget_imports() -> None:
+    # asked here, as multiprocessing imports the script before it says whose child this is
+    if multiprocessing.parent_process() is None:
+        return
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():  # groups are to be destroyed
         gc.freeze()
+
+
+def after_imports(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call `make` in a rank that has just been spawned, and is to end as fast as the workers do.
+
+    Only what is imported by now is kept from the collector: a file in the cycles of the Trainer, which comes
+    later, is still closed at the end.
+    """
+    gc.freeze()
+    return make(*arguments)
 
 
 def keep_files(files: Mapping[int, int]) -> None:

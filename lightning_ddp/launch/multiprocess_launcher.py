@@ -7,16 +7,20 @@ may go on without some of them; then torch says how one has failed.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import wait
+from multiprocessing.context import get_spawning_popen
 from multiprocessing.synchronize import Barrier
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +38,7 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
-from lightning_ddp.launch.child_process import die_with_parent
+from lightning_ddp.launch.child_process import after_imports, die_with_parent
 from lightning_ddp.launch.launcher import node_rank_of
 from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.session import Session, session_of_process
@@ -79,6 +83,12 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         self._settings = settings
         self._all_forked: Barrier | None = None
         self._output: Any = None
+        self._scratch = ""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        # a new process makes the launcher first of all that it is sent, so before the Trainer
+        return reduced if get_spawning_popen() is None else (after_imports, reduced[:2], *reduced[2:])
 
     def __getstate__(self) -> dict[str, Any]:
         """What is sent to the processes."""
@@ -138,6 +148,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         server = self._open_server(session, node_rank) if is_enabled() and node_rank == 0 else None
         self._server = server
         guard = Guard(ends_launcher=False)
+        self._scratch = tempfile.mkdtemp(prefix="ddp-")
+        remove_scratch = Finalize(None, shutil.rmtree, (self._scratch, True), exitpriority=-100)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
@@ -169,6 +181,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             self._server = None
             rendezvous.close()
             restore(before)
+            if not any(map(_runs, self.procs)):  # else it is removed once they have been waited for at exit
+                remove_scratch()
 
     def _open_server(self, session: Session, node_rank: int) -> ControlServer:
         strategy = self._owner
@@ -266,6 +280,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             os._exit(1)
         if self._all_forked is not None:
             self._all_forked.wait()
+        # Workers of data loaders take it over for their sockets, and are ended before they remove any.
+        vars(mp.current_process())["_config"]["tempdir"] = self._scratch
         wrapped = partial(_run, function, trainer)
         if self._made_by != "fork":  # Lightning does not for all of them
             args, kwargs = unshare((args, kwargs))
@@ -275,7 +291,11 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         session_of_process().control.close()
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        self._output = super()._collect_rank_zero_results(trainer, results)
+        before, tempfile.tempdir = tempfile.tempdir, self._scratch  # Lightning leaves a folder there
+        try:
+            self._output = super()._collect_rank_zero_results(trainer, results)
+        finally:
+            tempfile.tempdir = before
         return self._output
 
 
