@@ -89,6 +89,21 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
         assert before | after == json.loads(undisturbed(world_size)[f"finally-{r}"]["losses"])
 
 
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_sigterm_to_a_rank_that_is_a_function_ends_the_script_as_it_does_elsewhere(
+    tmp_path, start_method
+) -> None:
+    arguments = order(tmp_path, pause="fit", strategy={"start_method": start_method})
+    with start_script(SCRIPT, arguments) as run:
+        os.kill(wait_until_ready(run, tmp_path, 2)[1], signal.SIGTERM)
+        (tmp_path / "go").touch()
+        result = run.wait(TIMEOUT_S).check()
+    notes = read_notes(tmp_path)
+    assert [notes[f"on_exception-{rank}"]["kind"] for rank in range(2)] == ["SIGTERMException"] * 2
+    assert "trained-0" not in notes, "stopped before the end"
+    assert "PeerFailure" not in result.stderr
+
+
 def test_a_second_sigterm_ends_the_process_at_once(tmp_path) -> None:
     with started(tmp_path, "fit") as (run, pids):
         os.kill(pids[1], signal.SIGTERM)

@@ -32,7 +32,9 @@ from lightning_ddp._lightning import (
     check_missing_main_guard,
     end_silently,
     interrupt_trainer,
+    note_sigterm,
     process_arguments,
+    sigterm_exception,
     teardown_trainer,
     unshare,
 )
@@ -285,10 +287,21 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         wrapped = partial(_run, function, trainer)
         if self._made_by != "fork":  # Lightning does not for all of them
             args, kwargs = unshare((args, kwargs))
-        super()._wrapping_function(process_idx, trainer, wrapped, args, kwargs, results, *rest)
+        try:
+            super()._wrapping_function(process_idx, trainer, wrapped, args, kwargs, results, *rest)
+        except SystemExit as error:
+            if not _is_stop(error, trainer):
+                raise
+            results.put(None)  # of each, as rank 0 may be lost; all end well, so that none is ended meanwhile
         if process_idx != 0 and self._output is not None:
             results.put(self._output)  # in the place of a process that is lost
         session_of_process().control.close()
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        if worker_output is None:  # SIGTERM has stopped all ranks, and ends the script as it does elsewhere
+            note_sigterm(trainer)
+            raise sigterm_exception(trainer)
+        super()._recover_results_in_main_process(worker_output, trainer)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         before, tempfile.tempdir = tempfile.tempdir, self._scratch  # Lightning leaves a folder there
@@ -318,9 +331,14 @@ def _run(function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kw
                 end_silently(trainer)
             interrupt_trainer(trainer, error)
             teardown_trainer(trainer)
-        if isinstance(error, SystemExit) and not error.code:
+        if isinstance(error, SystemExit) and not error.code and not _is_stop(error, trainer):
             raise SystemExit(1) from error  # with 0 the launching process would wait for the result
         raise
+
+
+def _is_stop(error: BaseException, trainer: Trainer | None) -> bool:
+    """Whether SIGTERM has stopped this rank and all others at one step."""
+    return trainer is not None and is_enabled() and isinstance(error, sigterm_exception(trainer))
 
 
 def _remove_error_files(error: mp.ProcessRaisedException | mp.ProcessExitedException) -> None:
