@@ -1154,6 +1154,22 @@ def test_a_process_of_a_function_collects_what_it_sends_if_it_is_the_first_of_it
         assert getattr(collect(trainer, 7), "trainer_results", None) == expected
 
 
+@canary("pytorch_lightning.strategies.launchers._MultiProcessingLauncher._recover_results_in_main_process")
+def test_the_launching_process_takes_over_what_it_was_sent() -> None:
+    kind = pl.strategies.launchers._MultiProcessingLauncher
+    assert list(inspect.signature(kind._recover_results_in_main_process).parameters)[1:] == [
+        "worker_output",
+        "trainer",
+    ]
+
+
+@canary("torch.multiprocessing.Process()._config")
+def test_a_process_makes_its_sockets_where_the_one_that_starts_it_does(monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "tempdir", str(tmp_path))
+    assert multiprocessing.util.get_temp_dir() == str(tmp_path)
+    assert vars(multiprocessing.Process())["_config"]["tempdir"] == str(tmp_path)
+
+
 @canary("lightning_fabric.utilities.distributed._set_num_threads_if_needed")
 def test_processors_are_shared_among_processes(monkeypatch) -> None:
     """By a number of threads, unless the user has set one."""
