@@ -292,6 +292,17 @@ def test_what_vanished_before_an_exception_is_the_first() -> None:
     assert verdict.first.rank == 1
 
 
+def test_an_exception_that_is_not_the_first_is_the_next_where_the_others_go_on() -> None:
+    verdict = Verdict()
+    verdict.vanished(gone(1), now=0.0)
+    verdict.accuse(raised(0))
+    verdict.set_aside(gone(1))
+    verdict.exited(FailureRecord(rank=0, message="", exit_code=1), "exited with code 1", 0.1)
+    first = verdict.decide(now=EXIT_WAIT_S)
+    assert first is not None
+    assert (first.rank, first.exception_type) == (0, "ValueError")
+
+
 # ---------------------------------------------------------------------- the agreement
 
 

@@ -538,10 +538,9 @@ if __name__ == "__main__":
     [("none", 1, "fitted"), ("worker", 2, "caught ValueError"), ("results", 0, "caught OSError")],
 )
 def test_no_temporary_file_is_left_and_no_import_is_walked_through_at_the_end(
-    start_method, fault, num_workers, end, tmp_path
+    start_method, fault, num_workers, end, tmp_path, tmp_path_factory
 ) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    scratch = tmp_path_factory.mktemp("tmp")  # a short name: the path of a socket has 107 characters at most
     env = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     arguments = [start_method, fault, str(num_workers)]
     result = run_script(LEAVES_NOTHING, arguments, env, timeout_s=DEADLINE_S, fresh=True).check()

@@ -47,10 +47,10 @@ class Verdict:
         """A failure that explains itself: an exception of user code, or a process with its exit code."""
         if self.first is not None:
             return
-        known = self._vanished.get(_key(record))
-        if known is None and self._vanished:
-            record = min(self._vanished.values(), key=lambda entry: entry[0])[1]  # it was noticed earlier
         self.first = record
+        if self._vanished and _key(record) not in self._vanished:
+            deadline, self.first = min(self._vanished.values(), key=lambda entry: entry[0])  # noticed earlier
+            self._vanished[_key(record)] = deadline, record  # the next, if the others go on without that one
 
     def vanished(self, record: FailureRecord, now: float) -> None:
         """A process whose connection closed without a word."""
@@ -71,8 +71,9 @@ class Verdict:
         if any(_key(echo) == _key(record) for _, echo in self._echoes):
             return  # it failed in the open, and is waiting for a better explanation already
         record = record.with_exit(record.exit_code, description)
-        if _key(record) in self._vanished:
-            self.accuse(record)
+        known = self._vanished.get(_key(record))
+        if known is not None:
+            self.accuse(record if known[1].exception_type is None else known[1])
         else:  # the last that it said may still be unread
             self.vanished(record, now)
 

@@ -169,6 +169,10 @@ class Members:
         if peer.is_new and self._new.get(rank) is peer:
             del self._new[rank]
             self.membership.withdrew(rank)
+            process = self._process(peer.identity, rank)
+            if peer.identity.node_rank != 0 and not process.has_ended:  # its launcher may be gone as well
+                process.has_ended = True
+                self._vacancies.ended(rank, now)
         elif not peer.is_new and self.ranks.get(rank) is peer:
             del self.ranks[rank]
             self.deliver(self.inspection.left(rank, now))
@@ -283,7 +287,10 @@ class Members:
             peer = self.ranks.pop(identity.rank, None)
             if peer is None or self._process(identity, place).has_ended:  # its place is vacant again
                 self._vacancies.lost([place], 0, now)
-            if peer is not None:
+            if peer is not None and place in self._new:  # its node is back already, sooner than it is lost
+                peer.is_out, peer.is_launcher = True, False
+                self._connections.send(peer, protocol.Closing())
+            elif peer is not None:
                 self._connections.send(peer, form)
                 peer.is_new, peer.identity = True, replace(identity, rank=place)
                 self._new[place] = peer
@@ -351,7 +358,7 @@ class Members:
         self.history.formed(form.step, members, form.members, now)
         self._vacancies.lost(form.lost, form.step, now)
         self._vacancies.joined(form.joined, form.step)
-        self._renumber(form.members, now)
+        self._renumber(form, now)
         self.send_to_places(outgoing)
         return True
 
@@ -374,10 +381,11 @@ class Members:
             if self._process(who, place).has_ended or not self._may_start(place):
                 self._vacancies.left(place, now)
 
-    def _renumber(self, members: tuple[int, ...], now: float) -> None:
+    def _renumber(self, form: protocol.Form, now: float) -> None:
         """From now on ranks are those of the new generation."""
         connected = {place: self.ranks.get(who.rank) for place, who in self.identities.items()}
-        for place in members:
+        members = form.members
+        for place in form.joined:  # a node may be back in a place whose process is not known to be lost
             peer = self._new.pop(place, None)
             if peer is not None and peer.identity is not None:
                 peer.is_new = peer.is_ready = False
@@ -410,6 +418,12 @@ class Members:
                 self._connections.send(peer, protocol.Left())
             case protocol.Failed(record) | protocol.Echoed(record):
                 self._connections.send(peer, protocol.Failure(record.cut()))
+            case protocol.Stop() | protocol.Leave() if peer.is_launcher:
+                peer.is_launcher = False
+                self.ask_to_leave(self.on_node(who.node_rank), now)
+                for place, new in self._new.items():
+                    if new.identity is not None and new.identity.node_rank == who.node_rank:
+                        self._close(new, place)
             case protocol.Stop() | protocol.Leave():
                 self._close(peer, who.rank)
 

@@ -44,6 +44,8 @@ REPEAT_S = 1.0
 """How often what has not been answered is said again."""
 _MEETS_WITHIN_S = 30.0
 """How long ranks that are all there may fail to connect to each other."""
+_MOST_VOIDS = 5
+"""How often they may fail to at least: one that is stopped for a while makes a single attempt long."""
 _OWN_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 )
@@ -139,8 +141,8 @@ class Membership:
         self._form: Form | None = None
         self._settles_at = self._answer_by = self._repeat_at = 0.0
         self._recovered_at: int | None = None
-        self._void_since: float | None = None
-        """Since when no generation has become whole, though nobody was lost."""
+        self._voids: list[float] = []
+        """When generations did not become whole, though nobody was lost, since one was."""
 
     @property
     def remaining(self) -> tuple[int, ...]:
@@ -210,8 +212,8 @@ class Membership:
         """A member of the generation that is formed has stopped again, and nobody is lost: all meet anew."""
         if self.phase is not Phase.FORMING:
             return []
-        self._void_since = now if self._void_since is None else self._void_since
-        if now - self._void_since >= _MEETS_WITHIN_S:
+        self._voids.append(now)
+        if len(self._voids) >= _MOST_VOIDS and now - self._voids[0] >= _MEETS_WITHIN_S:
             self.cause = self.cause or cause
             return self._give_up("the ranks that are left could not connect to each other")
         self._settles_at = now + SETTLE_S
@@ -223,7 +225,7 @@ class Membership:
             self._joined.add(place)
             self._newcomers.discard(place)
             if self._joined == set(self.members):
-                self._form, self._left, self._void_since = None, set(), None
+                self._form, self._left, self._voids = None, set(), []
                 if self._waits_until is None:
                     self.phase, self.cause = Phase.RUNNING, None
                 else:

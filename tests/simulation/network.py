@@ -1,7 +1,8 @@
-"""Messages between the server and its processes: what the server's code needs of sockets, and their names."""
+"""What goes between processes: messages of the server, on what its code takes for sockets; collectives."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import lightning_ddp.supervise.protocol as protocol
@@ -10,9 +11,10 @@ from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.protocol import Message
 
 if TYPE_CHECKING:
+    from simulation.rank import Process
     from simulation.world import World
 
-__all__ = ["Connections", "Socket", "describe", "moment_of"]
+__all__ = ["Collective", "Connections", "Socket", "describe", "moment_of"]
 
 
 class Socket:
@@ -49,6 +51,44 @@ class Connections:
             peer.connection.is_open = False  # type: ignore[attr-defined]
             self.peers.pop(peer, None)
             self._world.closed_by_server(peer)
+
+
+@dataclass
+class Collective:
+    """A call that all members of a generation take part in."""
+
+    members: tuple[int, ...]
+    is_of_setup: bool
+    """Whether it is one of those by which a generation becomes whole."""
+    is_rendezvous: bool
+    """Whether it is by the store, where nobody notices that one is gone."""
+    present: set[int] = field(default_factory=set)
+    arrived: list[Process] = field(default_factory=list)
+    through: set[int] = field(default_factory=set)
+    is_broken: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.present) == len(self.members)
+
+    def arrive(self, process: Process) -> None:
+        if process.node not in process.world.isolated:
+            self.present.add(process.state.place)
+            self.arrived.append(process)
+        if self.is_complete:
+            if process.world.has_glitch and self.is_of_setup:
+                process.world.has_glitch, self.is_broken = False, True
+            for other in self.arrived:
+                other.poke()
+
+    def leave(self, process: Process) -> None:
+        self.through.add(process.pid)
+
+    def lose(self, process: Process) -> None:
+        if process.state.place in self.members and process.pid not in self.through and not self.is_rendezvous:
+            self.is_broken = True
+            for other in self.arrived:
+                other.poke()
 
 
 def moment_of(message: Message) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning_ddp.supervise.protocol as protocol
@@ -16,7 +15,7 @@ from lightning_ddp.supervise.membership import Phase
 from lightning_ddp.supervise.protocol import Form, Message
 from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
 from simulation.kernel import Kernel, Violation
-from simulation.network import Connections, Socket, describe, moment_of
+from simulation.network import Collective, Connections, Socket, describe, moment_of
 from simulation.plan import Fault, Plan
 from simulation.rank import Process
 
@@ -47,44 +46,6 @@ class _Node0(LocalProcesses):
 
     def start_again(self, place: int) -> None:
         self._world.later("launcher", 0.002, lambda: self._world.start_again(place))
-
-
-@dataclass
-class Collective:
-    """A call that all members of a generation take part in."""
-
-    members: tuple[int, ...]
-    is_of_setup: bool
-    """Whether it is one of those by which a generation becomes whole."""
-    is_rendezvous: bool
-    """Whether it is by the store, where nobody notices that one is gone."""
-    present: set[int] = field(default_factory=set)
-    arrived: list[Process] = field(default_factory=list)
-    through: set[int] = field(default_factory=set)
-    is_broken: bool = False
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.present) == len(self.members)
-
-    def arrive(self, process: Process) -> None:
-        if process.node not in process.world.isolated:
-            self.present.add(process.state.place)
-            self.arrived.append(process)
-        if self.is_complete:
-            if process.world.has_glitch and self.is_of_setup:
-                process.world.has_glitch, self.is_broken = False, True
-            for other in self.arrived:
-                other.poke()
-
-    def leave(self, process: Process) -> None:
-        self.through.add(process.pid)
-
-    def lose(self, process: Process) -> None:
-        if process.state.place in self.members and process.pid not in self.through and not self.is_rendezvous:
-            self.is_broken = True
-            for other in self.arrived:
-                other.poke()
 
 
 class World:
@@ -180,7 +141,10 @@ class World:
         self.server_acts()
 
     def server_acts(self) -> None:
-        first = self.control.decide(self.kernel.now)
+        try:
+            first = self.control.decide(self.kernel.now)
+        except KeyError as error:
+            raise self.violation(f"the server fails: {error!r}") from error
         self._check_forming()
         if self.control.members.membership.generation > self._loaded:
             self._load_faults(self.control.members.membership.generation)
@@ -274,8 +238,11 @@ class World:
         try:
             self.control.hear(peer, hello, self.kernel.now)
         except protocol.ProtocolError as error:  # nobody has asked for it any more
-            is_taken = process.place in self.control.members._new  # by one whose end is not known yet
-            if process.is_alive and process.is_sound and self.is_running() and not is_taken:
+            members = self.control.members
+            is_taken = process.place in members._new  # by one whose end is not known yet
+            is_orphan = process.node and members._launcher_of(process.place) is None  # of one that is lost
+            is_known = is_taken or is_orphan
+            if process.is_alive and process.is_sound and self.is_running() and not is_known:
                 raise self.violation(f"{process} is sound, and is refused") from error
             self.kernel.note(lambda: f"the server refuses {process}")
             self._hang_up_on_stranger(process, peer)
@@ -287,7 +254,8 @@ class World:
 
     def ended(self, process: Process) -> None:
         """A process is gone: its connections close, its launcher learns of it, and its children die."""
-        self.let_go(process)
+        if process.node not in self.isolated:  # else others notice as `_cut` says
+            self.let_go(process)
         peer = self.peers.get(process.pid)
         if self.is_host(process):
             self._lose_server()
@@ -518,7 +486,7 @@ class World:
             or (self.plan.is_hosted_by_rank_0 and first.pid == 100)  # the server goes with it
             or "SIGTERM before" in text
             or "not all ranks have arrived" in text
-            or ("asked to stop by a signal" in text and any(p.is_frozen for p in self.processes.values()))
+            or ("asked to stop by a signal" in text and self._was_frozen_long)
             or "min_world_size" in text
             or "alike" in text
             or "holds a whole state" in text
@@ -528,6 +496,11 @@ class World:
         )
         if not is_good:
             raise self.violation(f"the run ends for no good reason: {text}")
+
+    @property
+    def _was_frozen_long(self) -> bool:
+        """Whether a process may have been stopped for most of the time in which all are to stop."""
+        return any(fault.kind == "freeze" and fault.for_s > GRACE_S / 4 for fault in self.plan.faults)
 
     def is_running(self) -> bool:
         """Whether the run has neither failed nor ended on a rank."""
@@ -575,8 +548,9 @@ class World:
 
     @property
     def _is_disturbed(self) -> bool:
-        """Whether a fault lasts: a process is stopped, or a node cut off."""
-        return bool(self.isolated) or any(p.is_alive and p.is_frozen for p in self.processes.values())
+        """Whether a fault lasts: a process is stopped, or about to raise, or a node cut off."""
+        alive = [p for p in self.processes.values() if p.is_alive]
+        return bool(self.isolated) or any(p.is_frozen or p.user_error for p in alive)
 
     def _fillable(self) -> list[int]:
         return [
