@@ -57,6 +57,10 @@ class Communication:
         self._hook_plan: HookPlan | None = None
         self._function: Callable[..., Any] | None = None
         self._post_local = _post_local_state(hook_state)
+        if isinstance(hook, str):
+            from lightning_ddp.hooks import registered_hook
+
+            hook = registered_hook(hook) or hook
         if hook is not None and not callable(hook):
             from lightning_ddp.hooks import parse_hook
 

@@ -33,7 +33,7 @@ from lightning_ddp.conf.schema import (
     STRATEGY,
     all_schemas,
 )
-from lightning_ddp.hooks import hook_options, parse_hook
+from lightning_ddp.hooks import catalogue, hook_options, parse_hook, register_hook
 from lightning_ddp.supervise.settings import parse_on_failure
 from lightning_ddp.variants import BUILTIN, variant_arguments
 
@@ -173,6 +173,14 @@ def test_a_trainer_is_built_with_the_chosen_strategy_and_plain_values(constructe
     assert (given["timeout"], given["stall_timeout"]) == (timedelta(minutes=10), timedelta(minutes=5))
     assert given["bucket_cap_mb_list"] == [1, 2.5]
     assert type(given["bucket_cap_mb_list"]) is list
+
+
+def test_a_registered_hook_is_chosen_by_its_name(monkeypatch):
+    monkeypatch.setattr(catalogue, "_registered", {})
+    assert "unknown communication hook 'mine'" in message_of("strategy.ddp_comm_hook=mine")
+    register_hook("mine", message_of)
+    strategy = hydra.utils.instantiate(composed("strategy.ddp_comm_hook=mine").strategy)
+    assert strategy._communication._function is message_of
 
 
 @pytest.mark.parametrize(("text", "value"), [("50", 50), ("2.5", 2.5), ("null", None)])

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
 from harness import run_ranks, run_threads, run_threads_outcomes
 
+from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
+from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hooks import available_hooks, build_hook, parse_hook
+from lightning_ddp.hooks import available_hooks, build_hook, catalogue, parse_hook, register_hook
 from lightning_ddp.tools.models import build_workload
 
 ONE_EACH_MB = 1e-5
@@ -52,6 +54,40 @@ def test_the_catalogue_describes_every_hook():
     hooks = available_hooks()
     assert set(hooks) >= {"allreduce", "fp16", "bf16", "int8", "powersgd", "topk", "randomk", "sign", "noop"}
     assert all(text.endswith(".") for text in hooks.values())
+
+
+def summed(state, bucket):
+    """Add the gradients up."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda reduced: reduced.value()[0])
+
+
+def test_a_hook_of_ones_own_is_registered_under_a_name(monkeypatch):
+    monkeypatch.setattr(catalogue, "_registered", {})
+    register_hook("summed", summed, description="Gradients are added up.")
+    register_hook("summed", summed, description="Gradients are added up.")  # a module that is loaded again
+    assert available_hooks()["summed"] == "Gradients are added up."
+    strategy = CustomDDPStrategy(ddp_comm_hook="summed", ddp_comm_state=7)
+    assert strategy._communication._function is summed
+    for name, hook in (("summed", print), ("bf16", summed), ("", summed), ("other", 3)):
+        with pytest.raises(ConfigurationError, match=r"exists already|expected a name and a function"):
+            register_hook(name, hook)
+    with pytest.raises(ConfigurationError, match="unknown communication hook 'summend'"):
+        CustomDDPStrategy(ddp_comm_hook="summend")
+
+
+def add_up_by_name(rank, world_size):
+    register_hook("summed", summed)
+    model = BucketedDDP(torch.nn.Linear(3, 1, bias=False))
+    Communication("summed").register(
+        model, Group(model.process_group), torch.device("cpu"), node_size=2, loss_scale=lambda: 1.0
+    )
+    model(torch.full((1, 3), rank + 1.0)).backward()
+    return model.module.weight.grad.tolist()
+
+
+def test_a_registered_hook_reduces_gradients():
+    assert run_ranks(add_up_by_name, 2) == [[[3.0] * 3]] * 2
 
 
 TOYS = {

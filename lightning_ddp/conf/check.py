@@ -19,14 +19,14 @@ from omegaconf.errors import (
 from lightning_ddp.averaging import parse_averager
 from lightning_ddp.conf.schema import STRATEGY, Option, Schema, all_schemas
 from lightning_ddp.errors import ConfigurationError, closest
-from lightning_ddp.hooks import parse_hook
+from lightning_ddp.hooks import parse_hook, registered_hook
 from lightning_ddp.hydra_jobs.handover import ancestors, nodes_of
 from lightning_ddp.supervise.settings import parse_on_failure, parse_on_preemption
 
 _SUBGROUPS = ("strategy/ddp_comm_hook", "strategy/model_averaging", "strategy/on_failure")
 _CONSTANTS = ("name", "_target_", "_convert_", "_recursive_", "_partial_")
 _CHECKED = {
-    "ddp_comm_hook": parse_hook,
+    "ddp_comm_hook": lambda spec: registered_hook(spec) or parse_hook(spec),
     "model_averaging": parse_averager,
     "on_failure": parse_on_failure,
     "on_preemption": parse_on_preemption,

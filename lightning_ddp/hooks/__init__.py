@@ -1,7 +1,15 @@
 """Communication hooks: what a bucket's gradients go through on their way to the mean over the ranks."""
 
 from lightning_ddp.hooks.base import Hook, HookOptions, StatefulHook
-from lightning_ddp.hooks.catalogue import HookPlan, available_hooks, build_hook, hook_options, parse_hook
+from lightning_ddp.hooks.catalogue import (
+    HookPlan,
+    available_hooks,
+    build_hook,
+    hook_options,
+    parse_hook,
+    register_hook,
+    registered_hook,
+)
 
 __all__ = [
     "Hook",
@@ -12,4 +20,6 @@ __all__ = [
     "build_hook",
     "hook_options",
     "parse_hook",
+    "register_hook",
+    "registered_hook",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,45 @@ _HOOKS: Catalogue[Hook] = Catalogue(
 )
 
 
+_registered: dict[str, tuple[Callable[..., Any], str]] = {}
+"""Name -> a function of the user with torch's signature, and its description."""
+
+
+def register_hook(name: str, hook: Callable[..., Any], *, description: str = "") -> None:
+    """Register a communication hook of your own under a name: `ddp_comm_hook=name`.
+
+    Call it in every process before the strategy is made, for example at the top of the script. Registering
+    the same function again has no effect. Does not communicate.
+
+    Args:
+        name: how the hook is given to a strategy, `register_variant` or Hydra; not a name of this package.
+        hook: called as `hook(state, bucket)`; returns a future of the bucket's averaged gradients, 1-D.
+        description: one line for `available_hooks`.
+
+    Raises:
+        ConfigurationError: the name is empty or taken, or `hook` is not callable.
+    """
+    if not name or not callable(hook):
+        raise ConfigurationError(f"register_hook({name!r}, {hook!r}): expected a name and a function")
+    is_taken = name in _HOOKS.names() or _registered.get(name, (hook,))[0] is not hook
+    if is_taken:
+        raise ConfigurationError(f"the communication hook {name!r} exists already. Use another name.")
+    _registered[name] = hook, description
+
+
+def registered_hook(spec: Any) -> Callable[..., Any] | None:
+    """Return the function that `register_hook` knows under a name, or None."""
+    return _registered.get(spec, (None,))[0] if isinstance(spec, str) else None
+
+
 def available_hooks() -> dict[str, str]:
-    """The names of the hooks and what each does, sorted by name.
+    """Return the names of all hooks and what each does, sorted by name.
 
     >>> sorted(available_hooks())[:3]
     ['allreduce', 'bf16', 'fp16']
     """
-    return _HOOKS.descriptions()
+    own = {name: description for name, (_, description) in _registered.items()}
+    return dict(sorted({**_HOOKS.descriptions(), **own}.items()))
 
 
 def hook_options() -> dict[str, type[HookOptions]]:
