@@ -102,7 +102,7 @@ class Children(LocalProcesses):
         self._may_leave = threading.Event()
         self._guard: Guard | None = None
         self._wake_pair: tuple[socket.socket, socket.socket] | None = None
-        self._again: dict[int, Callable[[], None]] = {}
+        self._again: dict[int, Callable[[int], None]] = {}
         """Local rank -> starts a process in its place."""
         self._new: dict[int, int] = {}
         """Process ids of those that were started in the place of lost ones -> local rank."""
@@ -120,7 +120,7 @@ class Children(LocalProcesses):
             is_later: whether it is started only by `start_again`, as the run has begun already.
         """
         begin = functools.partial(self._start, local_rank, command)
-        self._again[local_rank] = functools.partial(begin, {**env, JOIN_VARIABLE: "1"}, is_new=True)
+        self._again[local_rank] = lambda number: begin({**env, JOIN_VARIABLE: str(number)}, is_new=True)
         if not is_later:
             begin(env)
 
@@ -157,10 +157,11 @@ class Children(LocalProcesses):
         """Whether they are forks of a supervisor, and live on when this process has ended."""
         return all(isinstance(proc, ForkedChild) for proc in self.procs)
 
-    def start_again(self, place: int) -> None:
+    def start_again(self, place: int, number: int) -> None:
         """Starts a child in the place of one that is lost, to join the run. Any thread.
 
-        If that only stands still it is killed. `place` is the rank that it had in the beginning.
+        If that only stands still it is killed. `place` is the rank that it had in the beginning, `number` the
+        number of this start there.
         """
         local_rank = place - (self.first_rank or 0)
         if local_rank not in self._again or self.ending.locked():
@@ -169,7 +170,7 @@ class Children(LocalProcesses):
             lost = [child.process for child in self._alive if child.local_rank == local_rank]
         for process in lost:
             process.send_signal(signal.SIGKILL)
-        self._again[local_rank]()
+        self._again[local_rank](number)
 
     def end_new(self, is_left_out: Callable[[int], bool]) -> None:
         """Ends those that were started in the place of lost ones and are no members of the run.

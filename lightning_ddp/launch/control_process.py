@@ -175,8 +175,8 @@ class _Host(LocalProcesses):
     def kill_one(self, pid: int) -> None:
         self._ask(signal.SIGKILL, [pid])
 
-    def start_again(self, place: int) -> None:
-        self._ask(START, [place])
+    def start_again(self, place: int, number: int) -> None:
+        self._ask(START, [place, number])
 
     def failed(self, record: FailureRecord) -> None:
         """All ranks are to end; those that are stopped are continued for that."""

@@ -160,7 +160,7 @@ class Reconciliation:
         settings: ReconcileSettings,
         parent_pid: int | None,
         *,
-        is_new: bool = False,
+        start: int | None = None,
     ) -> None:
         """Connects to the control server. Raises `RendezvousError` if that cannot be reached.
 
@@ -169,7 +169,7 @@ class Reconciliation:
             identity: this process.
             settings: times.
             parent_pid: the process that has started this one, if it is ours.
-            is_new: whether this process is in the place of a lost one.
+            start: which one in its place this process is, if it is to join; 0 if nobody has asked for it.
         """
         self._settings, self._parent_pid = settings, parent_pid
         parent = None
@@ -182,7 +182,9 @@ class Reconciliation:
         if identity.node_rank != server.identity.node_rank:  # the call has to come from there
             self._call_within_s += settings.heartbeat_timeout_s
         if settings.recovery is not None:
-            self.calls = Calls(identity.rank, self.interrupt, self.alarm, self.boundary, is_new=is_new)
+            self.calls = Calls(
+                identity.rank, self.interrupt, self.alarm, self.boundary, is_new=start is not None
+            )
         self.watch = Watch(
             server,
             identity,
@@ -192,7 +194,7 @@ class Reconciliation:
             where=self._where,
             parent=parent,
             on_message=self._on_message,
-            is_new=is_new,
+            start=start,
             is_launcher=self._children.first_rank is not None,
         )
         if self.calls is not None:
@@ -222,7 +224,7 @@ class Reconciliation:
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
-            self._children.start_again(message.place)
+            self._children.start_again(message.place, message.number)
         elif self.calls is None or not self.calls.on_message(message):
             self.inspector.on_message(message)
 

@@ -117,7 +117,9 @@ class Session:
         """Supervision of the present generation."""
         self.num_failed = 0
         """Generations that have failed with an exception, after each of which the script went on."""
-        self.is_joining = before is None and os.environ.pop(JOIN_VARIABLE, None) is not None
+        self._start = int(os.environ.pop(JOIN_VARIABLE, "0")) if before is None else 0
+        """Which one in its place this process is, of those that were asked for."""
+        self.is_joining = self._start > 0
         """Whether this process is in the place of a lost one, and not a member of the run yet."""
         self._parent_pid = launcher_pid()
         self._inherited = before if before is not None and before.is_inherited else None
@@ -208,7 +210,8 @@ class Session:
         """
         if self.control.watch is None:
             address = self.find_server(store)
-            self.control.connect(address, identity, settings, self._parent_pid, is_new=self.is_joining)
+            start = self._start if self.is_joining else None
+            self.control.connect(address, identity, settings, self._parent_pid, start=start)
             if self._parent_pid is not None:
                 outlive_parent()
         self.control.wait_for_all(timeout_s)

@@ -215,15 +215,21 @@ class Supervisor:
         if pid < 0:
             os.close(told)
 
-    def _fork(self, place: int, told: int | None) -> int:
-        """Forks a rank; returns its process id, or the negative number of an error. Args: as of `_Child`."""
+    def _fork(self, place: int, told: int | None, number: int = 0) -> int:
+        """Forks a rank; returns its process id, or the negative number of an error.
+
+        Args:
+            place: as of `_Child`.
+            told: as of `_Child`.
+            number: which one in its place it is, if it is to join the run.
+        """
         start, files = self._order_of(place)
         child = _Child(told, place, mmap.mmap(-1, 1))
         pid = _try_to_fork()
         if pid == 0:
             with _last_resort():
-                if told is None:
-                    start["env"][JOIN_VARIABLE] = "1"
+                if number:
+                    start["env"][JOIN_VARIABLE] = str(number)
                 program = self._become_child(child, start, files)
             _run_as_main(program)
         if pid > 0:
@@ -303,10 +309,10 @@ class Supervisor:
             except OSError:
                 return
             what, about = json.loads(data) if data else (START, [])
-            if what == START:
-                for place in about:
-                    if not self._orders or self._fork(place, None) < 0:
-                        self._tell_control(-1, _CANNOT_BEGIN, place)
+            if what == START and about:
+                place, number = about
+                if not self._orders or self._fork(place, None, number) < 0:
+                    self._tell_control(-1, _CANNOT_BEGIN, place)
             else:
                 for pid in about:
                     if pid in self._children or (pid == self._rank_0 and self._code is None):

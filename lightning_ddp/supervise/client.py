@@ -53,7 +53,7 @@ class Watch:
         where: tells what this rank is doing; asked by the watching thread, where stalls are looked for.
         parent: the process that started this one, if it is ours: its end is noticed.
         on_message: called in the watching thread with each message of a kind that is not the watch's own.
-        is_new: whether this process is in the place of a lost one.
+        start: number of the `Start` that this process follows, as in `Hello`.
         is_launcher: whether it starts the processes of its node.
 
     Raises:
@@ -71,7 +71,7 @@ class Watch:
         where: Callable[[], Where] = Where,
         parent: Identity | None = None,
         on_message: Callable[[Message], None] = lambda message: None,
-        is_new: bool = False,
+        start: int | None = None,
         is_launcher: bool = False,
     ) -> None:
         self.identity = identity
@@ -93,7 +93,7 @@ class Watch:
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
-        self._connection = self._connect(protocol.Hello(server.token, identity, is_new, is_launcher))
+        self._connection = self._connect(protocol.Hello(server.token, identity, start, is_launcher))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._parent_fd = _open_pid(parent)

@@ -42,7 +42,7 @@ class _Process:
     has_greeted: bool = False
     """Whether it has ever connected."""
     start: int | None = None
-    """Which start in its place it is, if it was to join."""
+    """Which one in its place it is of those that were asked for, if it was to join."""
 
 
 class LocalProcesses:
@@ -54,8 +54,8 @@ class LocalProcesses:
     def kill_one(self, pid: int) -> None:
         """Ends a rank that the others go on without. Its end is to be told as of any child."""
 
-    def start_again(self, place: int) -> None:
-        """Starts a process in the place of one that is lost, to join the run."""
+    def start_again(self, place: int, number: int) -> None:
+        """Starts a process in the place of one that is lost, to join the run: the `number`-th there."""
 
 
 class Members:
@@ -123,7 +123,7 @@ class Members:
         if who.rank >= 0:  # process ids are used again, in containers at once
             self._known[_key(who)] = _Process(who.rank, has_greeted=True)
         if peer.is_new:
-            self._process(who, who.rank).start = self._vacancies.num_started(who.rank)
+            self._process(who, who.rank).start = hello.start or self._vacancies.num_started(who.rank)
             self._new[who.rank] = peer
             self._connections.send(peer, protocol.AllHere())
             if self._launcher_of(who.rank) is peer:  # its node has come back
@@ -151,7 +151,10 @@ class Members:
             return False
         if not self._replaces or place in self._new or self._nodes.get(place) != node:
             return False
-        return self._vacancies.is_expected(place) or (hello.is_launcher and node != 0)
+        is_asked_for = self._vacancies.is_expected(place) and hello.start == self._vacancies.num_started(
+            place
+        )
+        return is_asked_for or (hello.is_launcher and node != 0)
 
     def _process(self, who: Identity | FailureRecord, place: int) -> _Process:
         return self._known.setdefault(_key(who), _Process(place))
@@ -170,7 +173,8 @@ class Members:
             del self._new[rank]
             self.membership.withdrew(rank)
             process = self._process(peer.identity, rank)
-            if peer.identity.node_rank != 0 and not process.has_ended:  # its launcher may be gone as well
+            is_last = process.start == self._vacancies.num_started(rank)
+            if peer.identity.node_rank != 0 and is_last and not process.has_ended:  # as its launcher may have
                 process.has_ended = True
                 self._vacancies.ended(rank, now)
         elif not peer.is_new and self.ranks.get(rank) is peer:
@@ -450,11 +454,11 @@ class Members:
         if not self._replaces:
             return
         for place in self._vacancies.due(now, self._may_start):
-            launcher = self._launcher_of(place)
+            launcher, number = self._launcher_of(place), self._vacancies.num_started(place)
             if launcher is None:
-                self._processes.start_again(place)
+                self._processes.start_again(place, number)
             else:
-                self._connections.send(launcher, protocol.Start(place))
+                self._connections.send(launcher, protocol.Start(place, number))
         for place in filter(self._waits, self._new):
             if self._vacancies.may_enter(place, now):
                 self.membership.ready(place)

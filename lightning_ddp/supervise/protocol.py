@@ -129,10 +129,15 @@ class Hello(Message):
     token: str
     """The secret of the run."""
     identity: Identity
-    is_new: bool = False
-    """Whether it is a process in the place of a lost one, which joins the run while that goes on."""
+    start: int | None = None
+    """Number of the `Start` that it follows; 0 for the launcher of a node that is back, None for others."""
     is_launcher: bool = False
-    """Whether it starts the processes of its node: `Start`."""
+    """True if it starts the processes of its node: `Start`."""
+
+    @property
+    def is_new(self) -> bool:
+        """True if it is to join the run while that goes on."""
+        return self.start is not None
 
 
 class Active(Message):
@@ -406,6 +411,8 @@ class Start(Message):
     """To the launcher of another node: a new process is to be started in the place of a lost one."""
 
     place: int
+    number: int
+    """How many have been started in that place, with this one."""
 
 
 class RollCall(Message):

@@ -72,17 +72,18 @@ class Process:
         pid: its own; never used again.
         place: its place.
         node: of that.
-        is_new: whether it is started in the place of a lost one.
+        start: which one in its place it is, if it is to join; None for a first one.
         is_launcher: whether it starts the others of its node.
     """
 
     def __init__(
-        self, world: World, pid: int, place: int, node: int, *, is_new: bool, is_launcher: bool
+        self, world: World, pid: int, place: int, node: int, *, start: int | None, is_launcher: bool
     ) -> None:
         self.world, self.kernel, self.pid, self.node = world, world.kernel, pid, node
-        self.place, self.is_new, self.is_launcher = place, is_new, is_launcher
+        self.place, self.is_launcher = place, is_launcher
+        self.start_number, self.is_new = start, start is not None
         self.boundary = StepBoundary()
-        self.state = RankState(place, self.boundary, is_new=is_new)
+        self.state = RankState(place, self.boundary, is_new=self.is_new)
         self.lane = f"p{pid}"
         self.is_alive, self.is_frozen, self.exit_code = True, False, None
         self.cause: FailureRecord | None = None
@@ -198,8 +199,8 @@ class Process:
                 self.post(protocol.Position(self.boundary.hold()))
             case protocol.StopAfter(position, signal, is_requeue):
                 self.boundary.release(position, signal, is_requeue)
-            case protocol.Start(place):
-                self.world.start_again(place)
+            case protocol.Start(place, number):
+                self.world.start_again(place, number)
             case protocol.Beat():
                 pass
             case _:

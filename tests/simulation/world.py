@@ -44,8 +44,8 @@ class _Node0(LocalProcesses):
             raise self._world.violation(f"{process} is sound, and is killed")
         self._world.later("launcher", 0.1, lambda: self._world.processes[pid].end(-9))
 
-    def start_again(self, place: int) -> None:
-        self._world.later("launcher", 0.002, lambda: self._world.start_again(place))
+    def start_again(self, place: int, number: int) -> None:
+        self._world.later("launcher", 0.002, lambda: self._world.start_again(place, number))
 
 
 class World:
@@ -185,7 +185,7 @@ class World:
         """The launchers start the first processes."""
         for place in range(self.plan.num_ranks):
             node = self.node_of(place)
-            self._start(place, is_new=False, is_launcher=node > 0 and self._is_first(place))
+            self._start(place, None, is_launcher=node > 0 and self._is_first(place))
 
     def node_of(self, place: int) -> int:
         return place * self.plan.num_nodes // self.plan.num_ranks
@@ -193,9 +193,9 @@ class World:
     def _is_first(self, place: int) -> bool:
         return place == 0 or self.node_of(place - 1) != self.node_of(place)
 
-    def _start(self, place: int, *, is_new: bool, is_launcher: bool) -> None:
+    def _start(self, place: int, start: int | None, *, is_launcher: bool) -> None:
         pid = 100 + len(self.processes)
-        process = Process(self, pid, place, self.node_of(place), is_new=is_new, is_launcher=is_launcher)
+        process = Process(self, pid, place, self.node_of(place), start=start, is_launcher=is_launcher)
         if (parent := self.launcher_of(process.node)) is not None and not is_launcher:
             self._parents[pid] = parent
         self.processes[pid] = process
@@ -207,7 +207,7 @@ class World:
             (p for p in self.processes.values() if p.is_launcher and p.node == node and p.is_alive), None
         )
 
-    def start_again(self, place: int) -> None:
+    def start_again(self, place: int, number: int) -> None:
         """As `Children.start_again`."""
         node = self.node_of(place)
         if self.is_failing or (self.plan.is_hosted_by_rank_0 and node == 0 and not self.has_server):
@@ -220,7 +220,7 @@ class World:
                 process.end(-9)
         if node and self.launcher_of(node) is None:
             return
-        self._start(place, is_new=True, is_launcher=False)
+        self._start(place, number, is_launcher=False)
 
     def connect(self, process: Process) -> None:
         if not self.has_server or process.node in self.isolated:
@@ -228,7 +228,7 @@ class World:
             return
         peer = Peer(Socket())  # type: ignore[arg-type]
         self.peers[process.pid], self._pid_of[peer] = peer, process.pid
-        hello = protocol.Hello("t", process.identity, process.is_new, process.is_launcher)
+        hello = protocol.Hello("t", process.identity, process.start_number, process.is_launcher)
         self.later(process.lane + ">", 0.001, lambda: self._greets(process, peer, hello))
 
     def _greets(self, process: Process, peer: Peer, hello: Message) -> None:
@@ -472,7 +472,7 @@ class World:
         self.isolated.discard(node)
         if self.plan.replaces and not self.is_failing and self.has_server and not self._is_over:
             place = next(p for p in range(self.plan.num_ranks) if self.node_of(p) == node)
-            self._start(place, is_new=True, is_launcher=True)
+            self._start(place, 0, is_launcher=True)
 
     @property
     def _is_over(self) -> bool:
