@@ -226,8 +226,11 @@ class RunControl:
             case protocol.Stop():
                 self._have_all_stop(message, now)
             case protocol.Leave(is_node):
-                place = members.place_of(who.rank)
-                self._ask_to_leave(members.on_node(who.node_rank) if is_node else [place], now)
+                if members.goes_on and self._stop.deadline() is None:
+                    if is_node:
+                        members.drain(who.node_rank, now)
+                    else:
+                        members.membership.leave([members.place_of(who.rank)], now)
             case protocol.Failed() | protocol.Echoed():
                 self.report(message, now)
             case protocol.Position(position):
@@ -394,11 +397,6 @@ class RunControl:
         active = {rank for rank, peer in self.members.ranks.items() if peer.is_active}
         self._connections.send_all(self._stop.request(active, now, reason))
 
-    def _ask_to_leave(self, places: list[int], now: float) -> None:
-        """Members are asked to leave."""
-        if self.members.goes_on and self._stop.deadline() is None:
-            self.members.ask_to_leave(places, now)
-
     def _dismiss(self, node: int, now: float) -> protocol.Dismissed:
         """Asks the members of a node to leave; returns which do, or why not."""
         identities, places = self.members.identities, self.members.on_node(node)
@@ -415,7 +413,7 @@ class RunControl:
         elif self._stop.deadline() is not None:
             why = "all ranks stop already"
         else:
-            self._ask_to_leave(places, now)
+            self.members.drain(node, now)
         leaving = [] if why is not None else places
         return protocol.Dismissed(tuple(sorted(identities[place].rank for place in leaving)), why)
 

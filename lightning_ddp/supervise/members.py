@@ -423,11 +423,7 @@ class Members:
             case protocol.Failed(record) | protocol.Echoed(record):
                 self._connections.send(peer, protocol.Failure(record.cut()))
             case protocol.Stop() | protocol.Leave() if peer.is_launcher:
-                peer.is_launcher = False
-                self.ask_to_leave(self.on_node(who.node_rank), now)
-                for place, new in self._new.items():
-                    if new.identity is not None and new.identity.node_rank == who.node_rank:
-                        self._close(new, place)
+                self.drain(who.node_rank, now)
             case protocol.Stop() | protocol.Leave():
                 self._close(peer, who.rank)
 
@@ -498,12 +494,13 @@ class Members:
         places = {self.place_of(who.rank) for who in launchers if who.node_rank == node}
         return not places or not places.isdisjoint(self.membership.leaving)
 
-    def ask_to_leave(self, places: Iterable[int], now: float) -> None:
-        """Members are asked to leave, and with the launcher of a node those that were to join there."""
-        self.membership.leave(places, now)
+    def drain(self, node: int, now: float) -> None:
+        """Ask all members on a node to leave, and let nobody join there."""
+        self.membership.leave(self.on_node(node), now)
         for place, new in self._new.items():
-            if new.identity is not None and self._node_leaves(new.identity.node_rank):
-                self.membership.withdrew(place)
+            if new.identity is not None and new.identity.node_rank == node:
+                new.is_launcher = False
+                self._close(new, place)
 
     def _launcher_of(self, place: int) -> Peer | None:
         """Who starts processes on the node of a place; None for the first one, where this process does."""

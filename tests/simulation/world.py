@@ -510,11 +510,12 @@ class World:
     def _check_forming(self) -> None:
         """A new process that is stopped while it joins holds up the others for a while, and not longer."""
         membership, now = self.control.members.membership, self.kernel.now
-        if membership.phase is not Phase.FORMING or membership.generation != self._forming[0]:
-            self._forming = membership.generation, now
         frozen = [p for p in self.processes.values() if p.is_frozen and p.is_alive]
         is_held = bool(frozen) and all(p.is_new and not p.is_training for p in frozen)
-        if is_held and membership.phase is Phase.FORMING and now - self._forming[1] > GRACE_S + 5.0:
+        is_same = membership.phase is Phase.FORMING and membership.generation == self._forming[0]
+        if not (is_held and is_same):
+            self._forming = membership.generation, now
+        if now - self._forming[1] > GRACE_S + 5.0:
             raise self.violation(f"a process that is to join is stopped, and holds up all: {self.state()}")
 
     def _check_excluded(self) -> None:
