@@ -120,6 +120,14 @@ def never_destroy(objects: Iterable[object]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
+def keep_sockets_in(folder: str) -> None:
+    """Put the sockets over which this process and its children share tensors into a folder.
+
+    Their own folders stay behind where torch ends a process by a signal.
+    """
+    vars(torch.multiprocessing.current_process())["_config"]["tempdir"] = folder
+
+
 def name_of_group(process_group: Any) -> str:
     """What torch calls a group that it knows."""
     return str(dist.distributed_c10d._world.pg_names[process_group])

@@ -38,6 +38,7 @@ from lightning_ddp._lightning import (
     teardown_trainer,
     unshare,
 )
+from lightning_ddp._torch import keep_sockets_in
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import after_imports, die_with_parent
@@ -282,8 +283,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             os._exit(1)
         if self._all_forked is not None:
             self._all_forked.wait()
-        # Workers of data loaders take it over for their sockets, and are ended before they remove any.
-        vars(mp.current_process())["_config"]["tempdir"] = self._scratch
+        keep_sockets_in(self._scratch)
         wrapped = partial(_run, function, trainer)
         if self._made_by != "fork":  # Lightning does not for all of them
             args, kwargs = unshare((args, kwargs))
