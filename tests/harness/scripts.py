@@ -169,7 +169,10 @@ class RunningScript:
         ids = json.loads(connection.recv(LONGEST_MESSAGE))
         self.pid: int = ids["main"]
         """Of its main process, which leads a session and a process group."""
-        self._keeper = psutil.Process(ids["keeper"])
+        self._keeper: psutil.Process | None = None
+        """It lives until all processes of the script are gone, which may be sooner than it is asked for."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._keeper = psutil.Process(ids["keeper"])
         self._returncode: int | None = None
 
     def wait(self, timeout_s: float = 240.0, leftover_grace_s: float = LEFTOVER_GRACE_S) -> ScriptResult:
@@ -214,15 +217,18 @@ class RunningScript:
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of the run, whoever started them in whichever session."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [process for process in self._keeper.children(recursive=True) if _is_of_script(process)]
-        return []
+        return [process for process in self._started() if _is_of_script(process)]
 
     def kill(self) -> None:
         """Ends all that is left of it."""
         while not self._have_all_ended(0.05):
             with contextlib.suppress(psutil.NoSuchProcess):
-                kill_processes(self._keeper.children(recursive=True))
+                kill_processes(self._started())
+
+    def _started(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [] if self._keeper is None else self._keeper.children(recursive=True)
+        return []
 
     def _have_all_ended(self, within_s: float) -> bool:
         if self._connection.fileno() == -1:
