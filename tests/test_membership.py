@@ -226,9 +226,8 @@ def test_those_that_join_are_met_at_one_boundary_and_take_the_state_of_the_lowes
     assert (membership.phase, membership.num_recoveries) == (Phase.RUNNING, 1)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_loss_while_others_join_leaves_them_out_until_they_ask_again(victim) -> None:
-    """The one that joins dies, or the one that gives it its state: that is no step that fails twice."""
+def joined_by_1() -> Membership:
+    """A generation of 0, 1 and 2 is formed, in which 1 is new and has no state yet."""
     membership = Membership(range(3), RecoverySettings(max_recoveries=3), ANSWER_S)
     fail(membership, 1, 5)
     membership.ready(1)
@@ -237,6 +236,13 @@ def test_a_loss_while_others_join_leaves_them_out_until_they_ask_again(victim) -
         membership.stands(place, 0)
         answer(membership, place, 2, 5, is_trying=False)
     membership.due(0.0)
+    return membership
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_loss_while_others_join_leaves_them_out_until_they_ask_again(victim) -> None:
+    """The one that joins dies, or the one that gives it its state: that is no step that fails twice."""
+    membership = joined_by_1()
     membership.joined(2, membership.generation)
     called = membership.lost(victim, record(victim), 1.0, has_ended=True)
     assert [place for place, _ in called] == [place for place in range(3) if place != victim]
@@ -248,14 +254,7 @@ def test_a_loss_while_others_join_leaves_them_out_until_they_ask_again(victim) -
 
 
 def test_who_is_asked_to_leave_before_it_has_its_state_is_let_go_with_the_next_generation() -> None:
-    membership = Membership(range(3), RecoverySettings(max_recoveries=3), ANSWER_S)
-    fail(membership, 1, 5)
-    membership.ready(1)
-    membership.gather(0.0)
-    for place in (0, 2):
-        membership.stands(place, 0)
-        answer(membership, place, 2, 5, is_trying=False)
-    membership.due(0.0)
+    membership = joined_by_1()
     membership.leave([1], 0.5)
     membership.lost(0, record(0), 1.0, has_ended=True)
     answer(membership, 1, membership._call, 0, is_clean=False, has_state=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import os
 import selectors
 import socket
 import struct
@@ -314,9 +315,9 @@ class Connections:
         self._send_packed(peer, pack(message))
 
     def send_all(self, messages: Iterable[Message]) -> None:
-        """Sends messages to all processes of the run."""
+        """Send messages to all processes of the run, last to this one, which may end once it knows them."""
         for data in map(pack, messages):
-            for peer in self.peers:
+            for peer in sorted(self.peers, key=_is_this_process):
                 self._send_packed(peer, data)
 
     def _send_packed(self, peer: Peer, data: bytes) -> None:
@@ -359,6 +360,10 @@ class Connections:
         self._wake_sender.close()
         self._selector.close()
         self._restore_limit()
+
+
+def _is_this_process(peer: Peer) -> bool:
+    return peer.identity is not None and peer.identity.pid == os.getpid()
 
 
 def _allow_descriptors(num_more: int) -> Callable[[], None]:
