@@ -544,3 +544,43 @@ def test_a_rank_hears_of_the_end_of_its_launcher_whose_process_id_is_gone_alread
             be_interrupted()
     finally:
         ours.alarm.release()
+
+
+HANDLER_RAISES = """
+import os, signal, sys
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+def raise_once(number, frame):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    raise RuntimeError("a worker was killed")
+
+def signal_itself(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code.co_name == "_end" and code.co_filename.endswith("reconciliation.py"):
+        sys.setprofile(None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 1:
+            signal.signal(signal.SIGUSR1, raise_once)
+            sys.setprofile(signal_itself)
+            raise ValueError("bad sample")
+        return super().training_step(batch, batch_idx)
+
+pl.Trainer(
+    strategy=lightning_ddp.CustomDDPStrategy(failure_grace_s=20.0), accelerator="cpu", devices=2,
+    max_epochs=1, limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+).fit(Model())
+"""
+
+
+def test_a_failure_is_reported_where_the_handler_of_a_signal_raises_meanwhile() -> None:
+    """As that of torch's loaders does, when a worker is killed that has broken a connection."""
+    result = run_script(HANDLER_RAISES, timeout_s=TIMEOUT_S)
+    assert result.returncode == 1
+    assert "rank 1 failed first at step 1 in training_step: ValueError: bad sample" in last_screen(
+        result.stderr
+    )

@@ -352,9 +352,16 @@ class Reconciliation:
         except BaseException as error:
             if self._is_inherited:  # user code has forked this process: it is no rank
                 raise
-            self.alarm.silence()
-            self._has_raised.set()
-            failure = self._end(error)
+            failure, num_attempts = None, 0
+            while num_attempts < _MOST_INTERRUPTIONS:  # no call before `try`: handlers run at calls
+                num_attempts += 1
+                try:
+                    self.alarm.silence()
+                    self._has_raised.set()
+                    failure = self._end(error)
+                    break
+                except BaseException:  # noqa: BLE001 (what such a handler raised: a data loader's, Ctrl-C)
+                    continue
             self._save_last(error, is_own=failure is None)
             if failure is not None:  # the echo itself explains nothing, but where it was raised does
                 raise failure.with_traceback(error.__traceback__) from None
