@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # a run without hook and averager does not import them, which
 
 
 STATE_FORMAT = 1
-"""Version of what `Communication.state` returns."""
+"""Version of the dictionary that `Communication.shared_state` returns."""
 
 HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callable[..., Any]
-"""A hook by name, by name and options, as a list outer to inner, or a function with torch's signature."""
+"""Hook by name, by name and options, as a list (outer to inner), or a function with torch's signature."""
 
 
 def _no_scaler() -> None:
@@ -31,7 +31,7 @@ def _no_scaler() -> None:
 
 
 class Communication:
-    """What reduces gradients and averages parameters in one run.
+    """The communication hook and the averager of one run.
 
     Args:
         hook: a specification or a function; None for the plain mean.
@@ -88,12 +88,12 @@ class Communication:
 
     @property
     def kind(self) -> str | None:
-        """The name of the hook that was asked for, 'function' for one without; None for no hook."""
+        """Name of the requested hook, 'function' for a hook without a name, None for no hook."""
         return self._hook_plan.name if self._hook_plan else "function" if self._function else None
 
     @property
     def momentum(self) -> float:
-        """The momentum that the registered hook applies, instead of the optimizer."""
+        """Momentum that the registered hook applies, instead of the optimizer."""
         return float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
 
     @property
@@ -103,12 +103,12 @@ class Communication:
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the next backward's gradients are averaged over all ranks, as far as it is decided here."""
+        """True if the averager lets the gradients of the next backward pass be averaged over all ranks."""
         return self.averager is None or self.averager.averages_gradients
 
     @property
     def synchronises_backward(self) -> bool:
-        """Whether the reducer has anything to do in the next backward."""
+        """True if the reducer takes part in the next backward pass."""
         return self.averages_gradients or self._gradients_in_local_phase != "none"
 
     @property
@@ -128,7 +128,7 @@ class Communication:
         loss_scale: Callable[[], float | torch.Tensor],
         scaler: Callable[[], Any] = _no_scaler,
     ) -> None:
-        """Builds the hook and registers it with a `BucketedDDP`. All ranks call it; communicates.
+        """Build the hook and register it with a `BucketedDDP`. All ranks call it; communicates.
 
         Args:
             model: the wrapper.
@@ -169,7 +169,7 @@ class Communication:
         *,
         keeps_rounds: bool = False,
     ) -> None:
-        """Builds the averager, once there are optimizers. All ranks call it; communicates.
+        """Build the averager, once there are optimizers. All ranks call it; communicates.
 
         Args:
             module: what is trained.
@@ -195,13 +195,13 @@ class Communication:
             self._follow()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
-        """Counts a step of an optimizer and averages if it is time. All ranks call it; may communicate."""
+        """Count a step of an optimizer and average if it is due. All ranks call it; may communicate."""
         if self.averager is not None:
             self.averager.step(optimizer, was_skipped=was_skipped)
             self._follow()
 
     def _follow(self) -> None:
-        """Tells whoever averages gradients whether to go on."""
+        """Pass the averager's phase on to the wrapper and to torch's `PostLocalSGDState`."""
         assert self.averager is not None
         if self._post_local is not None and self._drives_hook_state:
             counts = [track.num_steps for track in self.averager.tracks if track.num_steps] or [0]
@@ -209,21 +209,21 @@ class Communication:
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> None:
-        """Makes the parameters the same on all ranks. All ranks call it; may communicate."""
+        """Make the parameters the same on all ranks. All ranks call it; may communicate."""
         if self.averager is not None:
             self.averager.agree()
 
     # ------------------------------------------------------------------ other ranks
 
     def halt(self) -> None:
-        """Returns once no job of the hook or the averager runs, after ranks were lost."""
+        """Stop all jobs of the hook and the averager, after ranks were lost; return once none runs."""
         if self.hook is not None:
             self.hook.channel.halt()
         if self.averager is not None:
             self.averager.halt()
 
     def rejoin(self, group: Group, device: torch.device) -> None:
-        """Goes on with other ranks. All of them call it, after `halt`; communicates."""
+        """Continue with other ranks. All of them call it, after `halt`; communicates."""
         if self.hook is not None and self._hook_plan is not None:
             from lightning_ddp.hooks import build_hook
 
@@ -234,50 +234,50 @@ class Communication:
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank takes steps of its own."""
+        """True if each rank takes steps of its own."""
         return self.averager is not None and not self.averager.averages_gradients
 
     @property
     def has_met(self) -> bool:
-        """Whether all ranks have taken the last step together, or have averaged after it."""
+        """True if all ranks have taken the last step together, or have averaged after it."""
         return self.averager is None or self.averager.has_met
 
     @property
     def is_in_round(self) -> bool:
-        """Whether parameters are being averaged, after a step of the optimizer that is over."""
+        """True while parameters are averaged, after a finished optimizer step."""
         return self.averager is not None and self.averager.unfinished is not None
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether a rank that is behind ends a round with parameters of its own."""
+        """True if a rank that is one round behind ends that round with its own parameters."""
         return self.averager is not None and self.averager.keeps_parameters
 
     @property
     def is_in_part(self) -> bool:
-        """Whether the parameters of a part of the ranks are being averaged, after a step that is over."""
+        """True while the parameters of a part of the ranks are averaged, after a finished step."""
         return self.averager is not None and bool(self.averager.part_before)
 
     def leave_part(self) -> None:
-        """Leaves that out. Does not communicate."""
+        """Skip the current average of a part of the ranks. Does not communicate."""
         assert self.averager is not None
         self.averager.leave_part()
 
     def complete_round(self) -> None:
-        """Repeats a round that was interrupted. All ranks come to it; communicates."""
+        """Repeat an interrupted round. All ranks call it; communicates."""
         assert self.averager is not None
         self.averager.complete()
 
     def mark(self) -> Any:
-        """What a step changes, as it is now, for `restore`. Between steps only."""
+        """Return the state that a step changes, for `restore`. Between steps only."""
         return self._stateful.mark() if self._stateful is not None else None
 
     def restore(self, mark: Any) -> None:
-        """Undoes what has happened since `mark`."""
+        """Undo all changes since `mark`."""
         if self._stateful is not None:
             self._stateful.restore(mark)
 
     def copy_state(self, group: Group, source: int, device: torch.device, *, is_behind: bool) -> None:
-        """Gives ranks that are a step behind what is the same on all. All ranks call it; communicates."""
+        """Copy shared state to the ranks that are one step behind. All ranks call it; communicates."""
         if self._stateful is not None:
             mine = _pick(self._stateful, shared=True) if group.rank == source else None
             shared = broadcast_nested(group, mine, source, device, label="state of a hook")
@@ -295,11 +295,11 @@ class Communication:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is anything to save."""
+        """True if there is state to save."""
         return self.averager is not None or self._stateful is not None
 
     def shared_state(self, world_size: int) -> dict[str, Any]:
-        """What is the same on all ranks: for the checkpoint. Call `agree` before."""
+        """Return the state that all ranks share, for the checkpoint. Call `agree` first."""
         state: dict[str, Any] = {"format": STATE_FORMAT, "world_size": world_size}
         if self._stateful is not None:
             state["hook"] = _pick(self._stateful, shared=True)
@@ -308,7 +308,7 @@ class Communication:
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """What differs between the ranks: residuals, and after local training optimizers and loss scale.
+        """Return the state that differs between ranks: residuals; in local training optimizers, loss scale.
 
         In local training each rank skips the steps in which its own gradients overflow, so each has a loss
         scale of its own; telling the others would cost a collective a step.
@@ -327,7 +327,7 @@ class Communication:
     def load(
         self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, names: Iterable[str]
     ) -> list[str]:
-        """Takes over a state; returns what could not be kept, one sentence each. Does not communicate.
+        """Restore a state; return one sentence for each item that could not be restored.
 
         Args:
             shared: from `shared_state`.
@@ -361,7 +361,7 @@ class Communication:
 
 
 def _post_local_state(state: object | None) -> PostLocalSGDState | None:
-    """The first argument of a hook, if it is torch's state of post-local SGD."""
+    """Return the first argument of a hook if it is torch's state of post-local SGD."""
     if state is None:
         return None
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -376,7 +376,7 @@ def _plan_averaging(
     *,
     by_hook: bool,
 ) -> AveragerPlan | None:
-    """The one plan that the two spellings of post-local SGD stand for."""
+    """Return the one plan for both spellings of post-local SGD."""
     if averaging is None and state is None and period is None:
         return None
     from lightning_ddp.averaging import parse_averager
@@ -418,7 +418,7 @@ def _check_agreement(
     group: Group,
     device: torch.device,
 ) -> None:
-    """All ranks learn whether they are about to reduce and average in the same way. Communicates."""
+    """Check that all ranks reduce and average in the same way. Communicates."""
     name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
     mine = (name, str(plan) if plan is not None else describe_hook(hook), str(averaging))
     everyone = all_gather_objects(group, mine, device)
@@ -438,7 +438,7 @@ def _check_agreement(
 
 
 def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:
-    """A hook's state with the tensors that are the same on all ranks, or with the others."""
+    """Return a hook's state with the tensors that all ranks share, or with the others."""
     state = hook.state_dict()
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, values in state["tensors"].items():

@@ -1,4 +1,4 @@
-"""`StrategyCore`: what the strategies of the Trainer and of Fabric have in common.
+"""`StrategyCore`: the common part of the strategies for the Trainer and for Fabric.
 
 Options, the launcher, the process group, the wrapper with its hook, collectives. What Lightning calls in the
 Trainer alone is in `strategy.py`, what it calls in Fabric in `fabric.py`.
@@ -33,7 +33,7 @@ __all__ = ["Debug", "StartMethod", "StrategyCore", "UnevenInputs", "as_wrapper"]
 
 T = TypeVar("T")
 FunctionMethod = Literal["spawn", "fork", "forkserver"]
-"""Ways to start processes that run a function of this one; all others run the script again."""
+"""Start methods that run a function of this process; all others run the script again."""
 StartMethod = Literal["popen", FunctionMethod]
 Debug = Literal["detail"]
 UnevenInputs = Literal["error", "join"]
@@ -64,7 +64,7 @@ _OF_WRAPPER_IF_GIVEN = ("bucket_cap_mb_list", "batched_grad_copy", "forward_sync
 
 
 class StrategyCore:
-    """Base of a strategy, before Lightning's own class among its bases."""
+    """Base of the strategies, placed before Lightning's own class."""
 
     _session: Session | None = None
     _group: Group | None = None
@@ -83,7 +83,7 @@ class StrategyCore:
     # ------------------------------------------------------------------ options
 
     def _take_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Checks and keeps the arguments that both strategies have; returns those for Lightning's class.
+        """Check and keep the arguments of both strategies; return those for Lightning's class.
 
         Raises:
             ConfigurationError: one of them cannot be used.
@@ -128,7 +128,7 @@ class StrategyCore:
 
     @property
     def accelerator(self) -> Any:
-        """Lightning's. It is set before anything else, and so says which Lightning uses this."""
+        """Lightning's accelerator. It is set first, which shows which Lightning package is in use."""
         return super().accelerator  # type: ignore[misc]  # of the class after this one
 
     @accelerator.setter
@@ -139,7 +139,7 @@ class StrategyCore:
 
     @property
     def _runs_script(self) -> bool:
-        """Whether each rank runs the script, not a function that is sent to it."""
+        """True if each rank runs the script, instead of a function that is sent to it."""
         return self._chosen_start_method not in get_args(FunctionMethod)
 
     def _configure_launcher(self) -> None:
@@ -165,7 +165,7 @@ class StrategyCore:
         set_launcher(self, launcher)
 
     def _join(self, session: Session) -> None:
-        """Joins the process group of the run. All ranks call it; returns once all have."""
+        """Join the process group of the run. All ranks call it; returns once all have."""
         from lightning_ddp.launch.session import join_run
 
         self._session = session
@@ -185,7 +185,7 @@ class StrategyCore:
         self._group = Group(group, session.control.interrupt, transport=self._transport)
 
     def _wrap(self, model: torch.nn.Module) -> BucketedDDP:
-        """Wraps `model` in this package's DDP. All ranks call it; communicates."""
+        """Wrap `model` in this package's DDP. All ranks call it; communicates."""
         from lightning_ddp.ddp.module import BucketedDDP
 
         group = self._joined_group()
@@ -202,7 +202,7 @@ class StrategyCore:
         )
 
     def _register_hook(self, wrapper: BucketedDDP, communication: Communication) -> None:
-        """Registers the communication hook, on every device type. All ranks call it; communicates."""
+        """Register the communication hook, on every device type. All ranks call it; communicates."""
         communication.register(
             wrapper,
             self._joined_group(),
@@ -213,12 +213,12 @@ class StrategyCore:
         )
 
     def _loss_scale(self) -> float:
-        """The present factor of the loss under mixed precision. The host waits for the device to know it."""
+        """Return the current loss scale of mixed precision. The host waits for the device."""
         scaler = self._scaler()
         return float(scaler.get_scale()) if scaler is not None else 1.0
 
     def _loss_scale_of_gradients(self) -> float | torch.Tensor:
-        """The same for what is done with gradients: on a device it stays there."""
+        """Return the loss scale for work on gradients: on a device, as a device tensor."""
         scaler = self._scaler()
         if scaler is None or self.root_device.type == "cpu":
             return self._loss_scale()
@@ -245,16 +245,16 @@ class StrategyCore:
         return Group(group, joined.interrupt, transport=joined.transport)
 
     def _is_alone(self) -> bool:
-        """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""
+        """Return True if no peer takes part in collectives: before launch and after a failure."""
         return self._group is None or (self._session is not None and self._session.control.is_over)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
+        """Wait until all ranks have called it; does nothing before launch and after a failure."""
         if self._group is not None and not self._is_alone():
             barrier(self._group, self.root_device, name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`.
+        """Return the object that rank `src` passed; before launch and after a failure, return `obj`.
 
         Tensors in it travel as tensors, not pickled, and arrive on the CPU or on this rank's own device.
         """
@@ -264,7 +264,7 @@ class StrategyCore:
         return received
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor, or every tensor of nested dicts, lists and tuples, over the ranks.
+        """Reduce a tensor, or every tensor of nested dicts, lists and tuples, over the ranks.
 
         In place, with one collective for all tensors of a dtype. The mean of integers is computed in floating
         point and written back as integers, as Lightning does. What is no tensor is returned as it is.
@@ -287,13 +287,13 @@ class StrategyCore:
         all_reduce_coalesced(group, tensors, reduce_op)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """The same as `reduce`, under Fabric's name."""
+        """Reduce as `reduce` does, under Fabric's name."""
         return self.reduce(tensor, group, reduce_op)
 
     def all_gather(
         self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """The tensors of all ranks, stacked along a new first dimension, in rank order.
+        """Stack the tensors of all ranks along a new first dimension, in rank order.
 
         Args:
             tensor: the same shape and dtype on all ranks.
@@ -307,7 +307,7 @@ class StrategyCore:
         return all_gather(self._group_of(group), tensor, sync_grads=sync_grads)
 
     def reconciliate_processes(self, trace: str) -> None:
-        """Ends the run on all ranks, with `trace` as the reason; Lightning 1.5 had it under this name.
+        """End the run on all ranks, with `trace` as the reason (a method of Lightning 1.5).
 
         Any rank may call it, alone. All ranks, this one included, raise `PeerFailure` in their main thread.
 
@@ -319,7 +319,7 @@ class StrategyCore:
 
 
 def as_wrapper(model: object) -> BucketedDDP | None:
-    """`model` if it is the wrapper that `_wrap` puts around a module, else None."""
+    """Return `model` if it is the wrapper that `_wrap` puts around a module, else None."""
     # the engine is imported where a model is wrapped, when the other processes have been started
     from lightning_ddp.ddp.module import BucketedDDP
 

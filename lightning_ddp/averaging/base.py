@@ -16,7 +16,7 @@ from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
 STATE_FORMAT = 1
-"""Version of what `Averager.state_dict` returns."""
+"""Version of the dictionary that `Averager.state_dict` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,12 @@ class AveragerOptions:
     """Options that all averagers have."""
 
     start_step: int = 0
-    """Optimizer steps with averaged gradients, as without an averager; local training comes after them."""
+    """Number of optimizer steps with averaged gradients before local training starts."""
     period: int = 8
-    """Optimizer steps between two averagings of the parameters."""
+    """Number of optimizer steps between two averages of the parameters."""
     optimizer_state: Literal["keep", "average", "reset"] = "keep"
-    """What becomes of the optimizer's state (momentum and the like) when parameters are averaged: each rank
-    keeps its own, it is averaged too (which doubles the traffic or more), or it begins anew."""
+    """Treatment of the optimizer's state (such as momentum) when parameters are averaged: 'keep' it on each
+    rank, 'average' it too (at least twice the traffic), or 'reset' it."""
 
     def __post_init__(self) -> None:
         require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
@@ -42,19 +42,19 @@ class AveragerOptions:
 
 @dataclass(kw_only=True)
 class Track:
-    """One optimizer and how far it is."""
+    """One optimizer and its step counts."""
 
     optimizer: torch.optim.Optimizer
     names: list[str]
-    """Its parameters."""
+    """Names of the optimizer's parameters."""
     num_steps: int = 0
-    """Its steps since the beginning of training."""
+    """Number of steps since the beginning of training."""
     num_local_steps: int = 0
-    """Its steps in the local phase."""
+    """Number of steps in the local phase."""
 
 
 class Averager:
-    """Lets the ranks train on their own gradients and averages their parameters now and then.
+    """Base of averagers: ranks train on their own gradients, and parameters are averaged periodically.
 
     The one place that knows when local training begins: `averages_gradients` tells whoever drives the
     reducer. A step is one of an optimizer, however many backwards it took; each optimizer is counted by
@@ -114,29 +114,29 @@ class Averager:
         self._settle_phase()
 
     def check_ranks(self) -> None:
-        """Refuses options that do not fit the ranks, before anything communicates.
+        """Reject options that do not fit the number of ranks, before anything communicates.
 
         Raises:
             ConfigurationError: they do not.
         """
 
     def prepare(self) -> None:
-        """What a kind of averager needs besides. All ranks call it, at the end of construction."""
+        """Set up groups and channels of a kind of averager. All ranks call it, at the end of construction."""
 
     # ------------------------------------------------------------------ steps
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the gradients of the next backward are to be averaged over all ranks."""
+        """True if the gradients of the next backward pass are averaged over all ranks."""
         return not self._is_local
 
     @property
     def num_bytes_sent(self) -> int:
-        """Bytes that this rank has sent for averaging."""
+        """Number of bytes that this rank has sent for averaging."""
         return self.channel.num_bytes_sent
 
     def step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool = False) -> None:
-        """Counts a step that `optimizer` has just taken, and averages if it is time. Communicates then.
+        """Count a step that `optimizer` has just taken, and average if it is due (then communicates).
 
         Args:
             optimizer: one of those of the averager.
@@ -172,31 +172,31 @@ class Averager:
             self.begin_local_phase()
 
     def begin_local_phase(self) -> None:
-        """Called once, when all ranks hold the same parameters for the last time. Does not communicate."""
+        """Start the local phase: all ranks hold the same parameters for the last time. Called once."""
 
     def after_local_step(self, track: Track) -> None:
-        """Called after each step of the local phase; by default a round each `period` steps."""
+        """Handle a step of the local phase: by default, run a round every `period` steps."""
         if track.num_local_steps % self.options.period == 0:
             self.begin_round(track)
 
     def begin_round(self, track: Track) -> None:
-        """A round of all ranks. Communicates."""
+        """Start a round of all ranks. Communicates."""
         self.unfinished = track
         self._before = self.copies(self.changed_by_round(track))
         self.complete()
 
     def copies(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors, each with its present value, if a round that fails may have to be undone."""
+        """Return tensors with copies of their values, if a failed round may have to be undone."""
         return [(tensor, tensor.detach().clone()) for tensor in tensors if self.keeps_rounds]
 
     def changed_by_round(self, track: Track) -> list[torch.Tensor]:
-        """What a round changes in place."""
+        """Return the tensors that a round changes in place."""
         states = track.optimizer.state.values() if self.options.optimizer_state == "average" else ()
         kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         return [*(self.parameters[name] for name in track.names), *self.module.buffers(), *kept]
 
     def complete(self) -> None:
-        """Does the round that is under way, from its beginning. Communicates."""
+        """Run the current round from its beginning. Communicates."""
         assert self.unfinished is not None
         put_back(self._before)
         self.round(self.unfinished)
@@ -212,17 +212,17 @@ class Averager:
             self._met = {name: memory_view(p).clone() for name, p in self.parameters.items()}
 
     def met(self) -> dict[str, torch.Tensor]:
-        """The parameters that all ranks had when they last met, each 1-D; those before local training not."""
+        """Return the parameters (each 1-D) of the last synchronization in local training."""
         return self._met
 
     def round(self, track: Track) -> None:
-        """Brings the parameters of one optimizer together. Communicates."""
+        """Average the parameters of one optimizer. Communicates."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ agreement
 
     def agree(self) -> None:
-        """Makes parameters and buffers the same on all ranks: their mean. All ranks call it.
+        """Average parameters and buffers so that they are the same on all ranks. All ranks call it.
 
         For validation, checkpoints and the end of training. Communicates if a rank may have trained by
         itself since the last time; the schedule of rounds stays as it is.
@@ -234,7 +234,7 @@ class Averager:
         self._has_diverged = False
 
     def settle(self, track: Track) -> None:
-        """What belongs to the end of a round: optimizer state by its option, and buffers. Communicates."""
+        """Finish a round: treat the optimizer state as its option says, and average buffers. Communicates."""
         if self.options.optimizer_state == "reset":
             for name in track.names:
                 track.optimizer.state[self.parameters[name]].clear()
@@ -244,27 +244,27 @@ class Averager:
         self.average_buffers()
 
     def average_buffers(self) -> None:
-        """Averages statistics of normalisations and other floating-point buffers. Communicates."""
+        """Average normalization statistics and other floating-point buffers. Communicates."""
         self.run(lambda: average_buffers(self.channel, self.module))
 
     def run(self, job: Callable[[], None]) -> None:
-        """Runs a job of the channel and waits for it."""
+        """Run a job of the channel and wait for it."""
         self.channel.wait(self.channel.submit(job))
 
     # ------------------------------------------------------------------ other ranks
 
     def halt(self) -> None:
-        """Returns once no job runs, after ranks were lost."""
+        """Stop all jobs, after ranks were lost; return once none runs."""
         self.channel.halt()
 
     def leave_part(self) -> None:
-        """Leaves a round of a part of the ranks out, after ranks were lost."""
+        """Skip the current round of a part of the ranks, after ranks were lost."""
         self.halt()
         put_back(self.part_before)
         self.part_before = []
 
     def rejoin(self, group: Group) -> None:
-        """Goes on with other ranks, after ranks were lost. All of them call it; communicates."""
+        """Continue with other ranks, after ranks were lost. All of them call it; communicates."""
         self.group = group
         self.channel = Channel(group, self.channel.device)
         self.wire = PlainWire(self.channel)
@@ -273,15 +273,15 @@ class Averager:
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether a rank that is a round behind the others ends it with parameters of its own."""
+        """True if a rank that is one round behind ends that round with its own parameters."""
         return False
 
     def for_others(self) -> dict[str, Any]:
-        """What ranks that are a step or a round behind need for `catch_up`. Does not communicate."""
+        """Return the state that ranks which are one step or round behind need for `catch_up`."""
         return {**self.state_dict(), "met": self.met()}
 
     def catch_up(self, state: dict[str, Any]) -> None:
-        """Ends a step, or a round, that was interrupted here after another rank had ended it.
+        """Finish a step or round that was interrupted here after another rank had finished it.
 
         Args:
             state: from `for_others` of that rank; this one has its parameters already.
@@ -297,13 +297,13 @@ class Averager:
         self.take_outer(state["outer"])
 
     def take_outer(self, outer: dict[str, Any]) -> list[str]:
-        """Takes over what is the same on all ranks; returns the parameters for which there is nothing."""
+        """Adopt the state that all ranks share; return the parameters without such state."""
         return []
 
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and outer state, the same on all ranks, on the CPU. Call `agree` before."""
+        """Return step counts and outer state, the same on all ranks, on the CPU. Call `agree` first."""
         return {
             "format": STATE_FORMAT,
             "name": self.name,
@@ -314,7 +314,7 @@ class Averager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Takes over a state; returns what could not be kept, one sentence each. Does not communicate.
+        """Restore a state; return one sentence for each item that could not be restored.
 
         Raises:
             ConfigurationError: the format is not known.
@@ -344,14 +344,14 @@ class Averager:
 
 
 def put_back(before: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Gives tensors the values that they had."""
+    """Restore the given values of tensors."""
     with torch.no_grad():
         for tensor, value in before:
             tensor.copy_(value)
 
 
 def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuses optimizers with which local training cannot work.
+    """Reject optimizers that cannot be used with local training.
 
     Raises:
         ConfigurationError: one of them shards its state, or averages parameters itself.
@@ -374,7 +374,7 @@ def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
-    """Makes a module's buffers the same on all ranks. A job of the channel; communicates.
+    """Average a module's buffers so that they are the same on all ranks. Channel job; communicates.
 
     The running variance of a normalisation becomes that of all ranks' data taken together: the mean of the
     variances plus the variance of the means. Other floating-point buffers are averaged; of integers, such as
@@ -406,7 +406,7 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
 def average_optimizer_state(
     channel: Channel, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Averages the floating-point tensors that an optimizer keeps for its parameters. Communicates.
+    """Average the floating-point tensors that an optimizer keeps for its parameters. Communicates.
 
     A job of a channel. Step counts stay. A parameter that had no gradient on some rank has no state there:
     then the other ranks keep theirs.

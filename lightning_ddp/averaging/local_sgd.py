@@ -27,9 +27,10 @@ class PostLocalSGDOptions(AveragerOptions):
     """Options of `post_local_sgd`."""
 
     start_step: int = 100
-    """Optimizer steps with averaged gradients; the paper switches at the first decay of the learning rate."""
+    """Number of optimizer steps with averaged gradients; the paper ends them at the first decay of the
+    learning rate."""
     gradients: Literal["none", "node"] = "none"
-    """Whether, after that, gradients are averaged in the node or not at all."""
+    """Averaging of gradients in local training: 'node' among the ranks of a node, 'none' not at all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,21 +40,21 @@ class PostLocalSGDOptions(AveragerOptions):
 
 
 class PostLocalSGD(Averager):
-    """Averaged gradients until `start_step`, then local steps and averaged parameters every `period`."""
+    """Average gradients until `start_step`, then take local steps and average parameters every `period`."""
 
     name = "post_local_sgd"
     Options = PostLocalSGDOptions
     options: PostLocalSGDOptions
 
     def round(self, track: Track) -> None:
-        """Averages the parameters of one optimizer, those without a gradient included. Communicates."""
+        """Average the parameters of one optimizer, including those without a gradient. Communicates."""
         tensors = [self.parameters[name] for name in track.names]
         self.run(lambda: average_(self.wire, tensors))
         self.settle(track)
 
 
 class NodeGradients:
-    """A communication hook that passes on to another one until local training begins.
+    """A communication hook that calls another hook until local training starts.
 
     All ranks construct it; communicates.
 
@@ -101,8 +102,8 @@ class HierarchicalSGDOptions(AveragerOptions):
 
     period: int = field(default=1, init=False)  # `periods` says it
     periods: Mapping[int, int]
-    """Period -> number of neighbouring ranks that average then; longer periods have larger groups. The last
-    group is all ranks: 0 stands for their number."""
+    """Mapping from a period in optimizer steps to the number of neighboring ranks that average then; longer
+    periods have larger groups. The last group is all ranks: 0 stands for their number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +127,7 @@ class HierarchicalSGDOptions(AveragerOptions):
 
 
 class HierarchicalSGD(Averager):
-    """Averages parameters among few ranks often and among many rarely.
+    """Average parameters among few ranks often and among many ranks rarely.
 
     At a step that several periods divide, only the largest of them runs, as its group contains the others.
     After ranks were lost those that are left are neighbours anew, the last group perhaps of fewer. Until the
@@ -139,7 +140,7 @@ class HierarchicalSGD(Averager):
     _waits_for_all = False
 
     def check_ranks(self) -> None:
-        """Refuses groups into which the ranks cannot be divided; a single one, such as joins, is all."""
+        """Reject groups that do not divide the ranks; a single rank, as one that joins, is always a group."""
         size, sizes = self.group.size, self._sizes()
         require(
             size == 1 or (list(sizes.values())[-1] == size and not any(size % n for n in sizes.values())),
@@ -160,7 +161,7 @@ class HierarchicalSGD(Averager):
         return {period: size or self.group.size for period, size in self.options.periods.items()}
 
     def prepare(self) -> None:
-        """Makes the groups of each level. Communicates."""
+        """Create the groups of each level. Communicates."""
         group = self.group
         self._levels: dict[int, Channel] = {}
         for period, size in self._sizes().items():
@@ -176,7 +177,7 @@ class HierarchicalSGD(Averager):
         return self.channel.num_bytes_sent + sum(channel.num_bytes_sent for channel in inner)
 
     def after_local_step(self, track: Track) -> None:
-        """Averages on the largest level whose period is over."""
+        """Average on the largest level whose period is over."""
         due = [period for period in self._levels if track.num_local_steps % period == 0]
         if not due:
             return
@@ -190,7 +191,7 @@ class HierarchicalSGD(Averager):
             self.part_before = []
 
     def round(self, track: Track) -> None:
-        """The round of all."""
+        """Average the parameters of one optimizer among all ranks."""
         self._average(track, self.channel)
         self.settle(track)
 

@@ -274,9 +274,9 @@ ON_FAILURE = _make_group(
     "OnFailure",
     {"stop": None, "shrink": RecoverySettings, "replace": ReplaceSettings},
     {
-        "stop": "The run ends on all ranks.",
-        "shrink": "Goes on with the ranks that are left.",
-        "replace": "The same, with a new process in each place.",
+        "stop": "End the run on all ranks.",
+        "shrink": "Continue with the remaining ranks.",
+        "replace": "Continue with the remaining ranks, and start a new process for each lost rank.",
     },
 )
 DURATION = Schema(

@@ -16,45 +16,46 @@ from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
 STATE_FORMAT = 1
-"""Version of what `Hook.state_dict` returns."""
+"""Version of the dictionary that `Hook.state_dict` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HookOptions:
-    """Options of a hook; each hook has its own subclass, whose `__post_init__` checks them."""
+    """Options of a hook. Each hook has its own subclass, whose `__post_init__` checks the values."""
 
 
 class NonFinitePayload(Exception):
-    """What all ranks received holds an infinity or NaN, for example as it overflowed 16 bits on its way."""
+    """Received values contain an infinity or NaN, for example after an overflow of float16."""
 
 
 @dataclass(kw_only=True)
 class Part:
-    """One bucket's gradients on their way through a hook."""
+    """The gradients of one bucket while a hook reduces them."""
 
     buffer: torch.Tensor
-    """The bucket's flat gradient, 1-D; the result goes there."""
+    """Flat gradient of the bucket (1-D), which receives the result."""
     names: tuple[str, ...]
-    """Qualified parameter names, in the order in which they lie in the buffer."""
+    """Qualified parameter names, in the order of their elements in the buffer."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the parameters, slowest dimension in memory first."""
     absent: frozenset[int]
-    """Positions without a gradient on this rank."""
+    """Positions of the parameters that have no gradient on this rank."""
     index: int
     is_last: bool
     loss_scale: float | torch.Tensor
-    """The gradients are those of the loss times this; a tensor of the device if the host does not know it."""
+    """Factor by which the loss, and so the gradients, are scaled; a device tensor if the host does not have
+    the value."""
     present: tuple[bool, ...] = ()
-    """Whether some rank has a gradient; agreed by all."""
+    """For each parameter, True if at least one rank has a gradient. The same on all ranks."""
     flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """The gradient divided by the loss scale, in float32 (float64 for float64 gradients); 1-D."""
+    """Gradient divided by the loss scale (1-D), in float32, or in float64 for float64 gradients."""
 
     def slices(self) -> list[torch.Tensor]:
-        """Views of `flat`, one a parameter, 1-D."""
+        """Views of `flat`, one per parameter (1-D)."""
         return list(self.flat.split(self.sizes))
 
     def present_slices(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Name and slice of each parameter for which some rank has a gradient."""
+        """Name and slice of each parameter that has a gradient on at least one rank."""
         found = zip(self.names, flat.split(self.sizes), self.present, strict=True)
         return [(name, piece) for name, piece, is_present in found if is_present]
 
@@ -65,7 +66,7 @@ class Part:
 
 
 class Hook:
-    """A communication hook: `hook(state, bucket)` returns the future of the bucket's mean over the ranks.
+    """A communication hook: `hook(state, bucket)` returns a future of the bucket's mean over the ranks.
 
     To be registered with `BucketedDDP.register_comm_hook(None, hook)` on all ranks. It is called in the
     thread of backward; the work is done in the thread of its channel. One hook serves one wrapper.
@@ -79,9 +80,9 @@ class Hook:
     name: ClassVar[str]
     Options: ClassVar[type[HookOptions]] = HookOptions
     encodes: ClassVar[bool] = False
-    """Whether it encodes what is sent, by `make_codec`; it may be wrapped around one that `takes_wire`."""
+    """True if the hook encodes sent values with `make_codec`; it may wrap a hook with `takes_wire`."""
     takes_wire: ClassVar[bool] = False
-    """Whether another hook may encode what it sends."""
+    """True if another hook may encode the values that this hook sends."""
 
     def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
         self.channel = channel
@@ -95,7 +96,7 @@ class Hook:
 
     @staticmethod
     def make_codec(options: Any) -> Codec:
-        """How this hook encodes, for itself or for the hook that it is wrapped around."""
+        """Make the codec of this hook, for its own values or those of the hook that it wraps."""
         raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -125,18 +126,18 @@ class Hook:
         return tuple(getattr(bucket, "names", ())) or ("",) * num_parameters
 
     def run(self, part: Part) -> torch.Tensor:
-        """Reduces one bucket and returns its buffer. Runs as a job of the channel; communicates."""
+        """Reduce one bucket and return its buffer. Runs as a job of the channel; communicates."""
         result = self.wire.mean(part.buffer)
         if result.data_ptr() != part.buffer.data_ptr():
             part.buffer.copy_(result)
         return part.buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` of the same hook on the same rank needs to go on. Between steps only."""
+        """Return the state that `load_state_dict` of this hook on this rank restores. Between steps only."""
         return {"format": STATE_FORMAT, "name": self.name, "options": asdict(self.options), "step": 0}
 
     def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
-        """Takes over a state; returns what could not be kept, one sentence each.
+        """Restore a state; return one sentence for each item that could not be restored.
 
         Args:
             state: from `state_dict`, of this rank.
@@ -157,7 +158,7 @@ class Hook:
 
 
 class StatefulHook(Hook):
-    """A hook that remembers something from step to step, by parameter name.
+    """A hook that keeps state from step to step, by parameter name.
 
     Names survive what bucket numbers do not: the rebuild after the first step, another bucket size, a new
     process. A step is a transaction. What it would change takes effect once all its buckets were finite on
@@ -174,7 +175,7 @@ class StatefulHook(Hook):
     """
 
     shared_keys: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of state that are the same on all ranks; all others differ."""
+    """Kinds of state that are the same on all ranks; all other kinds differ."""
 
     def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
         super().__init__(channel, wire, options)
@@ -199,7 +200,7 @@ class StatefulHook(Hook):
         return future
 
     def reduce(self, part: Part) -> torch.Tensor:
-        """The mean of `part.flat` over the ranks, compressed. Communicates; all values are finite.
+        """Average `part.flat` over the ranks, compressed. Communicates; all values are finite.
 
         Positions that are not `part.present` hold zeros and must keep their state.
 
@@ -209,7 +210,7 @@ class StatefulHook(Hook):
         raise NotImplementedError
 
     def check_finite(self, payload: torch.Tensor) -> torch.Tensor:
-        """Returns `payload`, which holds the same on all ranks; if it is not finite, the bucket will not be.
+        """Return `payload`, the same on all ranks; raise `NonFinitePayload` if a value is not finite.
 
         Raises:
             NonFinitePayload: it is not, and the host knows.
@@ -223,18 +224,18 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ memory
 
     def recall(self, name: str, key: str, numel: int | None = None) -> torch.Tensor | None:
-        """What the last finished step remembered; None if nothing, or if it has another size."""
+        """Return the value that the last finished step kept; None if there is none of this size."""
         value = self._state.get(name, {}).get(key)
         if value is None or (numel is not None and value.numel() != numel):
             return None
         return value
 
     def remember(self, name: str, key: str, value: torch.Tensor) -> None:
-        """Keeps `value` from the end of this step on."""
+        """Keep `value` for later steps, once this step has finished."""
         self._pending.setdefault(name, {})[key] = value
 
     def add_errors(self, part: Part) -> None:
-        """Adds to the gradients what earlier steps have not sent."""
+        """Add the residuals of earlier steps to the gradients."""
         slices = part.present_slices(part.flat)
         pairs = [(piece, self.recall(name, "error", piece.numel())) for name, piece in slices]
         found = [(piece, error) for piece, error in pairs if error is not None]
@@ -242,7 +243,7 @@ class StatefulHook(Hook):
             foreach_add_([piece for piece, _ in found], [error for _, error in found])
 
     def remember_slices(self, part: Part, key: str, flat: torch.Tensor) -> None:
-        """Keeps a flat tensor of this step, such as its residual, of the parameters that took part in it."""
+        """Keep a flat tensor of this step, such as its residual, for the parameters with a gradient."""
         for name, piece in part.present_slices(flat):
             self.remember(name, key, piece)
 
@@ -258,7 +259,7 @@ class StatefulHook(Hook):
         return tuple(names)
 
     def run(self, part: Part) -> torch.Tensor:
-        """Reduces one bucket, unless a rank has a non-finite gradient. A job of the channel; communicates."""
+        """Reduce one bucket, unless a rank has a non-finite gradient. A job of the channel; communicates."""
         if part.index <= self._previous_index:
             self._end_step()  # the last bucket of the step before was not launched
         self._previous_index = part.index
@@ -340,7 +341,7 @@ class StatefulHook(Hook):
         self._previous_index = -1
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Makes what a finite step remembered the state, in new mappings: `mark` keeps the old ones."""
+        """Make the values of a finite step the state, in new mappings: `mark` keeps the old mappings."""
         changed = {name: {**self._state.get(name, {}), **values} for name, values in pending.items()}
         self._state = {**self._state, **changed}
 
@@ -358,17 +359,17 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ undo
 
     def mark(self) -> Any:
-        """The state after the last step, for `restore`: references, as no step writes to its tensors."""
+        """Return the state after the last step for `restore`, by reference: no step writes to its tensors."""
         self._wait_until_settled()
         return self.step, self._state
 
     def restore(self, mark: Any) -> None:
-        """Undoes what has happened since `mark`. No job may run."""
+        """Undo all changes since `mark`. No job may run."""
         self.step, self._state = mark
         self._forget_step()
 
     def finish(self, shared: Mapping[str, Any]) -> None:
-        """Ends a step that was interrupted here after another rank had ended it. No job may run.
+        """Finish a step that was interrupted here after another rank had finished it. No job may run.
 
         Args:
             shared: from `state_dict` of that rank, with what is the same on all ranks.
@@ -387,7 +388,7 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and all tensors by parameter name, copied to the CPU. Between steps only."""
+        """Return step and tensors by parameter name, copied to the CPU. Between steps only."""
         self._wait_until_settled()
         tensors = {
             name: {key: value.detach().cpu().clone() for key, value in values.items()}
@@ -396,7 +397,7 @@ class StatefulHook(Hook):
         return {**super().state_dict(), "step": self.step, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
-        """Takes over a state of this rank; returns what could not be kept, one sentence each."""
+        """Restore a state of this rank; return one sentence for each item that could not be restored."""
         notes = super().load_state_dict(state, names)
         if notes:
             return notes
@@ -419,7 +420,7 @@ class StatefulHook(Hook):
         return notes
 
     def reset_errors(self) -> None:
-        """Forgets what differs between the ranks (residuals), for a resume with other ranks."""
+        """Discard state that differs between ranks (residuals), to resume with other ranks."""
         for values in self._state.values():
             for key in [key for key in values if key not in self.shared_keys]:
                 del values[key]
@@ -430,12 +431,12 @@ class MomentumOptions(HookOptions):
     """Options of hooks that can apply momentum."""
 
     momentum: float = 0.0
-    """Factor of the velocity that is kept here, before compression. The optimizer's own must then be 0: set
-    this to what it was. 0 keeps plain residuals and goes with any optimizer."""
+    """Factor of the velocity that this hook keeps before compression; 0 for plain residuals, with any
+    optimizer. If above 0, set this to the momentum of the optimizer, and that momentum to 0."""
     nesterov: bool = False
-    """Whether the velocity looks one step ahead."""
+    """If True, use Nesterov momentum for the velocity."""
     start_step: int = 0
-    """Synchronised backwards with the plain mean before compression starts."""
+    """Number of synchronized backward passes with the plain mean before compression starts."""
 
     def __post_init__(self) -> None:
         require(0 <= self.momentum < 1, f"momentum={self.momentum}: expected from 0 and below 1")
@@ -444,7 +445,7 @@ class MomentumOptions(HookOptions):
 
 
 class MomentumHook(StatefulHook):
-    """A hook with a velocity for each parameter: with g the gradient, u = m u + g takes the place of g.
+    """A hook that replaces the gradient g by a velocity u = m u + g for each parameter.
 
     Applied before compression, so that what is sent late still has the weight it should have: Lin et al.,
     "Deep Gradient Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok, "Communication-Efficient
@@ -463,7 +464,7 @@ class MomentumHook(StatefulHook):
         return self.compress(part, velocity)
 
     def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
-        """As `reduce`, once momentum and residuals are in `part.flat`; may change the velocity."""
+        """Compress and average `part.flat`, with momentum and residuals included; may change the velocity."""
         raise NotImplementedError
 
     def _add_momentum(self, part: Part) -> torch.Tensor:

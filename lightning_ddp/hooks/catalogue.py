@@ -64,7 +64,7 @@ def available_hooks() -> dict[str, str]:
 
 
 def hook_options() -> dict[str, type[HookOptions]]:
-    """The options of each hook, by its name: a dataclass whose fields are the options.
+    """Return the options of each hook by its name: a dataclass whose fields are the options.
 
     >>> hook_options()["powersgd"](rank=4).rank
     4
@@ -74,14 +74,14 @@ def hook_options() -> dict[str, type[HookOptions]]:
 
 @dataclass(frozen=True, kw_only=True)
 class HookPlan:
-    """A checked specification: hooks with their options, outer to inner."""
+    """A checked hook specification: hooks with their options, outer to inner."""
 
     entries: tuple[tuple[str, HookOptions], ...]
-    """Name and options. All but the last encode what the last one sends."""
+    """Names and options. All entries except the last encode the values that the last entry sends."""
 
     @property
     def name(self) -> str:
-        """The names, outer to inner, joined by '+'."""
+        """Names of the hooks, outer to inner, joined by '+'."""
         return "+".join(name for name, _ in self.entries)
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class HookPlan:
 
 
 def parse_hook(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> HookPlan:
-    """Checks a specification. Does not communicate.
+    """Check a hook specification and return it as a plan. Does not communicate.
 
     >>> parse_hook(["bf16", {"name": "powersgd", "rank": 4}]).name
     'bf16+powersgd'
@@ -151,7 +151,7 @@ def build_hook(
     process_group: Any,
     device: torch.device | None = None,
 ) -> Hook:
-    """Builds a hook for `BucketedDDP.register_comm_hook(None, hook)`. All ranks call it; communicates.
+    """Build a hook for `BucketedDDP.register_comm_hook(None, hook)`. All ranks call it; communicates.
 
     Args:
         spec: as for `parse_hook`, or what that returned.
@@ -167,7 +167,7 @@ def build_hook(
 
 
 def make_hook(plan: HookPlan, channel: Channel) -> Hook:
-    """Puts a hook together on a channel, which is its own. Does not communicate."""
+    """Build the hooks of a plan on a channel of their own. Does not communicate."""
     (encoder, encoder_options), (name, options) = plan.entries[0], plan.entries[-1]
     wire: Wire = PlainWire(channel)
     if _HOOKS[encoder].encodes:

@@ -25,19 +25,19 @@ class PowerSGDOptions(HookOptions):
     """Options of `powersgd`."""
 
     rank: int = 2
-    """Rank r of the approximation; a matrix of n x m is sent as (n + m) r numbers."""
+    """Rank r of the approximation: an n x m matrix is sent as (n + m) r numbers."""
     start_step: int = 10
-    """Synchronised backwards with the plain mean before compression starts."""
+    """Number of synchronized backward passes with the plain mean before compression starts."""
     min_compression: float = 2.0
-    """A matrix is compressed only if that makes it smaller by more than this factor."""
+    """Compress a matrix only if it becomes smaller by more than this factor."""
     warm_start: bool = True
-    """Whether a step starts from the factor of the last one; else from a new random one."""
+    """If True, start each step from the factor of the last step; if False, from a new random factor."""
     error_feedback: bool = True
-    """Whether what was not sent is added to the next gradient."""
+    """If True, add the values that were not sent to the next gradient."""
     batched: bool = False
-    """Whether a bucket is compressed as one square matrix: faster and less accurate."""
+    """If True, compress each bucket as one square matrix, which is faster and less accurate."""
     seed: int = 0
-    """Of the first factors; the same on all ranks."""
+    """Seed of the first factors, the same on all ranks."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, f"rank={self.rank}: expected at least 1")
@@ -60,7 +60,7 @@ class _Matrix:
 
 
 class PowerSGD(StatefulHook):
-    """Sends P = M Q and Q = M^T P of each matrix M, P orthonormalised in between, and takes P Q^T for M.
+    """Send P = M Q and Q = M^T P of each matrix M, with P orthonormalized in between; use P Q^T as M.
 
     Tensors of more than two dimensions count as matrices from their slowest dimension on. What is too small
     to gain is sent uncompressed along with the first factors. Two means a bucket, one after the other.
@@ -75,7 +75,7 @@ class PowerSGD(StatefulHook):
     shared_keys = frozenset({"q"})
 
     def reduce(self, part: Part) -> torch.Tensor:
-        """The mean of the bucket: low-rank for large matrices, exact for the rest."""
+        """Average the bucket: low-rank for large matrices, exact for all other parameters."""
         if self.step < self.options.start_step:
             return self.check_finite(self.wire.mean(part.flat))
         if self.options.error_feedback:
@@ -189,7 +189,7 @@ class PowerSGD(StatefulHook):
         return [p.view(t.shape).to(t.dtype) for p, t in zip(pieces, tensors, strict=True)]
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
-        """As every hook; factors of a layout that is no more are forgotten."""
+        """Commit the step as every hook does, and discard factors of a former bucket layout."""
         used = {name for name in pending if name.startswith(_LAYOUT_PREFIX)}
         if used:
             kept = {n: v for n, v in self._state.items() if not n.startswith(_LAYOUT_PREFIX) or n in used}
@@ -198,7 +198,7 @@ class PowerSGD(StatefulHook):
 
 
 def orthonormalise(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Matrices (n x r, n >= r) with orthonormal columns whose span includes that of the given ones.
+    """Return matrices (n x r, n >= r) with orthonormal columns whose span includes the given columns.
 
     Householder reflections: columns that depend on others are replaced by new directions instead of noise,
     so that a factor that lost rank finds it again. Matrices of one shape are factored together.

@@ -21,8 +21,8 @@ class SignOptions(MomentumOptions):
     """Options of `sign`."""
 
     block: int = 1024
-    """Elements of a parameter that share one float32 scale; the last block of each may be shorter. Smaller
-    ones serve parameters whose parts have gradients of different sizes."""
+    """Number of elements of a parameter that share one float32 scale; the last block of each parameter may be
+    shorter. Use smaller blocks for parameters whose parts have gradients of different sizes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -30,7 +30,7 @@ class SignOptions(MomentumOptions):
 
 
 class Sign(MomentumHook):
-    """Sends the signs, and of each block one scale, the mean absolute value; the rest waits.
+    """Send signs, with the mean absolute value of each block as its scale; keep the residual.
 
     With p the gradient plus the residual, each rank sends mean(|p|) sign(p), where sign(0) is +1 everywhere,
     and keeps p minus that. All ranks get the bits of all ranks, so the traffic grows with their number: it is
@@ -80,7 +80,7 @@ class Sign(MomentumHook):
 
 
 def pack_signs(flat: torch.Tensor) -> torch.Tensor:
-    """One bit an element, eight a byte, 1 for what is not negative; uint8.
+    """Pack signs as one bit per element (1 if not negative), eight per byte, in uint8.
 
     >>> pack_signs(torch.tensor([1.0, -1.0, 0.0, -2.0, 3.0, 1.0, 1.0, 1.0, -1.0, 5.0])).tolist()
     [245, 2]
@@ -94,7 +94,7 @@ def pack_signs(flat: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_signs(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """The signs of `pack_signs`: +1 and -1 as int8.
+    """Unpack the signs of `pack_signs` as +1 and -1 in int8.
 
     >>> unpack_signs(torch.tensor([245, 2], dtype=torch.uint8), 10).tolist()
     [1, -1, 1, -1, 1, 1, 1, 1, -1, 1]
