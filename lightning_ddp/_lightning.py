@@ -169,8 +169,9 @@ def _unsupported(where: str, name: str, root: str | None = None) -> UnsupportedV
     root = root or _root_in_use()
     package = root.partition(".")[0].replace("_", "-")
     return UnsupportedVersionError(
-        f"{package} {_version(root)} has no `{name}` in {where}. lightning_ddp builds on it, and knows"
-        f" Lightning 2.5 to 2.6: pip install '{package}>=2.5,!=2.6.2,!=2.6.3,<2.7', or a newer lightning_ddp"
+        f"{package} {_version(root)} has no `{name}` in {where}, which lightning_ddp needs. Lightning 2.5"
+        f" and 2.6 are supported: pip install '{package}>=2.5,!=2.6.2,!=2.6.3,<2.7', or use a newer"
+        " lightning_ddp"
     )
 
 

@@ -71,7 +71,7 @@ class CommunicationMonitor(Callback):
             if value < 1:
                 raise ConfigurationError(f"{name}={value}: expected a number of steps from 1")
         if not late_fraction > 0:
-            raise ConfigurationError(f"late_fraction={late_fraction}: expected a part of a step above 0")
+            raise ConfigurationError(f"late_fraction={late_fraction}: expected a fraction of a step above 0")
         self.every_n_steps = every_n_steps
         self.slow_after_steps = slow_after_steps
         self.late_fraction = late_fraction
@@ -90,8 +90,8 @@ class CommunicationMonitor(Callback):
         model = trainer.strategy.model
         if not isinstance(model, BucketedDDP):
             raise ConfigurationError(
-                "CommunicationMonitor watches the strategy 'custom_ddp' and its variants, not"
-                f" {type(trainer.strategy).__name__}"
+                "CommunicationMonitor needs the strategy 'custom_ddp' or one of its variants, but the"
+                f" Trainer has {type(trainer.strategy).__name__}"
             )
         self._wrapped, self._records = model, []
         self._changes, self._first_step = [], trainer.global_step
@@ -144,7 +144,7 @@ class CommunicationMonitor(Callback):
     def _warn(self, known: Lateness, step_ms: float, hosts: dict[int, str]) -> None:
         for slow in self._slow.add(known, limit_us=self.late_fraction * step_ms * 1e3):
             _log.warning(
-                "rank %d (host %s) has been late for %d steps in a row: %.1f ms after the rank in the middle,"
+                "rank %d (host %s) has been late for %d steps in a row: %.1f ms after the median rank,"
                 " %.0f %% of a step of %.1f ms. All ranks wait for it.",
                 *(slow.rank, hosts.get(slow.rank, "?"), slow.num_steps, slow.late_us / 1e3),
                 *(slow.late_us / (10 * step_ms), step_ms),
@@ -176,7 +176,7 @@ class CommunicationMonitor(Callback):
         try:
             save(self.timeline, recording)
         except OSError as error:  # a picture is not worth a run that has just ended
-            _log.warning("rank %d: the timeline cannot be written: %s", trainer.global_rank, error)
+            _log.warning("rank %d: the timeline could not be written: %s", trainer.global_rank, error)
 
 
 def summarize(records: Sequence[StepRecord]) -> dict[str, float]:

@@ -53,7 +53,7 @@ class Communication:
         period: int | None = None,
     ) -> None:
         if hook is None and wrapper is not None:
-            raise ConfigurationError("ddp_comm_wrapper wraps a hook: pass ddp_comm_hook as well")
+            raise ConfigurationError("ddp_comm_wrapper wraps a hook. Pass ddp_comm_hook as well.")
         self._hook_plan: HookPlan | None = None
         self._function: Callable[..., Any] | None = None
         self._post_local = _post_local_state(hook_state)
@@ -68,7 +68,7 @@ class Communication:
             if hook_state is not None and self._post_local is None:
                 raise ConfigurationError(
                     f"ddp_comm_state has no effect with the hook {self._hook_plan.name!r}, which keeps its"
-                    " own state: leave it out"
+                    " own state. Leave it out."
                 )
         else:
             self._function = hook
@@ -185,7 +185,7 @@ class Communication:
         if factor and any(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups):
             raise ConfigurationError(
                 f"momentum={factor} of the communication hook and momentum of the optimizer (for Adam, the"
-                " first of betas) would both be applied: set one of them to 0"
+                " first of betas) would both be applied. Set one of them to 0."
             )
         if self.averager_plan is not None:
             from lightning_ddp.averaging import build_averager
@@ -339,14 +339,17 @@ class Communication:
         """
         if shared.get("format") != STATE_FORMAT:
             raise ConfigurationError(
-                f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}; this release reads"
+                f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}, but this release reads"
                 f" {STATE_FORMAT}"
             )
         notes = []
         if "hook" in shared and self._stateful is not None:
             notes += self._stateful.load_state_dict(_merge(shared["hook"], (own or {}).get("hook")), names)
         elif "hook" in shared:
-            notes.append(f"state of hook {shared['hook']['name']!r} was dropped: the run does not use it")
+            notes.append(
+                f"state of hook {shared['hook']['name']!r} was dropped, because the run does not use this"
+                " hook"
+            )
         if "averager" in shared and self.averager is not None:
             notes += self.averager.load_state_dict(shared["averager"])
             for track, saved in zip(self.averager.tracks, (own or {}).get("optimizers", []), strict=False):
@@ -356,7 +359,9 @@ class Communication:
             self._follow()
         elif "averager" in shared:
             name = shared["averager"]["name"]
-            notes.append(f"state of averager {name!r} was dropped: the run does not use it")
+            notes.append(
+                f"state of averager {name!r} was dropped, because the run does not use this averager"
+            )
         return notes
 
 
@@ -385,8 +390,9 @@ def _plan_averaging(
     if state is None:
         if period is not None:
             raise ConfigurationError(
-                "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period;"
-                " or model_averaging={'name': 'post_local_sgd', 'period': ...} alone"
+                "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and"
+                " model_averaging_period. Or use model_averaging={'name': 'post_local_sgd', 'period':"
+                " ...} alone."
             )
         return plan
     if plan is None and period is None:
@@ -405,8 +411,8 @@ def _plan_averaging(
     ):
         if ours != theirs:
             raise ConfigurationError(
-                f"local training begins and averages once: model_averaging has {what}={ours}, but"
-                f" PostLocalSGDState and model_averaging_period say {theirs}. Give one of them."
+                f"model_averaging has {what}={ours}, but PostLocalSGDState and model_averaging_period have"
+                f" {theirs}. Pass one of them."
             )
     return plan
 
@@ -426,14 +432,15 @@ def _check_agreement(
     for rank, (other_name, other, other_averaging) in enumerate(everyone):
         if other != hook_of_first:
             raise ConfigurationError(
-                f"the ranks have different communication hooks, so their collectives would not match from"
+                "the ranks have different communication hooks, so their collectives would not match from"
                 f" bucket 0 on: {other_name!r} on rank {rank}, {name_of_first!r} on rank 0. Rank {rank} has"
-                f" {other}, rank 0 has {hook_of_first}"
+                f" {other}, rank 0 has {hook_of_first}. Use the same hook on all ranks."
             )
         if other_averaging != averaging_of_first:
             raise ConfigurationError(
                 "the ranks have different model averaging, so they would average at different times: rank"
-                f" {rank} has {other_averaging}, rank 0 has {averaging_of_first}"
+                f" {rank} has {other_averaging}, rank 0 has {averaging_of_first}. Use the same averager on"
+                " all ranks."
             )
 
 

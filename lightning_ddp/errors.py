@@ -23,20 +23,30 @@ def require(condition: bool, message: str) -> None:
         raise ConfigurationError(message)
 
 
+def one_of(choices: Iterable[str]) -> str:
+    """Join valid choices for a message.
+
+    >>> one_of(["'auto'"]), one_of(["'auto'", "'ring'", "'gloo'"])
+    ("'auto'", "'auto', 'ring' or 'gloo'")
+    """
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def closest(found: str, known: Iterable[str], *, lists_all: bool = False) -> str:
-    """The end of a message about a name that does not exist: the one that was meant, or all, or both.
+    """Return the end of a message about an unknown name: the closest known name, or all names, or both.
 
     >>> closest("rnak", ["rank", "seed"]), closest("x", ["rank", "seed"]), closest("x", [])
-    ("; did you mean 'rank'?", '; there are rank, seed', '; it has none')
+    ("; did you mean 'rank'?", '; expected rank or seed', '; it has none')
     >>> closest("rnak", ["rank", "seed"], lists_all=True)
-    "; did you mean 'rank'? There are rank, seed"
+    "; did you mean 'rank'? Expected rank or seed"
     """
     names = list(known)
     if not names:
         return "; it has none"
     close = difflib.get_close_matches(found, names, n=1)
-    every = f"here are {', '.join(names)}"
-    return f"; did you mean {close[0]!r}?" + f" T{every}" * lists_all if close else f"; t{every}"
+    every = f"xpected {one_of(names)}"
+    return f"; did you mean {close[0]!r}?" + f" E{every}" * lists_all if close else f"; e{every}"
 
 
 def unknown_argument(owner: str, argument: str, known: Iterable[str]) -> TypeError:
@@ -182,9 +192,9 @@ class MissingGradientError(LightningDDPError, RuntimeError):
             found = "no report" if names is None else ", ".join(names) or "none missing"
             lines.append(f"  rank {rank}: {found}")
         lines.append(
-            "Expected a gradient for every parameter that requires one. Either make each of them take part in"
-            " the loss (or set requires_grad=False on it before wrapping), or let the unused ones be searched"
-            " for in every step with find_unused_parameters=True."
+            "Expected a gradient for every parameter that requires one. Use each of them in the loss, or set"
+            " requires_grad=False on it before wrapping, or use find_unused_parameters=True, which searches"
+            " for unused parameters in every step."
         )
         return "\n".join([*lines, self.hint] if self.hint else lines)
 
@@ -198,7 +208,7 @@ class MissingGradientWarning(MissingGradientError, UserWarning):
     @classmethod
     def of(cls, error: MissingGradientError) -> MissingGradientWarning:
         """The warning for an error that is put off to the next step."""
-        return cls(**{**error._keywords(), "hint": "The next step will be refused."})
+        return cls(**{**error._keywords(), "hint": "The next step will raise an error."})
 
 
 def _rebuild(kind: type[LightningDDPError], keywords: dict[str, Any], *message: str) -> LightningDDPError:

@@ -127,8 +127,8 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         """
         if self._averages:
             raise ConfigurationError(
-                "model_averaging has to know which optimizer has which model: write model, optimizer ="
-                " fabric.setup(model, optimizer) in the place of setup_module and setup_optimizers"
+                "model_averaging needs to know the model of each optimizer. Use model, optimizer ="
+                " fabric.setup(model, optimizer) instead of setup_module and setup_optimizers."
             )
         return optimizer
 
@@ -202,8 +202,8 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         ]
         if len(found) > 1:
             raise ConfigurationError(
-                f"a checkpoint of {len(found)} models whose hook or averager remembers something: save each"
-                " model in a file of its own"
+                f"a checkpoint has {len(found)} models whose hook or averager has state, but only one is"
+                " supported. Save each model in its own file."
             )
         return found[0] if found else (None, None)
 
@@ -220,8 +220,8 @@ class _BackwardSync:
         wrapper = as_wrapper(module)
         if wrapper is None:
             raise TypeError(
-                "no_backward_sync needs the model that fabric.setup has returned, which is wrapped in"
-                f" BucketedDDP; got a {type(module).__name__}"
+                "no_backward_sync needs the model that fabric.setup has returned (wrapped in BucketedDDP),"
+                f" but got a {type(module).__name__}"
             )
         with wrapper.no_sync():
             yield

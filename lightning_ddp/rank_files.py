@@ -103,7 +103,7 @@ def load_state(
     """
     shared = checkpoint.get(KEY)
     if shared is None:
-        begins = "the checkpoint holds no state of hooks or averagers: they begin anew"
+        begins = "the checkpoint has no state of hooks or averagers, so they start from scratch"
         return [begins] if communication.has_state else []
     own, note = _read_own(shared, path, group, read) if shared["has_rank_files"] else (None, None)
     return ([note] if note else []) + communication.load(shared, own, names)
@@ -129,11 +129,11 @@ def _read_own(
     read: Callable[[str], dict[str, Any]],
 ) -> tuple[dict[str, Any] | None, str | None]:
     """This rank's file, or why it cannot be used."""
-    reset = f"rank {group.rank}: residuals and optimizer state of its own begin anew"
+    reset = f"rank {group.rank}: residuals and optimizer state of its own start from scratch"
     if shared["world_size"] != group.size:
-        return None, f"{reset}: they were saved by {shared['world_size']} ranks, and the run has {group.size}"
+        return None, f"{reset}: they were saved by {shared['world_size']} ranks, but the run has {group.size}"
     if path is None:
-        return None, f"{reset}: the place of the checkpoint is not known"
+        return None, f"{reset}: the path of the checkpoint is not known"
     # a link or a copy of the checkpoint has another name than its files
     places = (path, Path(path).parent / shared["name"], Path(path).resolve())
     candidates = [rank_file(place, group.rank, shared["token"]) for place in places]
@@ -143,7 +143,7 @@ def _read_own(
             own = read(candidate)
             if (own["token"], own["rank"]) == (shared["token"], group.rank):
                 return own, None
-            problems.insert(0, f"{candidate} is of rank {own['rank']}, or of another checkpoint")
+            problems.insert(0, f"{candidate} belongs to rank {own['rank']}, or to another checkpoint")
         except FileNotFoundError:
             continue
         except Exception as error:  # noqa: BLE001 (torch and pickle raise many kinds for a damaged file)

@@ -59,7 +59,8 @@ def data_parallel(
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ConfigurationError(
                 f"{kind} {name} is on {tensor.device}; expected all parameters and buffers on {targets[0]},"
-                f" the first of the devices: move the module there first, as with module.to('{targets[0]}')"
+                " the first of the devices. Move the module there first, as with"
+                f" module.to('{targets[0]}')."
             )
     args = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     pieces, kwargs = scatter_kwargs(args, module_kwargs, targets, dim)
@@ -96,7 +97,9 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         if device_ids is not None and devices is not None:
-            raise ConfigurationError(f"device_ids={device_ids} and devices={devices}: the same; pass one")
+            raise ConfigurationError(
+                f"device_ids={device_ids} and devices={devices} mean the same. Pass one of them."
+            )
         self.module = module
         self.devices = as_devices(device_ids if devices is None else devices)
         self.output_device = self.devices[0] if output_device is None else as_device(output_device)
@@ -153,8 +156,9 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule) or is_compiled(part):
             raise ConfigurationError(
-                f"{name or 'the module'} is a {type(part).__name__}: scripted and compiled modules are bound"
-                " to their own parameters and cannot be replicated. Pass the module that they were made from."
+                f"{name or 'the module'} is a {type(part).__name__}, and scripted and compiled modules"
+                " cannot be replicated, because they are bound to their own parameters. Pass the module"
+                " that they were made from."
             )
     copies = {id(parameter): _copies(parameter, targets) for parameter in module.parameters()}
     for buffer in module.buffers():
@@ -392,8 +396,8 @@ def _scatter(obj: T, devices: list[torch.device], dim: int, path: str) -> list[T
         where = f"{name.lstrip('.')} of shape {tuple(tensor.shape)}"
         if len(devices) > 1 and not -tensor.dim() <= dim < tensor.dim():
             raise ConfigurationError(
-                f"{where} has no dimension {dim} along which to split it over {len(devices)} devices; pass a"
-                " number instead of a tensor, or expand it to the batch"
+                f"{where} has no dimension {dim} along which to split it over {len(devices)} devices. Pass"
+                " a number instead of a tensor, or expand it to the batch."
             )
         size = tensor.size(dim) if len(devices) > 1 else 0
         num_chunks.setdefault(max(1, -(-size // _chunk_size(size, len(devices)))), where)
@@ -437,7 +441,7 @@ def _gather(outputs: Sequence[Any], device: torch.device, dim: int, path: str) -
         if not all(other is first or (is_plain and other == first) for other in outputs):
             found = ", ".join(repr(other) for other in outputs)
             raise ConfigurationError(
-                f"{path} is no tensor and differs between the replicas: {found}. Return a tensor."
+                f"{path} is not a tensor and differs between the replicas: {found}. Return a tensor."
             )
         return first
     contents = [(_open(other) or ({}, None))[0] for other in outputs]
@@ -452,8 +456,8 @@ def _joined(outputs: Sequence[Tensor], device: torch.device, dim: int, path: str
     moved = [output.to(device) for output in outputs]
     if all(output.dim() == 0 for output in outputs):
         warnings.warn(
-            f"{path} has no dimensions in any replica, so there is none to gather along: the result is a"
-            " vector with one element a replica",
+            f"{path} has no dimensions in any replica, so the result is a vector with one element per"
+            " replica",
             stacklevel=3,
         )
         return torch.stack(moved)
@@ -477,5 +481,5 @@ def as_device(device: Device) -> torch.device:
         return found
     count = torch.cuda.device_count()
     if (isinstance(device, int) and device < 0) or (found.index or 0) >= count:
-        raise ConfigurationError(f"device {device!r} does not exist: there are {count} CUDA devices")
+        raise ConfigurationError(f"device {device!r} does not exist: this machine has {count} CUDA devices")
     return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found

@@ -221,7 +221,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             raise ConfigurationError('divide_by_initial_world_size=False needs uneven_inputs="join"')
         if not isinstance(emergency_checkpoint, bool | str | Path):
             raise ConfigurationError(
-                f"emergency_checkpoint={emergency_checkpoint!r}; expected True, False or a folder"
+                f"emergency_checkpoint={emergency_checkpoint!r}: expected True, False or a folder"
             )
         self._emergency_checkpoint = emergency_checkpoint
         self._uneven_inputs = uneven_inputs
@@ -240,7 +240,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         recovery = self._reconcile_settings.recovery
         if self._reconcile_settings.preemption is not None and recovery is None:
             raise ConfigurationError(
-                "on_preemption='leave' needs others that go on: on_failure='shrink' or 'replace'"
+                "on_preemption='leave' requires the other ranks to continue. Set on_failure='shrink' or"
+                " on_failure='replace'."
             )
         if recovery is not None:
             from lightning_ddp.elastic.refusals import check_arguments
@@ -618,7 +619,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """
         if enabled and as_wrapper(self.model) is not None and self._is_automatic():
             raise ConfigurationError(
-                "no_backward_sync is for manual optimisation: with automatic optimisation backward comes"
+                "no_backward_sync is for manual optimization. With automatic optimization backward comes"
                 " after training_step, where it has no effect. Use Trainer(accumulate_grad_batches=...)."
             )
         with self.block_backward_sync() if enabled else contextlib.nullcontext():
@@ -854,14 +855,14 @@ def _require_lockstep(module: LightningModule) -> None:
     """Reject ways of training in which the ranks cannot be kept in step."""
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ConfigurationError(
-            "uneven_inputs needs a training_step(batch, batch_idx): one with dataloader_iter fetches batches"
-            " by itself, so it is not known which step a batch belongs to"
+            "uneven_inputs needs a training_step(batch, batch_idx). A training_step with dataloader_iter"
+            " fetches batches itself, so it is not known which step a batch belongs to."
         )
     loop = module.trainer.fit_loop
     progress = loop.epoch_loop.batch_progress
     if loop.restarting and progress.current.ready and not progress.is_last_batch:
         raise ConfigurationError(
-            f"uneven_inputs cannot resume inside an epoch, here after {progress.current.ready} batches: the"
-            " checkpoint does not say which of them each rank has used. Resume from one saved at the end"
-            " of an epoch."
+            f"uneven_inputs cannot resume inside an epoch, here after {progress.current.ready} batches,"
+            " because the checkpoint does not contain which batches each rank has used. Resume from a"
+            " checkpoint of the end of an epoch."
         )

@@ -18,7 +18,7 @@ from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, one_of
 from lightning_ddp.launch.rendezvous import check_meeting_place
 from lightning_ddp.shm.hosts import check_transport
 from lightning_ddp.supervise.settings import ReconcileSettings, parse_on_failure, parse_on_preemption
@@ -102,7 +102,7 @@ class StrategyCore:
                 )
         for name, choices in _CHOICES.items():
             if given.get(name, choices[0]) not in choices:
-                raise ConfigurationError(f"{name}={given[name]!r}; there are {', '.join(map(repr, choices))}")
+                raise ConfigurationError(f"{name}={given[name]!r}: expected {one_of(map(repr, choices))}")
         sent_by = given["start_method"] if given["start_method"] in get_args(FunctionMethod) else None
         check_meeting_place(given["init_method"], given["store"], sent_by)
         check_broadcast_buffers(given["broadcast_buffers"])
@@ -230,7 +230,7 @@ class StrategyCore:
     def _joined_group(self) -> Group:
         if self._group is None:
             raise ConfigurationError(
-                "the process group does not exist yet: it is made when the Trainer or Fabric launches"
+                "the process group does not exist yet; it is created when the Trainer or Fabric launches"
             )
         return self._group
 

@@ -54,7 +54,7 @@ def _translate(
         return {}
     if given.get("devices", "auto") != "auto":
         raise ConfigurationError(
-            f"{used[0]} and devices={given['devices']!r} say the same thing: pass one of them"
+            f"{used[0]} and devices={given['devices']!r} mean the same. Pass one of them."
         )
     if num_processes is not None and (type(num_processes) is not int or num_processes < 1):
         raise ConfigurationError(f"num_processes={num_processes!r}: expected a number of processes from 1")
@@ -64,7 +64,8 @@ def _translate(
         return {"accelerator": "cpu", "devices": num_processes or 1}
     if num_processes is not None and num_processes != len(devices):
         raise ConfigurationError(
-            f"gpus={gpus!r} is one process on each of {len(devices)} GPUs, but num_processes={num_processes}"
+            f"gpus={gpus!r} means one process on each of {len(devices)} GPUs, but"
+            f" num_processes={num_processes}"
         )
     _check_accelerator(given, "gpu", used[0])
     return {"accelerator": given.get("accelerator", "gpu"), "devices": devices}

@@ -550,16 +550,16 @@ def test_loading_says_what_it_cannot_keep():
         notes = diloco.load_state_dict(state)
         del state["outer"]["bias"]
         notes += slowmo.load_state_dict(state | {"options": {"period": 5}, "steps": [(1, 1), (2, 2)]})
-        with pytest.raises(ConfigurationError, match="has format 7; this release reads 1"):
+        with pytest.raises(ConfigurationError, match="has format 7, but this release reads 1"):
             slowmo.load_state_dict(state | {"format": 7})
         return notes
 
     assert run_threads(rank_main, 1) == [
         [
-            "state of averager 'slowmo' was dropped: the run uses 'diloco'",
-            "step counts of averager 'slowmo' were reset: 2 optimizers were saved, the run has 1",
+            "state of averager 'slowmo' was dropped, because the run uses 'diloco'",
+            "step counts of averager 'slowmo' were reset: 2 optimizers were saved, but the run has 1",
             "averager 'slowmo' was saved with other options: {'period': 5}",
-            "outer state of averager 'slowmo' begins anew for bias",
+            "outer state of averager 'slowmo' starts from scratch for bias",
         ]
     ]
 
@@ -571,7 +571,7 @@ def test_loading_says_what_it_cannot_keep():
     ("spec", "message"),
     [
         ("dilocco", r"unknown averager 'dilocco'; did you mean 'diloco'\?"),
-        ({"name": "slowmo", "tau": 3}, "'slowmo' has no option 'tau'; there are start_step, period"),
+        ({"name": "slowmo", "tau": 3}, "'slowmo' has no option 'tau'; expected start_step, period"),
         ({"name": "diloco", "outer_ls": 3}, r"no option 'outer_ls'; did you mean 'outer_lr'\?"),
         ({"name": "diloco", "period": 0}, "'diloco': period=0: expected at least 1"),
         ({"name": "diloco", "encoding": "int4"}, "encoding='int4': expected 'fp32', 'bf16' or 'int8'"),

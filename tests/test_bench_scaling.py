@@ -106,7 +106,7 @@ def test_a_folder_without_recordings_is_named(tmp_path: Path, capsys) -> None:
     assert (
         main(["bench", "scaling", "--from-timeline", str(tmp_path), "--gbit", "1", "--latency-us", "1"]) == 1
     )
-    assert f"{tmp_path} holds no recording" in capsys.readouterr().err
+    assert f"{tmp_path} has no recording" in capsys.readouterr().err
 
 
 def test_contenders_are_read_with_their_options() -> None:

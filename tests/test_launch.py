@@ -201,7 +201,7 @@ def test_a_process_that_cannot_hear_of_its_launchers_death_ends_all_the_same(
         assert time.monotonic() - start < 23.0
     assert result.returncode == -signal.SIGKILL
     assert (
-        f"rank 1 (pid {notes['stuck-1']['pid']}) did not hear of a failure, and was killed" in result.stderr
+        f"rank 1 (pid {notes['stuck-1']['pid']}) did not react to a failure, and was killed" in result.stderr
     )
     assert "in stick" in result.stderr[-4000:], "the line that holds it"
 
@@ -219,7 +219,7 @@ def test_a_process_that_hears_of_its_launchers_death_has_all_the_time_that_it_ma
         result = script.wait(DEADLINE_S, leftover_grace_s=90.0)
     assert "hanging-1" in read_notes(tmp_path)
     assert "Timeout (0:00:3" in result.stderr, "its own limit has ended it, with its stacks"
-    assert "did not hear" not in result.stderr
+    assert "did not react" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,11 @@ def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, numbe
     arguments = order(tmp_path, strategy=strategy, trainer={"num_nodes": 2}, pause="before")
     with start_script(SCRIPT, arguments, env) as script:
         pids = wait_for_notes(script, tmp_path, [f"begun-{local_rank}" for local_rank in range(2)])
-        what = "all 4 ranks; there are [0, 1]" if node_rank == 0 else "the store of the run at 127.0.0.1:"
+        what = (
+            "all 4 ranks; connected so far: [0, 1]"
+            if node_rank == 0
+            else "the store of the run at 127.0.0.1:"
+        )
         script.wait_until(lambda: f"has waited 5 s for {what}" in script.output())
         os.kill(pids[f"begun-{rank % 2}"]["pid"], number)
         result = script.wait(LONGEST_END_S)
@@ -716,7 +720,7 @@ def test_a_script_without_a_main_guard_is_told_of_it(start_method) -> None:
     assert """an `if __name__ == "__main__"` clause""" in result.stderr
     assert "MASTER_PORT" not in result.stderr
     assert "PeerFailure: rank " in result.stderr
-    assert "the process exited with code 1; what it printed stands above" in result.stderr
+    assert "the process exited with code 1; its output is above" in result.stderr
 
 
 UNPICKLABLE = """
@@ -739,12 +743,12 @@ def test_what_does_not_pickle_is_an_error_that_names_another_way_to_start(start_
     assert result.returncode == 1
     error = result.stderr.rpartition("ConfigurationError: ")[2]
     assert error.startswith(f"start_method='{start_method}' sends the model")
-    assert "and pickle says: Can't pickle <function <lambda> at " in error
+    assert "but they do not pickle: Can't pickle <function <lambda> at " in error
     assert 'strategy="custom_ddp"' in error
 
 
 def test_several_nodes_need_a_port_that_all_know() -> None:
-    with pytest.raises(ConfigurationError, match="num_nodes=2, but no port is named: set MASTER_ADDR"):
+    with pytest.raises(ConfigurationError, match="num_nodes=2, but MASTER_PORT is not set. Set MASTER_ADDR"):
         rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=2, node_rank=0)
 
 
@@ -798,7 +802,7 @@ def test_a_first_node_whose_name_cannot_be_resolved_is_named(who, monkeypatch, c
 def test_a_malformed_port_is_named(monkeypatch) -> None:
     for text in ("abc", "0", "70000", "-1"):
         monkeypatch.setenv("MASTER_PORT", text)
-        with pytest.raises(ConfigurationError, match=f"MASTER_PORT='{text}' is no port number"):
+        with pytest.raises(ConfigurationError, match=f"MASTER_PORT='{text}': expected a port number"):
             rendezvous.named_port()
 
 

@@ -240,7 +240,7 @@ def test_a_negative_number_of_steps_is_refused() -> None:
     [
         ({"every_n_steps": 0}, "every_n_steps=0: expected a number of steps from 1"),
         ({"slow_after_steps": -1}, "slow_after_steps=-1: expected"),
-        ({"late_fraction": 0.0}, "late_fraction=0.0: expected a part of a step above 0"),
+        ({"late_fraction": 0.0}, "late_fraction=0.0: expected a fraction of a step above 0"),
     ],
 )
 def test_numbers_out_of_range(arguments, message) -> None:
@@ -260,6 +260,6 @@ def test_another_strategy_is_refused() -> None:
         callbacks=[lightning_ddp.callbacks.CommunicationMonitor()],
     )
     with pytest.raises(
-        ConfigurationError, match="watches the strategy 'custom_ddp' and its variants, not Single"
+        ConfigurationError, match="'custom_ddp' or one of its variants, but the Trainer has Single"
     ):
         trainer.fit(BoringModel())

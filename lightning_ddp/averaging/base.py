@@ -160,7 +160,7 @@ class Averager:
             if track.optimizer is optimizer:
                 return track
         raise ConfigurationError(
-            f"averager {self.name!r}: {type(optimizer).__name__} is none of the optimizers that it was given"
+            f"averager {self.name!r}: this {type(optimizer).__name__} is not one of its optimizers"
         )
 
     def _settle_phase(self) -> None:
@@ -321,11 +321,11 @@ class Averager:
         """
         if state.get("format") != STATE_FORMAT:
             raise ConfigurationError(
-                f"state of averager {self.name!r} has format {state.get('format')!r}; this release reads"
-                f" {STATE_FORMAT}"
+                f"state of averager {self.name!r} has format {state.get('format')!r}, but this release"
+                f" reads {STATE_FORMAT}"
             )
         if state["name"] != self.name:
-            return [f"state of averager {state['name']!r} was dropped: the run uses {self.name!r}"]
+            return [f"state of averager {state['name']!r} was dropped, because the run uses {self.name!r}"]
         notes = []
         if len(state["steps"]) == len(self.tracks):
             for track, (num_steps, num_local_steps) in zip(self.tracks, state["steps"], strict=True):
@@ -333,7 +333,7 @@ class Averager:
         else:
             notes.append(
                 f"step counts of averager {self.name!r} were reset: {len(state['steps'])} optimizers were"
-                f" saved, the run has {len(self.tracks)}"
+                f" saved, but the run has {len(self.tracks)}"
             )
         self._is_local = bool(state["is_local"])
         self._has_diverged = False

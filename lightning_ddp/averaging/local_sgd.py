@@ -118,7 +118,7 @@ class HierarchicalSGDOptions(AveragerOptions):
         )
         require(
             all(b > a for seq in (periods, sizes) for a, b in pairwise(seq)),
-            f"{given}: periods and group sizes have to rise together",
+            f"{given}: expected periods and group sizes that increase together",
         )
         require(
             all(b % a == 0 for a, b in pairwise(periods)),
@@ -144,8 +144,8 @@ class HierarchicalSGD(Averager):
         size, sizes = self.group.size, self._sizes()
         require(
             size == 1 or (list(sizes.values())[-1] == size and not any(size % n for n in sizes.values())),
-            f"hierarchical_sgd: periods={sizes} with {size} ranks; the last group has to be all of"
-            " them, and each size has to divide their number",
+            f"hierarchical_sgd: periods={sizes} with {size} ranks: the last group must have all ranks, and"
+            " each size must divide their number",
         )
 
     def rejoin(self, group: Group) -> None:

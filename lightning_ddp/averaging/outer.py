@@ -101,7 +101,9 @@ class OuterAverager(Averager):
         self.begin_local_phase()
         missing = self.take_outer(state["outer"])
         if missing:
-            notes.append(f"outer state of averager {self.name!r} begins anew for {', '.join(missing)}")
+            notes.append(
+                f"outer state of averager {self.name!r} starts from scratch for {', '.join(missing)}"
+            )
         return notes
 
     def take_outer(self, outer: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from lightning_ddp._torch import REDUCE_SCATTER_FLAT, reduce_scatter_flat
 from lightning_ddp.comm.gather_scatter import chunks, filled, unpack
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.handle import Call, Collective, Handle, check_rank
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, one_of
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -55,7 +55,7 @@ def reduce_op(op: Any) -> Any:
         return op
     known = _REDUCE_OPS.get(op.lower())
     if known is None:
-        raise ConfigurationError(f"unknown reduce_op {op!r}; there are {', '.join(sorted(_REDUCE_OPS))}")
+        raise ConfigurationError(f"reduce_op={op!r}: expected {one_of(sorted(_REDUCE_OPS))}")
     return known
 
 
@@ -81,14 +81,12 @@ class _Reduction:
             logical = _LOGICAL.get(getattr(resolved, "name", ""))
             if logical is None:
                 raise ConfigurationError(
-                    f"reduce_op {op!r} of bool: a truth value has only sum and max (any rank), product and"
-                    " min (every rank). Convert the tensor to numbers first."
+                    f"reduce_op {op!r} of bool: expected sum or max (any rank), product or min (every"
+                    " rank). Convert the tensor to numbers first."
                 )
             sent, resolved = sent.view(torch.uint8), logical
         elif tensor.is_complex() and not is_mean and resolved != dist.ReduceOp.SUM:
-            raise ConfigurationError(
-                f"reduce_op {op!r} of complex numbers: only 'sum' and 'mean' have a meaning"
-            )
+            raise ConfigurationError(f"reduce_op {op!r} of complex numbers: expected 'sum' or 'mean'")
         sent = sent.to(_WIDENED.get(sent.dtype, sent.dtype))
         if not in_place and sent.data_ptr() == tensor.data_ptr():
             sent = sent.clone()
@@ -254,13 +252,13 @@ def _parts(group: Group, tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch
         if tensor.dim() == 0 or tensor.shape[0] % group.size:
             raise ConfigurationError(
                 f"reduce_scatter of shape {list(tensor.shape)} over {group.size} ranks: the first dimension"
-                " is no multiple of their number. Pad it, or use all_reduce."
+                " is not a multiple of the number of ranks. Pad it, or use all_reduce."
             )
         return tensor.detach().reshape(group.size, tensor.shape[0] // group.size, *tensor.shape[1:])
     kinds = {(t.shape, t.dtype) for t in tensor}
     if len(tensor) != group.size or len(kinds) != 1:
         raise ConfigurationError(
             f"reduce_scatter of a list of {len(tensor)} tensors of {len(kinds)} kinds over {group.size}"
-            " ranks: expected one tensor a rank, all of one shape and dtype"
+            " ranks: expected one tensor per rank, all with the same shape and dtype"
         )
     return torch.stack([t.detach() for t in tensor])

@@ -99,7 +99,9 @@ def monitored_barrier(
         if store.add(key("count"), 1) == size:
             decide(_ALL_CAME)
         is_over = partial(store.check, [key("verdict")])
-        thread.until(lambda: call.waited_s >= limit_s or is_over(), _POLL_S, "nobody says why")
+        thread.until(
+            lambda: call.waited_s >= limit_s or is_over(), _POLL_S, "no rank has reported the result"
+        )
         if not is_over():
             missing = [other for other in range(size) if not store.check([key(other)])]
             decide(f"{rank} {limit_s:g} {' '.join(map(str, missing))}" if missing else _ALL_CAME)

@@ -190,9 +190,9 @@ class DeviceWatch:
         found = error_of(queued.process_group, queued.device)
         if found is not None:
             raise CollectiveError(
-                f"{queued.label}: NCCL's watchdog reports {found}, so that what was averaged cannot be"
-                " trusted. What it has found stands in the log above: as a rule a connection that broke, or"
-                " a rank that is gone",
+                f"{queued.label}: NCCL's watchdog reports {found}, so that averaged values cannot be"
+                " trusted. The log above has the watchdog's message, usually a broken connection or a lost"
+                " rank.",
                 label=queued.label,
                 rank=queued.process_group.rank(),
                 waited_s=waited_s,

@@ -212,7 +212,9 @@ def all_gather_uneven(
 
 def _all_shapes(call: Call, tensor: torch.Tensor) -> list[tuple[int, ...]]:
     if tensor.dim() > _MOST_DIMS:
-        raise ConfigurationError(f"{call.label}: {tensor.dim()} dimensions; at most {_MOST_DIMS} can be sent")
+        raise ConfigurationError(
+            f"{call.label}: the tensor has {tensor.dim()} dimensions; expected at most {_MOST_DIMS}"
+        )
     described = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     described += [0] * (2 + _MOST_DIMS - len(described))
     rows = _numbers_of_all(call, described)
@@ -220,7 +222,8 @@ def _all_shapes(call: Call, tensor: torch.Tensor) -> list[tuple[int, ...]]:
     if len(set(dtypes)) > 1:
         raise RankMismatchError(
             f"rank {call.group.rank}: {call.label}: the ranks have different dtypes:"
-            f" {', '.join(f'rank {rank} {dtype}' for rank, dtype in enumerate(dtypes))}. Convert them to one."
+            f" {', '.join(f'rank {rank} {dtype}' for rank, dtype in enumerate(dtypes))}. Convert them to"
+            " one dtype."
         )
     return [tuple(row[2 : 2 + row[1]]) for row in rows]
 
@@ -312,7 +315,7 @@ def _check_parts(call: Call, tensor: torch.Tensor, parts: Sequence[torch.Tensor]
     if parts is None or len(parts) != call.group.size:
         found = "none" if parts is None else str(len(parts))
         raise ConfigurationError(
-            f"rank {call.group.rank}: {call.label}: the source passes one part a rank: expected"
+            f"rank {call.group.rank}: {call.label}: the source passes one part per rank: expected"
             f" {call.group.size}, found {found}"
         )
     for rank, part in enumerate(parts):
@@ -392,17 +395,20 @@ def _check_splits(
     size = call.group.size
     where = f"rank {call.group.rank}: {call.label}"
     if tensor.dim() == 0:
-        raise ConfigurationError(f"{where}: a tensor without dimensions has no rows to send")
+        raise ConfigurationError(
+            f"{where}: a tensor without dimensions has no rows to send. Give it at least one dimension."
+        )
     rows = tensor.shape[0]
     for name, splits in (("input_splits", input_splits), ("output_splits", output_splits)):
         if splits is not None and (len(splits) != size or min(splits) < 0):
             raise ConfigurationError(
-                f"{where}: {name}={list(splits)}; expected {size} numbers of rows, one a rank"
+                f"{where}: {name}={list(splits)}: expected {size} numbers of rows, one per rank"
             )
     if input_splits is None:
         if rows % size:
             raise ConfigurationError(
-                f"{where}: {rows} rows cannot be split evenly among {size} ranks; say how with input_splits"
+                f"{where}: {rows} rows cannot be split evenly over {size} ranks. Pass their numbers in"
+                " input_splits."
             )
         return [rows // size] * size
     if sum(input_splits) != rows:

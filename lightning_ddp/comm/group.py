@@ -129,8 +129,8 @@ class InThread(Generic[T]):
                 on_slice(time.monotonic() - start)
                 if time.monotonic() > self._ends_at + _ANSWER_WAIT_S:
                     self.error = self._timeout(
-                        "the group's store does not answer; the process that has it, as a rule that of rank"
-                        " 0, is stopped or cannot be reached"
+                        "the group's store does not answer. The process that holds it, usually that of"
+                        " rank 0, is stopped or cannot be reached"
                     )
                     return
         except CollectiveTimeoutError:
@@ -410,7 +410,7 @@ class Group:
             self.check()
             found = error_of(self.process_group, device)
             if found is not None:
-                label = "what was queued on the device"
+                label = "work queued on the device"
                 raise CollectiveError(
                     f"{label} ended without its results: NCCL's watchdog reports {found}",
                     label=label,

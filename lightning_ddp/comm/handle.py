@@ -78,8 +78,8 @@ class Call:
     def __post_init__(self) -> None:
         if not isinstance(self.group, Group):
             raise ConfigurationError(
-                f"this rank is not in the group ({self.group!r}): sub_group returns None to the ranks that"
-                " are not in its list, and those must not take part in the collectives of the others"
+                f"this rank is not in the group ({self.group!r}). sub_group returns None on the ranks that"
+                " are not in its list; those ranks must not take part in its collectives."
             )
         check_timeout(self.timeout, self.label)
 
@@ -191,12 +191,12 @@ class Call:
                     threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
                 raise self._timeout_error(
                     f"its deadline of {self.timeout.total_seconds():g} s",
-                    "The group cannot be used any further. Look at what the other ranks do, or allow more"
+                    "The group cannot be used any further. Check what the other ranks do, or allow more"
                     " time.",
                 )
             if timeout is not None and time.monotonic() - start >= timeout.total_seconds():
                 raise self._timeout_error(
-                    "the time of this wait", "It is still under way and may be waited for again."
+                    "the time of this wait", "It is still in progress and may be waited for again."
                 )
 
         wait(None if self.timeout is None and timeout is None else look_at_deadlines)
@@ -209,8 +209,8 @@ class Call:
         waited_s = self.waited_s
         return self._error(
             CollectiveTimeoutError,
-            f"has not ended after {waited_s:.1f} s, past {limit}: not all ranks have called it, or one is"
-            f" slow or gone. {then}",
+            f"has not ended after {waited_s:.1f} s, past {limit}: not all ranks have called it, or a rank"
+            f" is slow or lost. {then}",
             waited_s,
         )
 

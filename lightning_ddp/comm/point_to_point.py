@@ -88,7 +88,7 @@ def recv(
 def _check_peer(call: Call, rank: int, what: str) -> None:
     check_rank(call.group, rank, what)
     if rank == call.group.rank:
-        raise ConfigurationError(f"{what} rank {rank}, which is this rank itself: nobody would answer")
+        raise ConfigurationError(f"{what} rank {rank}: this is the rank itself. Pass another rank.")
 
 
 # ---------------------------------------------------------------------- objects
@@ -172,7 +172,7 @@ def _wait_for_key(call: Call, flat: torch.Tensor, src: int, tag: int) -> Wait:
         data: bytes = store.get(key)
         store.delete_key(key)
         if len(data) != flat.nbytes:
-            raise RuntimeError(f"rank {src} has sent {len(data)} bytes, and {flat.nbytes} were expected")
+            raise RuntimeError(f"rank {src} has sent {len(data)} bytes, but {flat.nbytes} were expected")
         return data
 
     taken = call.wait_for_thread(cache(lambda: InThread(take, _limit_s(call))))

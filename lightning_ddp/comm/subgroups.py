@@ -81,8 +81,8 @@ def node_group(group: Group, device: torch.device, node: str | int | None = None
 def _require(made: Group | None, what: str) -> Group:
     if made is None:
         raise ConfigurationError(
-            f"no {what} can be made: this process group is not known to torch.distributed."
-            " Create it with init_process_group or new_group."
+            f"no {what} can be created, because torch.distributed does not know this process group. Create"
+            " it with init_process_group or new_group."
         )
     return made
 

@@ -210,10 +210,10 @@ def explain_retired(error: BaseException) -> ProcessGroupError | None:
             group = getattr(value, "process_group", value)  # of a `Group`
             if isinstance(group, dist.ProcessGroup) and group in _retired:
                 return ProcessGroupError(
-                    f"{_retired[group]} was made before ranks were lost, and cannot be used any more. Do not"
-                    " keep torch.distributed.group.WORLD, but ask for it where you use it; and make groups of"
-                    " torch.distributed.new_group anew in on_world_changed(), where all ranks that are left"
-                    " do so."
+                    f"{_retired[group]} was created before ranks were lost and cannot be used any more. Do"
+                    " not keep torch.distributed.group.WORLD, but look it up where you use it; and create"
+                    " groups of torch.distributed.new_group again in on_world_changed(), which all"
+                    " remaining ranks call."
                 )
     return None
 

@@ -68,13 +68,13 @@ def _explain_value(cause: OmegaConfBaseException) -> str | None:
         is_ours = OmegaConf.get_type(cause.parent_node) is schema.cls
         return _unknown(str(cause.full_key), str(cause.key), schema) if is_ours else None
     option = _find_option(str(cause.full_key), schema)
-    described = f" It is: {option.description}" if option is not None and option.description else ""
+    described = f" Meaning: {option.description}" if option is not None and option.description else ""
     if isinstance(cause, ValidationError):
         return f"{cause.full_key}: {str(cause.msg or cause).splitlines()[0]}.{described}"
     if isinstance(cause, ConfigTypeError) and str(cause.full_key).endswith(tuple(_CHECKED)):
         return (
-            f"{cause.full_key}: the chosen strategy has its own options there, which a list cannot replace:"
-            " begin with strategy=custom_ddp"
+            f"{cause.full_key}: the chosen strategy has its own options there, which a list cannot replace."
+            " Start with strategy=custom_ddp."
         )
     return None
 
@@ -157,7 +157,7 @@ def _unknown(full_key: str, key: str, schema: Schema) -> str:
 def _explain_missing_choice(error: MissingConfigException, groups: Set[str]) -> str | None:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if group == "hydra/launcher" and choice == "submitit_slurm" and "launcher" in groups:
-        return f"{error}\nThe launcher of SLURM is a package of its own: pip install hydra-submitit-launcher"
+        return f"{error}\nThe SLURM launcher is a separate package: pip install hydra-submitit-launcher"
     if group.partition("/")[0] not in groups or not error.options:
         return None
     return f"{group}: there is no {choice!r}{closest(str(choice), list(error.options), lists_all=True)}"

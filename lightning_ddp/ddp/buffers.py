@@ -48,7 +48,7 @@ def unseen_by_autograd(tensors: Sequence[torch.Tensor]) -> Generator[None, None,
 def check_broadcast_buffers(value: object) -> None:
     """Raises `ConfigurationError` for what torch's argument `broadcast_buffers` cannot be."""
     if value not in (None, "auto", True, False):
-        raise ConfigurationError(f"broadcast_buffers={value!r}: one of 'auto', True, False")
+        raise ConfigurationError(f"broadcast_buffers={value!r}: expected 'auto', True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,8 @@ class BufferSettings:
         check_broadcast_buffers(broadcast_buffers)
         if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
             warnings.warn(
-                f"broadcast_buffers={broadcast_buffers} is ignored, as forward_sync_buffers is given too",
+                f"broadcast_buffers={broadcast_buffers} is ignored, because forward_sync_buffers is given"
+                " too",
                 FutureWarning,
                 stacklevel=4,
             )

@@ -72,7 +72,9 @@ class MissingGradients:
                 store.set(skipped[0], "1")
                 return True
             store.set(self._key(step, "any"), "1")
-            thread.until(lambda: store.check(skipped) or store.check(busy), pause_s, "not all have come")
+            thread.until(
+                lambda: store.check(skipped) or store.check(busy), pause_s, "not all gradients have arrived"
+            )
             return bool(store.check(skipped))
 
         thread = InThread(ask, self._longest_wait_s())
@@ -124,7 +126,7 @@ class MissingGradients:
             store.set(self._key(step, rank), json.dumps(own))
             store.set(self._key(step, "busy"), "1")
             store.set(self._key(step, "any"), "1")
-            thread.until(have_all_come, _POLL_S, "not all have reported")
+            thread.until(have_all_come, _POLL_S, "not all ranks have reported")
 
         InThread(exchange, _REPORT_DEADLINE_S).wait(lambda _: self.group.check())
         return dict(posts)
@@ -277,8 +279,8 @@ class BackwardFailures:
     def freed_gradient(self, step: int, names: Sequence[str]) -> BackwardOrderError:
         """Gradients were gone before they could be averaged."""
         return self._order_error(
-            f"rank {self._rank}, step {step}: something set .grad to None before it was averaged, for"
-            f" {', '.join(names)}. Free gradients after backward, not in a hook during it."
+            f"rank {self._rank}, step {step}: .grad was set to None before it was averaged, for"
+            f" {', '.join(names)}. Free gradients after backward, not in a hook during backward."
         )
 
     def _order_error(self, text: str) -> BackwardOrderError:

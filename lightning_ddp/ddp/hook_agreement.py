@@ -112,7 +112,7 @@ class HookAgreement:
             elif store.add(f"{key}/count", 1) == self._group.size:
                 self._post(_AGREED)
             is_over = partial(store.check, [f"{key}/verdict"])
-            thread.until(is_over, _POLL_S, "not all ranks came to this bucket")
+            thread.until(is_over, _POLL_S, "not all ranks reached this bucket")
             return json.loads(store.get(f"{key}/verdict"))
 
         def look(waited_s: float) -> None:
@@ -182,9 +182,9 @@ class _Observer(TorchDispatchMode):
 
 def _explain(verdict: dict[str, Any]) -> str:
     if "other" not in verdict:
-        return f"cannot go on: on rank {verdict['rank']} it {verdict['what']}"
+        return f"cannot continue: on rank {verdict['rank']} it {verdict['what']}"
     return (
-        f"differs between the ranks: rank {verdict['rank']} {verdict['what']}, rank {verdict['other_rank']}"
-        f" {verdict['other']}. All ranks need the same hook with the same options, and it has to start the"
-        " same collectives with the same sizes and types on all of them"
+        f"differs between ranks: rank {verdict['rank']} {verdict['what']}, rank {verdict['other_rank']}"
+        f" {verdict['other']}. All ranks need the same hook with the same options, which starts the same"
+        " collectives with the same sizes and types on all ranks"
     )

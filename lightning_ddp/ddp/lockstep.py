@@ -91,8 +91,8 @@ class Lockstep:
         """
         if self._is_waiting:
             raise ConfigurationError(
-                "uneven_inputs takes one training dataloader, but there are several: which of them has run"
-                " out is not known for each. Combine the datasets in one dataloader."
+                "uneven_inputs supports one training dataloader, but there are several. Combine the"
+                " datasets in one dataloader."
             )
         self._spare = spare
         if most is not None:
@@ -155,14 +155,14 @@ class Lockstep:
         done = [rank for rank, stand in enumerate(stands) if stand != _FRESH]
         if empty:
             raise UnevenInputsError(
-                f"rank {self._group.rank}: ranks {empty} have no training batch at all, so nothing that they"
-                " could repeat while the others train. Give every rank at least one batch in the first epoch."
+                f"rank {self._group.rank}: ranks {empty} have no training batch to repeat while the others"
+                " train. Give every rank at least one batch in the first epoch."
             )
         if done and not self._is_allowed:
             raise UnevenInputsError(
-                f"rank {self._group.rank}: ranks {done} have run out of training batches, but the others have"
-                f" more; this rank has had {num_fetched} in this epoch. Give every rank as many, or let them"
-                ' differ with uneven_inputs="join".'
+                f"rank {self._group.rank}: ranks {done} have run out of training batches, but the others"
+                f" have more; this rank has had {num_fetched} in this epoch. Give every rank the same"
+                ' number of batches, or allow different numbers with uneven_inputs="join".'
             )
 
     def forget(self) -> None:

@@ -162,17 +162,18 @@ class BucketedDDP(Joinable, torch.nn.Module):
         super().__init__()
         check_transport(transport)
         if dim != 0:
-            raise ConfigurationError(f"dim={dim}: inputs are scattered along dimension 0 only")
+            raise ConfigurationError(f"dim={dim}: expected 0, as inputs are scattered along dimension 0 only")
         if check_reduction:
             raise ConfigurationError(
-                "check_reduction=True: deprecated in torch and without effect; leave it out"
+                "check_reduction=True is deprecated in torch and has no effect. Leave it out."
             )
         if skip_all_reduce_unused_params and not find_unused_parameters:
             raise ConfigurationError("skip_all_reduce_unused_params=True needs find_unused_parameters=True")
         delayed = dict(delay_all_reduce_named_params or ())
         if bool(delayed) != (param_to_hook_all_reduce is not None):
             raise ConfigurationError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce go together: pass both or none"
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need each other. Pass both or"
+                " neither."
             )
         caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         group = check_process_group(process_group, device_mesh)
@@ -291,7 +292,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
         if layers and self.device.type == "cpu":
             raise ConfigurationError(
-                "SyncBatchNorm layers only work with GPU modules, and this one is on the CPU:"
+                "SyncBatchNorm layers only work with GPU modules, but this module is on the CPU:"
                 f" {', '.join(map(repr, layers))}. Leave out sync_batchnorm, or use BatchNorm."
             )
 
@@ -476,8 +477,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
             check_hook(hook)
             if self.reducer.reduction.hook is not None:
                 raise CommHookError(
-                    "register_comm_hook or register_builtin_comm_hook can only be called once."
-                    " There is one hook a wrapper."
+                    "register_comm_hook or register_builtin_comm_hook can only be called once. A wrapper"
+                    " has one hook."
                 )
         self.reducer.set_hook(state, hook)
 
@@ -529,12 +530,13 @@ class BucketedDDP(Joinable, torch.nn.Module):
             if not enable:
                 return nullcontext()
             raise ConfigurationError(
-                "join() needs torch.distributed.init_process_group: torch's Join communicates through it"
+                "join() needs torch.distributed.init_process_group, because torch's Join communicates"
+                " through it"
             )
         if enable and self._delayed is not None:
             raise ConfigurationError(
-                "join() with delay_all_reduce_named_params: a rank without input cannot tell when the others"
-                " reduce those; leave out one of the two"
+                "join() does not work with delay_all_reduce_named_params: a rank without input does not"
+                " know when the others reduce those parameters. Leave out one of the two."
             )
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
         context: AbstractContextManager[None] = Join([self], enable, throw_on_early_termination, **options)
@@ -675,8 +677,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
         with self._errors_noted():
             if self.reducer.step >= 0:
                 raise UnsuitableModuleError(
-                    "static_graph should be called before training loop starts; there were"
-                    f" {self.reducer.step + 1} backwards. Pass static_graph=True to the constructor."
+                    "static_graph should be called before training loop starts, but there were"
+                    f" {self.reducer.step + 1} backward passes. Pass static_graph=True to the constructor."
                 )
         self.static_graph = True
         self.reducer.make_static()

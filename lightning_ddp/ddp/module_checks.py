@@ -52,13 +52,13 @@ def trainable_parameters(
     if not trainable and not may_be_none:
         raise UnsuitableModuleError(
             f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to"
-            " average: use it without a data-parallel wrapper, or set requires_grad=True on a parameter."
+            " average. Use it without a data-parallel wrapper, or set requires_grad=True on a parameter."
         )
     kinds = {p.device.type for _, p in named}
     if len(kinds) > 1:
         raise ConfigurationError(
-            "input module must be on the same type of devices, and the parameters are on"
-            f" {', '.join(sorted(kinds))}: move them all to CUDA devices, or all to the CPU"
+            "input module must be on the same type of devices, but its parameters are on"
+            f" {', '.join(sorted(kinds))}. Move them all to CUDA devices, or all to the CPU."
         )
     return trainable
 
@@ -77,7 +77,7 @@ def check_process_group(process_group: Any | None, device_mesh: Any | None) -> A
         return process_group
     if not (dist.is_available() and dist.is_initialized()):
         raise ProcessGroupError(
-            "no process group: call torch.distributed.init_process_group first, or pass process_group="
+            "no process group. Call torch.distributed.init_process_group first, or pass process_group=."
         )
     return dist.group.WORLD
 
@@ -91,8 +91,9 @@ def _group_of_mesh(mesh: Any) -> Any:
     root = root_of_mesh(mesh)
     if root != mesh:
         raise ProcessGroupError(
-            f"device_mesh is a part of {root}: tensor parallelism inside the module (DTensor parameters) is"
-            " not supported. Pass process_group=mesh.get_group() for a module of plain tensors."
+            f"device_mesh is a part of {root}, and tensor parallelism inside the module (DTensor"
+            " parameters) is not supported. Pass process_group=mesh.get_group() for a module of plain"
+            " tensors."
         )
     return mesh.get_group(mesh_dim=0)
 
@@ -112,10 +113,10 @@ def check_backend(
     if elsewhere:
         devices = sorted({str(p.device) for _, p in named})
         raise ConfigurationError(
-            f"the module is on {', '.join(devices)}, and this process group is bound to {bound}"
-            " (init_process_group(device_id=...)), so that it reduces nothing on another device:"
-            f" {', '.join(map(repr, elsewhere))}. Move the whole module to {bound}, or make the group without"
-            " device_id."
+            f"the module is on {', '.join(devices)}, but this process group is bound to {bound}"
+            " (init_process_group(device_id=...)) and cannot reduce on another device:"
+            f" {', '.join(map(repr, elsewhere))}. Move the whole module to {bound}, or make the group"
+            " without device_id."
         )
     sparse = sparse_parameters(module.modules())
     found = [(n, p) for n, p in named if id(p) in sparse]
@@ -123,7 +124,7 @@ def check_backend(
         if any(word in backend for word in _DENSE_BACKENDS):
             names = ", ".join(repr(n) for n, _ in found)
             raise ConfigurationError(
-                f"the gradients of {names} are sparse, as their embeddings were made with sparse=True, and"
+                f"the gradients of {names} are sparse, as their embeddings were made with sparse=True, but"
                 f" {backend} reduces dense tensors only. Make them with sparse=False, or use gloo"
                 " (process_group_backend='gloo')."
             )
@@ -299,8 +300,8 @@ class ParameterPlaces:
             gone = [self.names[i] for i in sorted(set(replaced).intersection(self.replaced()))]
             if gone:
                 raise UnsuitableModuleError(
-                    f"rank {rank}: parameters were replaced after the module was wrapped, so that nothing"
-                    f" averages their gradients: {', '.join(gone)}. Change a parameter in place (with"
+                    f"rank {rank}: parameters were replaced after the module was wrapped, so that their"
+                    f" gradients are not averaged: {', '.join(gone)}. Change a parameter in place (with"
                     " torch.no_grad(): p.copy_(...)), or wrap the module again."
                 )
 

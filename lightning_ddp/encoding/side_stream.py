@@ -103,11 +103,11 @@ class Channel:
             LightningDDPError: a job goes on.
         """
         with self._lock:
-            self._failure = self._failure or LightningDDPError("the ranks of this channel meet anew")
+            self._failure = self._failure or LightningDDPError("the ranks of this channel form a new group")
         ends_at = time.monotonic() + _HALT_S
         while self._is_running:
             if time.monotonic() > ends_at:
-                raise LightningDDPError(f"a job of the channel goes on for {_HALT_S} s after a rank was lost")
+                raise LightningDDPError(f"a job of the channel still runs {_HALT_S} s after a rank was lost")
             time.sleep(0.001)
 
     def _work(self) -> None:
@@ -149,8 +149,8 @@ class Channel:
             return torch.empty(0, device=self.device)
         if result.device.type != self.device.type:
             raise RuntimeError(
-                f"a job of the channel on {self.device} returned a tensor on {result.device}, so that nobody"
-                " could wait for what it has queued: return one of that device, or None"
+                f"a job of the channel on {self.device} returned a tensor on {result.device}, so its queued"
+                " work cannot be waited for. Return a tensor of that device, or None."
             )
         return result
 

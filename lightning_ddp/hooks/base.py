@@ -149,11 +149,11 @@ class Hook:
         found = state.get("format")
         if found != STATE_FORMAT:
             raise ConfigurationError(
-                f"state of communication hook {self.name!r} has format {found!r}; this release reads"
+                f"state of communication hook {self.name!r} has format {found!r}, but this release reads"
                 f" {STATE_FORMAT}"
             )
         if state["name"] != self.name:
-            return [f"state of hook {state['name']!r} was dropped: the run uses {self.name!r}"]
+            return [f"state of hook {state['name']!r} was dropped, because the run uses {self.name!r}"]
         return []
 
 
@@ -253,8 +253,8 @@ class StatefulHook(Hook):
         names = getattr(bucket, "names", None)
         if not names:
             raise ConfigurationError(
-                f"communication hook {self.name!r} keeps its state by parameter name, and this bucket"
-                f" ({type(bucket).__name__}) has no `names`: use it with lightning_ddp.BucketedDDP"
+                f"communication hook {self.name!r} keeps its state by parameter name, but this bucket"
+                f" ({type(bucket).__name__}) has no `names`. Use it with lightning_ddp.BucketedDDP."
             )
         return tuple(names)
 
@@ -413,7 +413,10 @@ class StatefulHook(Hook):
         self._pending = {}
         self.step = int(state["step"])
         if dropped:
-            notes.append(f"state of hook {self.name!r} was dropped for unknown {', '.join(sorted(dropped))}")
+            notes.append(
+                f"state of hook {self.name!r} was dropped for unknown parameters:"
+                f" {', '.join(sorted(dropped))}"
+            )
         changed = {k: v for k, v in state["options"].items() if asdict(self.options).get(k) != v}
         if changed:
             notes.append(f"hook {self.name!r} was saved with other options: {changed}")

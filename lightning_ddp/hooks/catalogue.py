@@ -18,7 +18,7 @@ from lightning_ddp.hooks.base import Hook, HookOptions
 _HOOKS: Catalogue[Hook] = Catalogue(
     "communication hook",
     Hook,
-    remark=". A function of your own is given alone, with ddp_comm_wrapper for what is around it.",
+    remark=". Pass a function of your own by itself, and wrap it with ddp_comm_wrapper.",
 )
 
 
@@ -127,13 +127,13 @@ def _check_composition(names: Sequence[str]) -> None:
     for name in outer:
         if name not in encoders:
             raise ConfigurationError(
-                f"communication hook {name!r} cannot be wrapped around {inner!r}: only"
-                f" {', '.join(encoders)} can, as they encode what another hook sends"
+                f"communication hook {name!r} cannot be wrapped around {inner!r}. Only"
+                f" {', '.join(encoders)} can be, as they encode the values that another hook sends."
             )
     if len(outer) > 1:
         raise ConfigurationError(
-            f"communication hooks {', '.join(map(repr, outer))} around {inner!r}: what is sent is encoded"
-            " once, so there can be one of them"
+            f"communication hooks {', '.join(map(repr, outer))} around {inner!r}: values are encoded once,"
+            " so only one of them can be used"
         )
     if outer and inner in encoders:
         raise ConfigurationError(
@@ -142,7 +142,7 @@ def _check_composition(names: Sequence[str]) -> None:
     if outer and inner not in takers:
         raise ConfigurationError(
             f"communication hook {outer[0]!r} cannot be wrapped around {inner!r}, which sends no"
-            f" floating-point tensors that it could encode; {', '.join(takers)} do"
+            f" floating-point tensors to encode. It can be wrapped around {', '.join(takers)}."
         )
 
 

@@ -293,8 +293,8 @@ def _describe_unpicklable(config: Any, what: str, error: Exception) -> str:
             _dumps(value)
         except Exception as reason:  # noqa: BLE001 (classes raise what they like)
             return (
-                f"{what} cannot be handed to the child processes: the value of `{key}`, a"
-                f" {type(value).__qualname__}, does not pickle: {reason}. Put what describes it into the"
+                f"{what} cannot be passed to the child processes, because the value of `{key}`, a"
+                f" {type(value).__qualname__}, does not pickle: {reason}. Put a description of it into the"
                 " configuration, such as a name, and make the object in your function."
             )
-    return f"{what} cannot be handed to the child processes: it does not pickle: {error}"
+    return f"{what} cannot be passed to the child processes, because it does not pickle: {error}"

@@ -145,7 +145,8 @@ class Jobs:
         except RuntimeError as error:  # torch's DistStoreError
             warnings.warn(
                 f"rank 0 has not called hydra.compose({config_name!r}, {overrides!r}) within"
-                f" {_COMPOSED_WITHIN.total_seconds():g} s, so this rank composes by itself ({error})",
+                f" {_COMPOSED_WITHIN.total_seconds():g} s, so this rank composes its own configuration"
+                f" ({error})",
                 stacklevel=4,
             )
             return None
@@ -261,10 +262,11 @@ def share_job(store: Any, *, rank: int) -> None:
     differing = _read_rank_0(store, config, rank)
     if differing:
         warnings.warn(
-            f"rank {rank}: these values of the configuration had been read before the ranks met, and"
-            f" differ from rank 0's: {'; '.join(differing[:_SHOWN])}. From now on rank 0's are read. Let"
-            " hydra.run.dir and what the ranks must share depend on something that they have in common,"
-            " such as ${oc.env:SLURM_JOB_ID}, or start them with torchrun, under which they agree first.",
+            f"rank {rank}: these values of the configuration were read before the ranks were connected, and"
+            f" differ from rank 0's: {'; '.join(differing[:_SHOWN])}. Rank 0's values are used from now on."
+            " Let hydra.run.dir and other shared values depend on something that all ranks have in common,"
+            " such as ${oc.env:SLURM_JOB_ID}, or start the ranks with torchrun, under which they agree"
+            " first.",
             stacklevel=2,
         )
 

@@ -460,7 +460,7 @@ class Reconciliation:
         """Reports what ended the run on this rank, and makes its collectives fail instead of waiting."""
         failure = None
         if self.calls is not None and not self._is_left_behind(error):
-            self.calls.decline(f"rank {self.identity.rank if self.identity else -1} cannot go on: {error}")
+            self.calls.decline(f"rank {self.identity.rank if self.identity else -1} cannot continue: {error}")
         for _ in range(_MOST_INTERRUPTIONS):
             try:
                 failure = self._explain(error)

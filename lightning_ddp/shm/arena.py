@@ -96,7 +96,7 @@ def open_arena(pid: int, ticket: tuple[int, int, bytes]) -> Arena:
     path = f"/proc/{pid}/fd/{number}"
     found = os.readlink(path)
     if not found.startswith(f"/memfd:{_NAME}"):  # in another container the number means another process
-        raise OSError(f"{path} is {found}, no memory of this package")
+        raise OSError(f"{path} is {found}, not shared memory of this package")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(descriptor, _TOKEN_BYTES, nbytes) != token:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.objects import all_gather_objects
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, one_of
 from lightning_ddp.shm.arena import are_semaphores_available
 
 Transport = Literal["auto", "gloo", "shared_memory"]
@@ -25,7 +25,7 @@ _logger = logging.getLogger("lightning_ddp")
 def check_transport(name: str) -> None:
     """Raises `ConfigurationError` for an unknown transport."""
     if name not in get_args(Transport):
-        raise ConfigurationError(f"transport={name!r}; there are {', '.join(map(repr, get_args(Transport)))}")
+        raise ConfigurationError(f"transport={name!r}: expected {one_of(map(repr, get_args(Transport)))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
         return None
     if device.type != "cpu" or group.backend(device) != "gloo":
         where = f"{group.backend(device)} on {device.type}" if device.type != "cpu" else group.backend(device)
-        give_up(group, f"it is for CPU ranks of gloo groups, and this is a group of {where}")
+        give_up(group, f"shared memory is for CPU ranks of gloo groups, but this is a group of {where}")
         return None
     is_able = are_semaphores_available() and hasattr(os, "memfd_create")
     mine = (host or _this_host(), os.getpid(), is_able, _processors())
@@ -91,7 +91,7 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
     )
     hosts = Hosts(rank=group.rank, by_host=by_host, pids=pids, processors=processors)
     if not hosts.are_shared:
-        give_up(group, "every rank is on a host of its own")
+        give_up(group, "every rank is on another host")
         return hosts
     unable = [str(rank) for rank, is_able in enumerate(abilities) if not is_able]
     if unable:
@@ -113,11 +113,11 @@ def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
     """
     if group.transport == "shared_memory":
         raise ConfigurationError(
-            f"rank {group.rank}: transport='shared_memory' cannot be used: {reason}. Use 'auto' to have it"
-            " where it can, or 'gloo'."
+            f"rank {group.rank}: transport='shared_memory' is not available: {reason}. Use 'auto' to use"
+            " shared memory where it is available, or 'gloo'."
         )
     if is_fault and group.rank == 0:
-        _logger.warning("tensors travel by gloo and not by shared memory: %s", reason)
+        _logger.warning("tensors travel over gloo instead of shared memory: %s", reason)
 
 
 def _processors() -> frozenset[int]:

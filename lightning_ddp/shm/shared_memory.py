@@ -96,7 +96,7 @@ class SharedMemory:
             ConfigurationError: they could not, and shared memory was asked for.
         """
         if not self.is_one_host and self._group.store is None:
-            self._obstacle = "the group has no store for a group of one rank a host"
+            self._obstacle = "the group has no store to create a group with one rank per host"
         try:
             self._own.insert(0, self._make_control())
         except OSError as error:
@@ -246,8 +246,9 @@ class SharedMemory:
             if call[3:] != calls[0][3:] or call[0] != calls[0][0]:
                 first, other = (f"{c[3]} elements of {_DTYPES[c[4]]}" for c in (calls[0], call))
                 raise RuntimeError(
-                    f"rank {self._group.rank}: in all-reduce {self._number} rank {self._ranks[0]} has {first}"
-                    f" and rank {self._ranks[index]} has {other}: the ranks do not reduce the same"
+                    f"rank {self._group.rank}: in all-reduce {self._number} rank {self._ranks[0]} has"
+                    f" {first} but rank {self._ranks[index]} has {other}: the ranks reduce different"
+                    " tensors"
                 )
 
     # ------------------------------------------------------------------ waits
@@ -294,8 +295,8 @@ class SharedMemory:
                 self._on_slice(time.monotonic() - start)
             if time.monotonic() - start > self._timeout_s:
                 raise RuntimeError(
-                    f"rank {self._group.rank}: rank {rank} did not come to all-reduce"
-                    f" {self._number} over shared memory within {self._timeout_s:g} s"
+                    f"rank {self._group.rank}: rank {rank} did not start all-reduce {self._number} over"
+                    f" shared memory within {self._timeout_s:g} s"
                 )
 
     def _absent(self, index: int) -> tuple[int, ...]:
@@ -381,7 +382,7 @@ def open_staging(group: Group, device: torch.device) -> Staging | None:
 def _check_not_ending() -> None:
     """Raises, in the waits of jobs, once the interpreter ends and nobody needs the result."""
     if Worker.is_ending.is_set():
-        raise RuntimeError("the interpreter ends")
+        raise RuntimeError("the interpreter is exiting")
 
 
 class Work:

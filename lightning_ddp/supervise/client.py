@@ -111,8 +111,9 @@ class Watch:
             connection = socket.create_connection(where, timeout=self._settings.heartbeat_timeout_s)
         except OSError as error:
             raise RendezvousError(
-                f"rank {self.identity.rank}: cannot reach the control server at {where[0]}, port {where[1]}:"
-                f" {error}. Check that the first node is up and that no firewall is in between."
+                f"rank {self.identity.rank}: cannot reach the control server at {where[0]}, port"
+                f" {where[1]}: {error}. Check that the first node is up and that no firewall blocks the"
+                " connection."
             ) from error
         connection.settimeout(None)
         keep_alive(connection, self._settings.heartbeat_timeout_s)
@@ -163,8 +164,9 @@ class Watch:
             check()
             if time.monotonic() > deadline:
                 raise RendezvousError(
-                    f"rank {self.identity.rank}: after {timeout_s:g} s not all ranks have arrived; there are"
-                    f" {self.who_is_here()}. Check that the program was started on every node."
+                    f"rank {self.identity.rank}: after {timeout_s:g} s not all ranks have arrived;"
+                    f" connected are {self.who_is_here()}. Check that the program was started on every"
+                    " node."
                 )
 
     def who_is_here(self) -> list[int] | None:
@@ -304,8 +306,8 @@ class Watch:
         is_elsewhere = self.identity.node_rank != server.node_rank
         if is_elsewhere and isinstance(self._settings.recovery, ReplaceSettings):
             text += (
-                "\n  The others may go on. Then this node is let in again when the same program is started"
-                f" here with the same NODE_RANK={self.identity.node_rank}"
+                "\n  The other ranks may continue. This node can join again: start the same program here"
+                f" with the same NODE_RANK={self.identity.node_rank}"
             )
         self.has_lost_server = self.failure is None
         self._learn(FailureRecord.of_identity(server, text))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from lightning_ddp.errors import ConfigurationError, closest
+from lightning_ddp.errors import ConfigurationError, closest, one_of
 
 __all__ = [
     "PreemptionSettings",
@@ -27,7 +27,7 @@ _NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 
 def _check_number(name: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least:
-        raise ConfigurationError(f"on_failure: {name}={value!r}; expected a whole number of at least {least}")
+        raise ConfigurationError(f"on_failure: {name}={value!r}: expected an integer of at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class RecoverySettings:
         _check_number("min_world_size", self.min_world_size, 1)
         _check_number("max_recoveries", self.max_recoveries, 1)
         if self.batch not in ("rank", "global"):
-            raise ConfigurationError(f"on_failure: batch={self.batch!r}; there are 'rank', 'global'")
+            raise ConfigurationError(f"on_failure: batch={self.batch!r}: expected 'rank' or 'global'")
         if type(self.exceptions) is not bool:
-            raise ConfigurationError(f"on_failure: exceptions={self.exceptions!r}; expected True or False")
+            raise ConfigurationError(f"on_failure: exceptions={self.exceptions!r}: expected True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ReplaceSettings(RecoverySettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if type(self.wait_s) not in (int, float) or not 0 <= self.wait_s < math.inf:
-            raise ConfigurationError(f"on_failure: wait_s={self.wait_s!r}; expected seconds of at least 0")
+            raise ConfigurationError(f"on_failure: wait_s={self.wait_s!r}: expected seconds of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class PreemptionSettings:
     def __post_init__(self) -> None:
         if self.signal not in _NOTICES:
             raise ConfigurationError(
-                f"on_preemption: signal={self.signal!r}; there are {', '.join(map(repr, _NOTICES))}"
+                f"on_preemption: signal={self.signal!r}: expected {one_of(map(repr, _NOTICES))}"
             )
 
     @property
@@ -120,11 +120,11 @@ def _parse(
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = str(options.pop("name", None))
     if name not in kinds:
-        raise ConfigurationError(f"{argument}={spec!r}; there are {', '.join(map(repr, kinds))}")
+        raise ConfigurationError(f"{argument}={spec!r}: expected {one_of(map(repr, kinds))}")
     kind = kinds[name]
     if kind is None:
         if options:
-            raise ConfigurationError(f"{argument}='stop' has no options, and was given {', '.join(options)}")
+            raise ConfigurationError(f"{argument}='stop' has no options, but was given {', '.join(options)}")
         return None
     known = [field.name for field in fields(kind)]
     for option in options:
@@ -157,8 +157,8 @@ class ReconcileSettings:
     def __post_init__(self) -> None:
         if not self.heartbeat_timeout_s >= _LEAST_HEARTBEAT_S:
             raise ConfigurationError(
-                f"heartbeat_timeout_s={self.heartbeat_timeout_s}: expected seconds, at least"
-                f" {_LEAST_HEARTBEAT_S:g}"
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s}: expected at least {_LEAST_HEARTBEAT_S:g}"
+                " seconds"
             )
         if self.stall_timeout_s is not None and not self.stall_timeout_s > 0:
             raise ConfigurationError(f"stall_timeout={self.stall_timeout_s} s: expected a time above 0")

@@ -103,15 +103,15 @@ def load_folder(folder: Path) -> list[Recording]:
     found = sorted((int(match[1]), path) for match, path in matches if match is not None)
     if not found:
         raise ConfigurationError(
-            f"{folder} holds no recording (rank0.json, rank1.json ...):"
-            " CommunicationMonitor(timeline=folder) writes them at the end of a fit"
+            f"{folder} has no recording (rank0.json, rank1.json ...). CommunicationMonitor(timeline=folder)"
+            " writes them at the end of a fit."
         )
     recordings = [_load(path) for _, path in found]
     sizes = {recording.world_size for recording in recordings}
     if len(sizes) > 1:
         raise ConfigurationError(
-            f"{folder} holds recordings of runs with {' and '.join(map(str, sorted(sizes)))} ranks; use a"
-            " folder of its own for each run"
+            f"{folder} has recordings of runs with {' and '.join(map(str, sorted(sizes)))} ranks. Use a"
+            " folder of its own for each run."
         )
     return recordings
 
@@ -121,7 +121,7 @@ def _load(path: Path) -> Recording:
         document = json.loads(path.read_text())
         if document["version"] != _VERSION:
             raise ConfigurationError(
-                f"{path} has format {document['version']}, this version reads format {_VERSION}"
+                f"{path} has format {document['version']}, but this version reads format {_VERSION}"
             )
         return Recording(
             rank=int(document["rank"]),
@@ -133,7 +133,7 @@ def _load(path: Path) -> Recording:
     except ConfigurationError:
         raise
     except (KeyError, TypeError, ValueError, OSError) as error:
-        raise ConfigurationError(f"{path} is no recording: {type(error).__name__}: {error}") from error
+        raise ConfigurationError(f"{path} is not a recording: {type(error).__name__}: {error}") from error
 
 
 def _step(values: dict[str, Any]) -> StepRecord:
@@ -437,7 +437,7 @@ def draw(lanes: Sequence[Lane], path: Path) -> None:
     axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
     axes.set_xlabel("milliseconds since the first forward that is shown")
     steps = sorted({span.step for lane in lanes for span in lane.spans})
-    figure.suptitle(f"Steps {steps[0]} to {steps[-1]}: what each rank computes, and the way of its buckets")
+    figure.suptitle(f"Steps {steps[0]} to {steps[-1]}: computation and bucket communication of each rank")
     keys = [Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()]
     axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5)
     figure.savefig(path, dpi=150)
