@@ -577,7 +577,7 @@ def test_loading_says_what_it_cannot_keep():
         ({"name": "diloco", "encoding": "int4"}, "encoding='int4': expected 'fp32', 'bf16' or 'int8'"),
         ({"name": "slowmo", "optimizer_state": "x"}, "expected 'keep', 'average' or 'reset'"),
         ({"name": "hierarchical_sgd"}, "periods"),
-        ({"name": "hierarchical_sgd", "periods": {4: 2, 2: 4}}, "have to rise together"),
+        ({"name": "hierarchical_sgd", "periods": {4: 2, 2: 4}}, "increase together"),
         ({"name": "hierarchical_sgd", "periods": {2: 2, 3: 4}}, "a multiple of the one before"),
         ({"name": "streaming_diloco", "period": 10}, "num_fragments=4: expected a divisor of period=10"),
         ({"name": "streaming_diloco", "period": 8, "delay": 2}, "delay=2: expected from 0 and below 2"),
@@ -595,7 +595,7 @@ def test_groups_that_do_not_fit_the_ranks_are_refused():
         optimizer = torch.optim.SGD(module.parameters(), lr=LR)
         for periods in ({2: 2}, {2: 2, 4: 3}):
             spec = {"name": "hierarchical_sgd", "periods": periods}
-            with pytest.raises(ConfigurationError, match=r"with 3 ranks; the last group has to be all"):
+            with pytest.raises(ConfigurationError, match=r"with 3 ranks: the last group must have all"):
                 build_averager(spec, module, [optimizer], group)
 
     run_threads(rank_main, 3)

@@ -134,7 +134,7 @@ def test_momentum_is_not_applied_twice():
         run.model.reducer.set_hook(None, None)
         communication.register(run.model, Group(group), CPU, node_size=1, loss_scale=lambda: 1.0)
         optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1, momentum=0.9)
-        with pytest.raises(ConfigurationError, match="would both be applied. Set one of them to 0"):
+        with pytest.raises(ConfigurationError, match="would both be applied"):
             communication.start(run.module, [optimizer], Group(group))
 
     run_threads(rank_main, 1)

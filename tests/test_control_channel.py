@@ -924,8 +924,8 @@ def test_the_token_is_in_the_environment_or_in_the_store(monkeypatch, has_token)
             monkeypatch.delenv("LIGHTNING_DDP_TOKEN")
         else:
             monkeypatch.setenv("LIGHTNING_DDP_TOKEN", TOKEN)
-        words = "set for rank 0 and not here" if has_token else "set here and not for rank 0"
-        with pytest.raises(ConfigurationError, match=f"LIGHTNING_DDP_TOKEN is {words}: set it to the same"):
+        words = "set for rank 0 but not here" if has_token else "set here but not for rank 0"
+        with pytest.raises(ConfigurationError, match=f"LIGHTNING_DDP_TOKEN is {words}"):
             session.find_server(store)
     finally:
         server.close()

@@ -129,9 +129,9 @@ def test_a_catalogue_has_what_the_files_beside_its_base_class_derive(tmp_path, m
         ({"name": "int8", "block": 3}, "'int8': block=3: expected a multiple of 8"),
         ({"rank": 3}, "expected a name or a mapping with 'name'"),
         ([], "expected a name, a mapping with 'name', or a list"),
-        (["powersgd", "bf16"], "'powersgd' cannot be wrapped around 'bf16': only bf16, fp16, fp8, int8 can"),
+        (["powersgd", "bf16"], "'powersgd' cannot be wrapped around 'bf16'. Only bf16, fp16, fp8, int8 can"),
         (["bf16", "int8"], "'bf16' around 'int8': both encode the same numbers"),
-        (["bf16", "fp16", "topk"], "'bf16', 'fp16' around 'topk': what is sent is encoded once"),
+        (["bf16", "fp16", "topk"], "'bf16', 'fp16' around 'topk': values are encoded once"),
         (["bf16", "sign"], "'sign', which sends no floating-point tensors"),
     ],
 )

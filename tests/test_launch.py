@@ -748,7 +748,7 @@ def test_what_does_not_pickle_is_an_error_that_names_another_way_to_start(start_
 
 
 def test_several_nodes_need_a_port_that_all_know() -> None:
-    with pytest.raises(ConfigurationError, match="num_nodes=2, but MASTER_PORT is not set. Set MASTER_ADDR"):
+    with pytest.raises(ConfigurationError, match="num_nodes=2, but MASTER_PORT is not set"):
         rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=2, node_rank=0)
 
 

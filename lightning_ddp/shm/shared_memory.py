@@ -247,7 +247,7 @@ class SharedMemory:
                 first, other = (f"{c[3]} elements of {_DTYPES[c[4]]}" for c in (calls[0], call))
                 raise RuntimeError(
                     f"rank {self._group.rank}: in all-reduce {self._number} rank {self._ranks[0]} has"
-                    f" {first} but rank {self._ranks[index]} has {other}: the ranks reduce different"
+                    f" {first} and rank {self._ranks[index]} has {other}: the ranks reduce different"
                     " tensors"
                 )
 
