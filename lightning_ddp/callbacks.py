@@ -31,32 +31,33 @@ _MB = 1_000_000
 
 
 class CommunicationMonitor(Callback):
-    """Logs what communication costs, and names a rank that makes the others wait.
+    """Log what communication costs, and name ranks that make the others wait.
 
-    Every `every_n_steps` synchronised steps it gives all loggers, as medians over these steps:
+    Every `every_n_steps` synchronized steps it passes medians over these steps to all loggers:
     `communication/step_ms`, from forward to forward; `.../exposed_ms`, communication that backward does not
-    hide; `.../overlap_percent`, the share that it hides; `.../megabytes` of gradients a step;
-    `.../gigabytes_per_s` while buckets are on their way; and `.../lateness_ms/rank<r>` or, with more than 16
-    ranks, `.../lateness_ms/max`: how long after the first rank each one had its gradients. These times are
-    taken before the collectives, as after them all ranks are equally late; and they are compared by the ends
-    of the collectives, which are common, so that clocks of hosts need not agree. They are exact up to the
-    time that a message takes between ranks. Lateness is what the ranks knew one interval before.
+    hide; `.../overlap_percent`, the share of communication that backward hides; `.../megabytes` of gradients
+    per step; `.../gigabytes_per_s` while buckets are reduced; and `.../lateness_ms/rank<r>` or, with more
+    than 16 ranks, `.../lateness_ms/max`: the time from the first rank's gradients to those of rank r.
+    Lateness is measured before the collectives, after which all ranks are equally late, and relative to their
+    common ends, so that clocks of hosts need not agree. It is exact up to the time of a message between
+    ranks, and lags by one interval.
 
-    The ranks exchange a number a step, once an interval, over the control channel: no collective. Where that
-    is off (PL_RECONCILE_PROCESS=0) and with one process there is no lateness. Steps without synchronisation
-    (`accumulate_grad_batches`, local training) are not counted.
+    The ranks exchange one number per step, once per interval, over the control channel, without a
+    collective. Without the control channel (PL_RECONCILE_PROCESS=0) and with one process there is no
+    lateness. Steps without synchronization (`accumulate_grad_batches`, local training) are not counted.
 
     Args:
-        every_n_steps: length of the interval; the same on all ranks.
-        slow_after_steps: a rank that is late in so many steps in a row is named in a warning, which rank 0
-            shows: at this number and whenever it has doubled.
-        late_fraction: what counts as late: so much of a step after the rank in the middle.
-        timeline: folder into which each rank writes its last steps at the end of the fit, also where it
-            fails, as `rank<r>.json`; `python -m lightning_ddp timeline <folder>` draws them. One folder a
-            run. On nodes without a common disk, copy the files together.
+        every_n_steps: Number of steps in an interval; the same on all ranks.
+        slow_after_steps: Number of consecutive late steps after which rank 0 warns about a rank; it warns
+            again whenever this number has doubled.
+        late_fraction: Delay after the median rank, as a fraction of a step, from which a rank counts as late.
+        timeline: Folder to which each rank writes its last steps at the end of the fit, or None for no
+            files. The files `rank<r>.json` are also written if the fit fails;
+            `python -m lightning_ddp timeline <folder>` draws them. Use one folder per run. On nodes without
+            a common disk, copy the files together.
 
     Raises:
-        ConfigurationError: a number is out of range, or, in `fit`, the strategy is another one.
+        ConfigurationError: A number is out of range, or, in `fit`, the strategy is another one.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class CommunicationMonitor(Callback):
         self.late_fraction = late_fraction
         self.timeline = None if timeline is None else Path(timeline)
         self.recorder: StepRecorder | None = None
-        """What the last steps of this rank did, while it fits and after."""
+        """Recorder of this rank's last steps, during the fit and after it; None before."""
         self._wrapped: BucketedDDP | None = None
         self._records: list[StepRecord] = []
         self._exchange: _Exchange | None = None
@@ -86,7 +87,7 @@ class CommunicationMonitor(Callback):
         self._first_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins to record."""
+        """Start recording."""
         model = trainer.strategy.model
         if not isinstance(model, BucketedDDP):
             raise ConfigurationError(
@@ -100,13 +101,13 @@ class CommunicationMonitor(Callback):
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
 
     def on_world_changed(self, trainer: Trainer, pl_module: LightningModule, change: WorldChange) -> None:
-        """Goes on with the ranks that there are now."""
+        """Continue recording with the current ranks."""
         if self.recorder is None or self._exchange is None:
             return
         step = change.step - self._first_step
         self.recorder.begin_again(step)
         self.recorder.take()
-        self._records = []  # of an interval that the others may have counted otherwise
+        self._records = []  # drop the partial interval: ranks may have counted it differently
         self._slow = SlowRanks(self.slow_after_steps)
         self._exchange.close()
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
@@ -123,7 +124,7 @@ class CommunicationMonitor(Callback):
         )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Once an interval: logs, and tells rank 0 how late this one was."""
+        """Log once per interval, and send this rank's delays to rank 0."""
         if self.recorder is None or self._exchange is None:
             return
         if len(self._records) + self.recorder.num_new < self.every_n_steps:
@@ -151,11 +152,11 @@ class CommunicationMonitor(Callback):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends recording."""
+        """Stop recording."""
         self.on_fit_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends recording."""
+        """Stop recording."""
         if self._wrapped is not None:
             self._wrapped.record_steps(0)
             self._wrapped = None
@@ -180,7 +181,7 @@ class CommunicationMonitor(Callback):
 
 
 def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Medians over successive steps, by the names that the monitor logs, without their prefix."""
+    """Return medians over successive steps, by logged metric name without its prefix."""
     starts = [r.backward_start if r.forward_start is None else r.forward_start for r in records]
     steps = [(b - a) / _NS_PER_MS for a, b in pairwise(starts)]
     busy_s = sum(record.communication_s for record in records)
@@ -213,7 +214,7 @@ def _lateness_metrics(known: Lateness) -> dict[str, float]:
 
 
 class _Exchange:
-    """Brings the slacks of all ranks to the first one, over the control channel."""
+    """Exchange of the slacks of all ranks over the control channel, collected on the first rank."""
 
     def __init__(self, world_size: int, *, is_first: bool) -> None:
         self.hosts: dict[int, str] = {}
@@ -226,27 +227,27 @@ class _Exchange:
             self._inspector.listen(_TOPIC, self._hear)
 
     def tell(self, records: Sequence[StepRecord]) -> None:
-        """Sends the slacks of an interval."""
+        """Send the slacks of an interval."""
         if self._world_size > 1:
             slacks = [None if (ns := record.slack_ns) is None else ns // _NS_PER_US for record in records]
             value = {"first": records[0].step, "us": slacks, "host": socket.gethostname()[:80]}
             self._inspector.tell(0, _TOPIC, value)
 
     def _hear(self, rank: int, value: Any) -> None:
-        """In the thread of the channel."""
+        """Receive the slacks of a rank, in the channel's thread."""
         with self._lock:
             self.hosts[rank] = value["host"]
             self._windows.setdefault(value["first"], {})[rank] = value["us"]
-            while len(self._windows) > _MOST_WINDOWS:  # some rank never said anything of it
+            while len(self._windows) > _MOST_WINDOWS:  # a rank never reported this interval
                 del self._windows[min(self._windows)]
 
     def collect(self) -> list[Lateness]:
-        """The intervals of which all ranks have told, in their order."""
+        """Return the intervals that all ranks have reported, in order."""
         with self._lock:
             firsts = sorted(self._windows)
             whole = [first for first in firsts if len(self._windows[first]) == self._world_size]
             return [lateness(first, self._windows.pop(first)) for first in whole]
 
     def close(self) -> None:
-        """Hears no more."""
+        """Stop receiving."""
         self._inspector.listen(_TOPIC, None)

@@ -27,7 +27,7 @@ from lightning_ddp.tools.recorded_run import Report, Timeline
 
 
 class Command(Protocol):
-    """What a module has to offer to become a command."""
+    """Interface of a module that is a command."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's options on its own parser."""

@@ -27,13 +27,13 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 
 KEY = "lightning_ddp"
-"""Entry of the checkpoint."""
+"""Key of the package's state in a checkpoint."""
 _TOKEN_CHARACTERS = 8
 _ERROR_CHARACTERS = 200
 
 
 def rank_file(checkpoint: str | Path, rank: int, token: str) -> str:
-    """The file of one rank beside a checkpoint.
+    """Return the path of one rank's file beside a checkpoint.
 
     >>> rank_file("runs/last.ckpt", 3, "0123456789abcdef")
     'runs/last.ckpt.rank3.01234567.pt'
@@ -49,7 +49,7 @@ def save_state(
     device: torch.device,
     write: Callable[[dict[str, Any], str], None],
 ) -> None:
-    """Adds the shared state to a checkpoint and writes this rank's file. All ranks call it; communicates.
+    """Add the shared state to a checkpoint and write this rank's file. All ranks call it; communicates.
 
     It returns once all have written theirs; parameters are in agreement before, and rank 0 writes the
     checkpoint to `path` afterwards.
@@ -71,7 +71,7 @@ def save_state(
 def add_shared(
     communication: Communication, checkpoint: MutableMapping[str, Any], path: str, world_size: int
 ) -> None:
-    """Adds the shared state to a checkpoint that one rank writes without the others."""
+    """Add the shared state to a checkpoint that one rank writes without the others."""
     if communication.has_state:
         header = {"token": uuid.uuid4().hex, "name": Path(path).name, "has_rank_files": False}
         checkpoint[KEY] = {**communication.shared_state(world_size), **header}
@@ -85,7 +85,7 @@ def load_state(
     names: Iterable[str],
     read: Callable[[str], dict[str, Any]],
 ) -> list[str]:
-    """Takes over what `save_state` has saved. Does not communicate.
+    """Restore the state that `save_state` has saved. Does not communicate.
 
     Args:
         communication: of the run that resumes.
@@ -110,7 +110,7 @@ def load_state(
 
 
 def remove_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = ()) -> None:
-    """Removes the files of one rank beside a checkpoint, but those of the savings with a token in `keep`."""
+    """Remove one rank's files beside a checkpoint, except those with a token in `keep`."""
     system, path = fsspec.core.url_to_fs(str(checkpoint))
     folder, _, name = path.rpartition("/")
     kept = {rank_file(name, rank, token) for token in keep}

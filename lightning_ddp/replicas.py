@@ -34,7 +34,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Runs `module` on chunks of the inputs, one a device, and joins the outputs; differentiable.
+    """Run `module` on chunks of the inputs, one per device, and join the outputs; differentiable.
 
     Called by one thread. Gradients are those of the module on the whole batch, unless it mixes samples:
     BatchNorm normalises each chunk by itself, and the running statistics are those of replica 0.
@@ -72,7 +72,7 @@ def data_parallel(
 
 
 class DataParallel(nn.Module):
-    """`data_parallel` as a module, for use in place of `module`; keys of its `state_dict` begin `module.`.
+    """`data_parallel` as a module, used instead of `module`; `state_dict` keys begin with `module.`.
 
     Does not communicate across processes. `BucketedDDP(DataParallel(module, devices))` does: several
     processes with several devices each.
@@ -106,7 +106,7 @@ class DataParallel(nn.Module):
         self.dim = dim
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module on chunks of the inputs; see `data_parallel`."""
+        """Run the module on chunks of the inputs; see `data_parallel`."""
         return data_parallel(self.module, inputs, self.devices, self.output_device, self.dim, kwargs)
 
 
@@ -136,7 +136,7 @@ class _Copies(torch.autograd.Function):
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """Copies of `module`, one a device, whose gradients flow back into it.
+    """Copy `module` to each device; gradients of the copies flow back into it.
 
     Called by one thread, before each forward. Under `torch.no_grad` the replicas are detached.
 
@@ -225,7 +225,7 @@ def parallel_apply(
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[Any]:
-    """Runs each replica on its inputs, in a thread each (one replica: in this thread); outputs in order.
+    """Run each replica on its inputs in a thread of its own; return the outputs in order.
 
     The caller's grad and inference mode, autocast and current CUDA streams hold in the threads, where the
     replica's device is current. The CPU's random numbers are drawn from one generator, in any order.
@@ -301,7 +301,7 @@ def _with_index(error: Exception, index: int, device: torch.device | None) -> Ex
 
 
 def scatter(inputs: T, devices: Sequence[Device], dim: int = 0) -> list[T]:
-    """Splits every tensor in nested containers into chunks along `dim`, one a device.
+    """Split every tensor in nested containers into chunks along `dim`, one per device.
 
     Containers are tuples, namedtuples, lists, dicts and dataclasses. All else is repeated, as the same
     object. A batch of 3 on 2 devices gives chunks of 2 and 1; a batch of 1 gives one chunk. Chunks are
@@ -327,7 +327,7 @@ class _Arguments(NamedTuple):
 def scatter_kwargs(
     inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, devices: Sequence[Device], dim: int = 0
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """`scatter` of positional and keyword arguments, in equally many results.
+    """Scatter positional and keyword arguments into equally many results.
 
     The side without tensors is repeated, or padded with `()` or `{}`. Without any argument: one call.
 
@@ -341,7 +341,7 @@ def scatter_kwargs(
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
-    """Concatenates the replicas' outputs along `dim` on `device`, in nested containers; differentiable.
+    """Concatenate the replicas' outputs along `dim` on `device`, in nested containers; differentiable.
 
     Outputs are alike but for the tensors' size along `dim`. Tensors without dimensions become a vector, with
     a warning. What is no tensor must be the same in all. As device an int is a CUDA device.
@@ -355,7 +355,7 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
 
 
 def _open(obj: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | None:
-    """What a container holds, by how one writes the access, and how to build another; None for a leaf."""
+    """Return a container's items with the text of their access, and its rebuild function; None for a leaf."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):  # a namedtuple
         return {f".{name}": getattr(obj, name) for name in obj._fields}, type(obj)._make  # type: ignore[attr-defined]
     if isinstance(obj, (list, tuple)):
@@ -473,7 +473,7 @@ def as_devices(devices: Sequence[Device] | None) -> list[torch.device]:
 
 
 def as_device(device: Device) -> torch.device:
-    """The device with its index, so that two names of one device are equal."""
+    """Return the device with its index, so that equal devices compare equal."""
     found = torch.device("cuda", max(device, 0)) if isinstance(device, int) else torch.device(device)
     if found.type == "cpu":
         return torch.device("cpu")

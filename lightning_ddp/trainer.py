@@ -13,7 +13,7 @@ _GPUS_FORMS = 'a number of GPUs, -1 for all, a list of indices, or a string such
 
 
 class Trainer(LightningTrainer):
-    """Lightning's Trainer that also takes `gpus=` and `num_processes=`.
+    """Lightning's Trainer with the arguments `gpus=` and `num_processes=` of Lightning 1.5.
 
     Of `lightning.pytorch` where that has been imported, and `pytorch_lightning` has not.
 
@@ -40,7 +40,7 @@ class Trainer(LightningTrainer):
 
 
 def trainer_class() -> type[Trainer]:
-    """`Trainer`, below Lightning's own if that has been imported, as what looks at its bases has to know."""
+    """Return `Trainer`, below Lightning's own class if that has been imported."""
     return next((bind(Trainer, root) for root in loaded_roots()), Trainer)
 
 

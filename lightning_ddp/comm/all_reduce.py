@@ -44,7 +44,7 @@ _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32}
 
 
 def reduce_op(op: Any) -> Any:
-    """A `ReduceOp` from its name, or the operation itself.
+    """Return the `ReduceOp` of a name, or the given operation itself.
 
     Raises:
         ConfigurationError: the name is unknown.
@@ -113,7 +113,7 @@ def all_reduce(
     timeout: timedelta | None = None,
     label: str = "all_reduce",
 ) -> Handle[torch.Tensor]:
-    """Reduces `tensor` over all ranks in place, in one collective, and returns it.
+    """Reduce `tensor` over all ranks in place, in one collective, and return it.
 
     Args:
         group: the ranks.
@@ -141,7 +141,7 @@ def all_reduce_coalesced(
     timeout: timedelta | None = None,
     label: str = "all_reduce_coalesced",
 ) -> None:
-    """Reduces each of `tensors` in place, with one collective for all of one dtype and device.
+    """Reduce each of `tensors` in place, with one collective per dtype and device.
 
     Args:
         tensors: of the same shapes and dtypes on all ranks, in one order.
@@ -167,7 +167,7 @@ def reduce(
     timeout: timedelta | None = None,
     label: str = "reduce",
 ) -> Handle[torch.Tensor]:
-    """Reduces `tensor` over all ranks, in place on group rank `dst`; on the others it stays as it was.
+    """Reduce `tensor` over all ranks in place on group rank `dst`; other ranks keep their tensor.
 
     On a backend without a reduce it is an all-reduce of a copy.
 
@@ -205,7 +205,7 @@ def reduce_scatter(
     timeout: timedelta | None = None,
     label: str = "reduce_scatter",
 ) -> Handle[torch.Tensor]:
-    """Reduces over all ranks and leaves part r of the result on rank r.
+    """Reduce over all ranks and leave part r of the result on rank r.
 
     On a backend without a reduce-scatter it is an all-reduce of which each rank keeps its part.
 

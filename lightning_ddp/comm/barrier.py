@@ -35,7 +35,7 @@ def barrier(
     timeout: timedelta | None = None,
     label: str | None = None,
 ) -> Handle[None]:
-    """Returns once all ranks have called it. All ranks call it; it communicates.
+    """Wait until all ranks have called this function. All ranks call it; communicates.
 
     Args:
         device: one that the group's backend serves.
@@ -59,7 +59,7 @@ def monitored_barrier(
     timeout: timedelta,
     label: str | None = None,
 ) -> Handle[None]:
-    """A barrier that names the ranks that have not called it in time. All ranks call it.
+    """Wait until all ranks have called this function, or name the ranks that have not.
 
     It goes through the group's key-value store and not through the backend, so that it is the same with
     every backend and does not harm the group when it fails. The first rank whose deadline passes decides who
@@ -143,7 +143,7 @@ def _missing(call: Call, verdict: str) -> CollectiveTimeoutError:
 
 
 def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
-    """The part of the store of torchrun's agent that is new in this attempt. All ranks call it.
+    """Return the part of the torchrun agent's store for this attempt. All ranks call it.
 
     It returns once rank 0 knows all.
 

@@ -33,14 +33,14 @@ _TRAVEL_AS_THEY_ARE = {
 _DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 _MOST_DIMS = 16
 CHUNK_BYTES = 25 * 2**20
-"""Most bytes of small tensors that are copied together, so that they travel in one collective."""
+"""Largest number of bytes of small tensors that are copied together into one collective."""
 _IN_PLACE_BYTES = 2**20
 Splits = Sequence[int]
 S = TypeVar("S", bound=torch.Tensor)
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor: a 1-D view of a type that every backend sends."""
+    """Return the elements of a contiguous tensor as a 1-D view of a type that every backend sends."""
     flat = tensor.detach().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -48,7 +48,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def filled(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The tensor, once it has these values."""
+    """Return the tensor once it has these values."""
     tensor.detach().copy_(values)
     return tensor
 
@@ -62,7 +62,7 @@ def broadcast(
     timeout: timedelta | None = None,
     label: str = "broadcast",
 ) -> Handle[torch.Tensor]:
-    """Overwrites `tensor` with that of group rank `src` and returns it.
+    """Overwrite `tensor` with that of group rank `src` and return it.
 
     Args:
         tensor: any shape and strides; the same shape and dtype on all ranks.
@@ -77,7 +77,7 @@ def broadcast(
 
 
 def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
-    """The tensors that have elements, those of one dtype and device together, up to so many bytes."""
+    """Group non-empty tensors by dtype and device, up to the given number of bytes."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[S]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -95,7 +95,7 @@ def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
 
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Gives tensors the values that stand one after the other in a flat one."""
+    """Fill tensors from consecutive values of a flat tensor."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         filled(tensor, part.view(tensor.shape))
 
@@ -103,7 +103,7 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 def broadcast_coalesced(
     group: Group, tensors: Sequence[torch.Tensor], src: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
-    """Overwrites `tensors` with those of group rank `src`. All ranks call it; it communicates.
+    """Overwrite `tensors` with those of group rank `src`. All ranks call it; communicates.
 
     They have the same shapes and dtypes on all ranks. Small tensors of one dtype and device travel together
     in chunks of at most `chunk_bytes`; a contiguous one of 1 MiB or more travels in place, without a copy.
@@ -139,7 +139,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def start_gather(call: Call, tensor: torch.Tensor) -> Handle[torch.Tensor]:
-    """Starts an all-gather of the tensors of all ranks, stacked."""
+    """Start an all-gather of the stacked tensors of all ranks."""
     group = call.group
     stacked = tensor.new_empty((group.size, *tensor.shape))
     outputs = [numbers(row) for row in stacked.unbind(0)]
@@ -165,7 +165,7 @@ def all_gather(
     timeout: timedelta | None = None,
     label: str = "all_gather",
 ) -> Handle[torch.Tensor]:
-    """The tensors of all ranks, stacked: shape (size, *tensor.shape), in rank order.
+    """Return the tensors of all ranks, stacked: shape (size, *tensor.shape), in rank order.
 
     Args:
         tensor: the same shape and dtype on all ranks; see `all_gather_uneven`.
@@ -188,7 +188,7 @@ def all_gather_uneven(
     timeout: timedelta | None = None,
     label: str = "all_gather_uneven",
 ) -> Handle[list[torch.Tensor]]:
-    """The tensors of all ranks, in rank order, which may differ in every dimension and in how many they have.
+    """Return the tensors of all ranks in rank order; they may differ in shape and number of dimensions.
 
     Two collectives: the shapes first, for which it waits in `start` as well, then the tensors, padded to
     the longest.
@@ -240,7 +240,7 @@ def gather(
     timeout: timedelta | None = None,
     label: str = "gather",
 ) -> Handle[torch.Tensor | None]:
-    """The tensors of all ranks, stacked, on group rank `dst`; None on the others.
+    """Return the stacked tensors of all ranks on group rank `dst`, and None on the others.
 
     On a backend without a gather it is an all-gather.
 
@@ -276,7 +276,7 @@ def scatter(
     timeout: timedelta | None = None,
     label: str = "scatter",
 ) -> Handle[torch.Tensor]:
-    """Overwrites `tensor` on rank r with part r of those that group rank `src` passed, and returns it.
+    """Overwrite `tensor` on rank r with part r of the tensors of group rank `src`, and return it.
 
     On a backend without a scatter it is a broadcast of all parts.
 
@@ -340,7 +340,7 @@ def all_to_all(
     timeout: timedelta | None = None,
     label: str = "all_to_all",
 ) -> Handle[torch.Tensor]:
-    """Sends each rank its rows of `tensor`; returns the rows that all ranks had for this one, in rank order.
+    """Send each rank its rows of `tensor`; return the rows received from all ranks, in rank order.
 
     Uneven splits cost an all-gather of the splits first, for which it waits in `start` as well, unless
     `output_splits` are given too. On a backend without an all-to-all it is an all-gather of everything,

@@ -33,7 +33,7 @@ from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError
 
 T = TypeVar("T")
 OnSlice = Callable[[float], None] | None
-"""Called after each expired slice of a wait with the seconds waited so far; may raise."""
+"""Function called after each expired slice of a wait with the seconds waited so far; may raise."""
 
 SLICE_S = 0.05
 """Longest time in seconds between two looks at signals and at the interrupt."""
@@ -156,7 +156,7 @@ def options_of(kind: Any, timeout: timedelta | None, **fields: Any) -> Any:
 
 
 class Group:
-    """What the engine needs of a process group: rank, size, store, collectives that return works, waits.
+    """A process group with the operations that the engine needs: collectives, waits, ranks and a store.
 
     Never uses the default group by itself, so ranks may be threads of one process. Methods that start a
     collective must be called by all ranks of the group in one order. Each wait raises what the interrupt
@@ -195,7 +195,7 @@ class Group:
 
     @property
     def store(self) -> Any | None:
-        """The key-value store that the group was made with, or None where torch does not tell."""
+        """Key-value store of the group, or None if torch does not know it."""
         if self._store is not None:
             return self._store
         get = getattr(self.process_group, "get_group_store", None)
@@ -205,13 +205,13 @@ class Group:
         return known[1] if known else None
 
     def next_number(self, of: Hashable) -> int:
-        """Counts from 0 what is made or sent over this process group; the same on all ranks that do alike."""
+        """Return a running number of this process group, from 0; the same on ranks that call it alike."""
         counts = self._counts.setdefault(self.process_group, Counter())
         counts[of] += 1
         return counts[of] - 1
 
     def backend(self, device: torch.device) -> str:
-        """Name of the backend that serves `device`: 'gloo', 'nccl' ...; 'python' for one in Python."""
+        """Return the backend that serves `device`: 'gloo', 'nccl' and so on; 'python' for one in Python."""
         name = self._names.get(device.type)
         if name is None:
             pg = self.process_group
@@ -223,7 +223,7 @@ class Group:
         return name
 
     def timeout_s(self, device: torch.device) -> float:
-        """After how many seconds the backend that serves `device` gives a collective up."""
+        """Return the seconds after which the backend that serves `device` gives up a collective."""
         backend = self.process_group
         if type(backend) is dist.ProcessGroup:
             backend = backend_of(backend, device)
@@ -233,7 +233,7 @@ class Group:
     # ------------------------------------------------------------------ collectives, not waited for
 
     def announce(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None = None) -> None:
-        """Notes a collective that is about to start; every method that starts one calls it first.
+        """Record a collective that is about to start; every method that starts one calls it first.
 
         With debug="detail" it returns once all ranks are about to start the same one.
 
@@ -260,7 +260,7 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Starts an in-place all-reduce; `op` defaults to the sum, `label` says what it is for.
+        """Start an in-place all-reduce; `op` defaults to the sum, `label` names its purpose.
 
         The tensor is contiguous, or sparse where the backend knows that. Complex numbers travel as pairs.
         The backend gives it up after `timeout`; None for the group's own.
@@ -278,7 +278,7 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Starts an in-place broadcast from group rank `src`."""
+        """Start an in-place broadcast from group rank `src`."""
         options = options_of(dist.BroadcastOptions, timeout, rootRank=src)
         start, kind = self.process_group.broadcast, f"broadcast from {src}"
         return self.start(kind, (tensor,), lambda: start([_as_real(tensor)], options), label=label)
@@ -291,7 +291,7 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Starts an all-gather into `outputs`, one tensor of the input's shape a rank."""
+        """Start an all-gather into `outputs`, one tensor of the input's shape per rank."""
         options = options_of(dist.distributed_c10d.AllgatherOptions, timeout)
         note_sent(outputs)
         start, filled = self.process_group.allgather, [[_as_real(output) for output in outputs]]
@@ -307,7 +307,7 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Starts a collective of the process group, which sends `tensors`; returns its work."""
+        """Start a collective of the process group that sends `tensors`; return its work."""
         self.announce(kind, tensors, label)
         note_sent(tensors)
         with without_engine_context():
@@ -327,7 +327,7 @@ class Group:
         *,
         on_host: bool = False,
     ) -> None:
-        """Waits for a work: on the CPU until done, with NCCL until it is queued on the current stream.
+        """Wait for a work: on the CPU until done, with NCCL until it is queued on the current stream.
 
         Args:
             work: what a collective of this group returned.
@@ -371,12 +371,12 @@ class Group:
         return True
 
     def wait_future(self, future: Any, on_slice: OnSlice = None) -> Any:
-        """Waits for a `torch.futures.Future` and returns its value."""
+        """Wait for a `torch.futures.Future` and return its value."""
         self.wait_done(future, on_slice)
         return future.wait()
 
     def wait_done(self, future: Any, on_slice: OnSlice = None, label: str = "communication hook") -> None:
-        """Waits until a future has a value or an error, which it does not raise."""
+        """Wait until a future has a value or an error, without raising the error."""
         if not future.done():
             with self._waiting(label, is_for_job=getattr(future, JOB_MARK, False)):
                 self._wait_done(future, on_slice)
@@ -387,14 +387,14 @@ class Group:
         self._in_slices(lambda: done.wait(SLICE_S), on_slice)
 
     def wait_call(self, call: InThread[Any], label: str, on_slice: OnSlice = None) -> None:
-        """Waits for a call in a thread as `wait` does for a work; raises nothing that the call does."""
+        """Wait for a call in a thread as `wait` does for a work, without raising its error."""
         with self._waiting(label):
             call.wait(lambda waited_s: self._look(waited_s, on_slice))
 
     # ------------------------------------------------------------------ devices
 
     def wait_device(self, device: torch.device) -> None:
-        """Waits until what is queued on the current stream has run, as a whole; at once on the CPU.
+        """Wait until all work queued on the current stream has run; returns at once on the CPU.
 
         Raises:
             CollectiveError: NCCL has found an error, so that it may have ended half-way.
@@ -419,7 +419,7 @@ class Group:
                 )
 
     def watch_device(self, device: torch.device, label: str, since: float, on_slice: OnSlice = None) -> None:
-        """Has somebody look after what waits have only queued on the current stream. Returns at once.
+        """Register work queued on the current stream for supervision. Returns at once.
 
         Where waits of this group wait here, or nobody would hear of what is found, it does nothing.
 
@@ -446,7 +446,7 @@ class Group:
     # ------------------------------------------------------------------ slices
 
     def check(self) -> None:
-        """Raises the failure that the interrupt holds, if any."""
+        """Raise the failure that the interrupt holds, if any."""
         if self.interrupt is not None:
             self.interrupt.check()
 

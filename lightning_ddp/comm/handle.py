@@ -45,13 +45,13 @@ def no_wait(on_slice: OnSlice) -> None:
 
 
 def check_rank(group: Group, rank: int, what: str) -> None:
-    """Refuses a rank that the group does not have; `what` is such as 'broadcast from'."""
+    """Reject a rank that is not in the group; `what` is a phrase such as 'broadcast from'."""
     if not 0 <= rank < group.size:
         raise ConfigurationError(f"{what} rank {rank}, but the group has ranks 0 to {group.size - 1}")
 
 
 def check_timeout(timeout: timedelta | None, what: str) -> None:
-    """Refuses what is neither None nor a `timedelta` above 0."""
+    """Reject a timeout that is neither None nor a positive `timedelta`."""
     if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
         raise ConfigurationError(f"{what}: timeout={timeout!r}; expected a timedelta above 0, or None")
 
@@ -235,7 +235,7 @@ class Call:
 
 
 class Handle(Generic[T]):
-    """A collective that is under way, as `start` of one returns it.
+    """A collective in progress, as returned by `start`.
 
     Tensors that it sends or fills must stay as they are until `wait` has returned. Collectives of a group
     may be waited for in any order, but are started in the same order on all ranks.
@@ -246,11 +246,11 @@ class Handle(Generic[T]):
 
     @property
     def label(self) -> str:
-        """What the collective is called."""
+        """Name of the collective."""
         return self._call.label
 
     def wait(self, timeout: timedelta | None = None) -> T:
-        """Waits and returns the result; the second time the same again. Runs signal handlers meanwhile.
+        """Wait and return the result, every time the same. Runs signal handlers while waiting.
 
         On CUDA it waits until the collective is queued on the current stream, as torch does; with a
         deadline until it has run.
@@ -271,13 +271,13 @@ class Handle(Generic[T]):
         return result
 
     def then(self, change: Callable[[T], S]) -> Handle[S]:
-        """A handle of the same collective with another result, made of this one's."""
+        """Return a handle of the same collective whose result is computed from this one's."""
         finish = self._finish
         return Handle(self._call, self._wait, lambda: change(finish()))
 
 
 class Collective(Generic[P, T]):
-    """A collective written once, as what starts it: called it waits, `start` returns its `Handle` at once.
+    """A collective: a call waits for the result, `start` returns a `Handle` at once.
 
     Args:
         start: starts it. Its documentation is that of the call: what it returns is the result of the handle.

@@ -35,7 +35,7 @@ def broadcast_object(
     timeout: timedelta | None = None,
     label: str = "broadcast_object",
 ) -> Any:
-    """The object that group rank `src` passed, on all ranks.
+    """Return the object that group rank `src` passed.
 
     Pickled; up to 4 KiB it costs one collective, above that two. What the others pass is ignored.
     """
@@ -76,12 +76,12 @@ def _broadcast(call: Call, tensor: torch.Tensor, src: int) -> Handle[None]:
 
 
 def to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
-    """The bytes as uint8 on a device; at least one."""
+    """Convert bytes to a uint8 tensor on a device; at least one element."""
     return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(device)
 
 
 def to_bytes(group: Group, tensor: torch.Tensor) -> bytes:
-    """The bytes of a uint8 tensor, once they have arrived."""
+    """Return the bytes of a uint8 tensor, once they have arrived."""
     group.wait_device(tensor.device)
     data: bytes = tensor.cpu().numpy().tobytes()
     return data
@@ -95,7 +95,7 @@ def all_gather_objects(
     timeout: timedelta | None = None,
     label: str = "all_gather_objects",
 ) -> list[Any]:
-    """The objects of all ranks, in rank order.
+    """Return the objects of all ranks, in rank order.
 
     Pickled; up to 1 KiB on all ranks it costs one collective, above that two.
     """
@@ -133,7 +133,7 @@ def broadcast_nested(
     timeout: timedelta | None = None,
     label: str = "broadcast_nested",
 ) -> Any:
-    """The object that group rank `src` passed, on all ranks; the tensors in it travel as tensors.
+    """Return the object of group rank `src`; its tensors travel as tensors.
 
     They may be anywhere in it: in dicts, lists, tuples, named tuples, dataclasses, objects of your own.
     Structure, dtype, shape, `requires_grad` and which places hold the same tensor are preserved; the others

@@ -34,7 +34,7 @@ def send(
     timeout: timedelta | None = None,
     label: str = "send",
 ) -> Handle[None]:
-    """Sends `tensor` to group rank `dst`, which calls `recv`. It must not change until the wait has returned.
+    """Send `tensor` to group rank `dst`, which calls `recv`. Do not change it before the wait returns.
 
     On a backend without messages they go through the group's key-value store.
 
@@ -66,7 +66,7 @@ def recv(
     timeout: timedelta | None = None,
     label: str = "recv",
 ) -> Handle[torch.Tensor]:
-    """Overwrites `tensor` with what group rank `src` sends to this rank, and returns it.
+    """Overwrite `tensor` with the tensor that group rank `src` sends, and return it.
 
     Args:
         tensor: of the shape and dtype that are sent; any strides.
@@ -104,7 +104,7 @@ def send_object(
     timeout: timedelta | None = None,
     label: str = "send_object",
 ) -> None:
-    """Sends an object, pickled, to group rank `dst`, which calls `recv_object`. Two messages."""
+    """Send an object, pickled, to group rank `dst`, which calls `recv_object`. Two messages."""
     payload = to_tensor(pickle.dumps(obj), device)
     size = torch.tensor([payload.numel()], device=device)
     send(group, size, dst, tag, timeout=timeout, label=label)
@@ -120,7 +120,7 @@ def recv_object(
     timeout: timedelta | None = None,
     label: str = "recv_object",
 ) -> Any:
-    """The object that group rank `src` sends to this rank."""
+    """Return the object that group rank `src` sends to this rank."""
     size = recv(
         group, torch.zeros(1, dtype=torch.int64, device=device), src, tag, timeout=timeout, label=label
     )

@@ -24,7 +24,7 @@ from lightning_ddp.errors import ConfigurationError
 
 
 def sibling_group(group: Group, device: torch.device) -> Group:
-    """A second group of the same ranks, whose collectives cannot mix with those of the first.
+    """Create a second group of the same ranks, whose collectives are separate from the first.
 
     Where torch offers no way to make one, the group itself is returned, in whose order its collectives then
     have to be.
@@ -33,7 +33,7 @@ def sibling_group(group: Group, device: torch.device) -> Group:
 
 
 def part_group(group: Group, size: int, device: torch.device) -> Group:
-    """The group of `size` neighbouring ranks that this rank is in; rank 0 to size - 1 are the first one.
+    """Create the group of `size` neighboring ranks that this rank is in; ranks 0 to size - 1 are first.
 
     The last group is smaller where `size` does not divide the number of ranks.
 
@@ -45,7 +45,7 @@ def part_group(group: Group, size: int, device: torch.device) -> Group:
 
 
 def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group | None:
-    """A group of the listed ranks; None on the ranks that are not listed, which cannot use it.
+    """Create a group of the listed ranks; return None on other ranks, which cannot use it.
 
     All ranks of `group` call it with the same list; it communicates among the listed ones.
 
@@ -67,7 +67,7 @@ def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group
 
 
 def node_group(group: Group, device: torch.device, node: str | int | None = None) -> Group:
-    """The group of this rank's node: the ranks that say the same of where they are, in their old order.
+    """Create the group of the ranks on this rank's node, in their order.
 
     Args:
         node: name or number of this rank's node; None for the host's name.

@@ -21,7 +21,7 @@ _PROVIDER = "lightning_ddp"
 
 @functools.cache
 def register() -> None:
-    """Stores the schemas, and the groups under the name of this package.
+    """Register the schemas and groups of this package in Hydra's ConfigStore.
 
     Not as `strategy`, `trainer` and `launcher`: Hydra 1 takes an entry of its store for the schema of a file
     of the same name, so that a `trainer/gpu.yaml` of the user's could not be composed any more.
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def check_composed(config: Any) -> None:
-    """See `check.check_composed`; nothing to do where no schema can be in it."""
+    """Check a composed configuration with `check.check_composed`, if it can contain a schema."""
     if "lightning_ddp.conf.schema" in sys.modules:
         from lightning_ddp.conf.check import check_composed
 
@@ -56,7 +56,7 @@ def check_composed(config: Any) -> None:
 
 
 def explain(error: Any, groups: Set[str]) -> str | None:
-    """See `check.explain`."""
+    """Explain a Hydra error with `check.explain`."""
     from lightning_ddp.conf.check import explain
 
     return explain(error, groups)

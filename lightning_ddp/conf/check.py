@@ -34,7 +34,7 @@ _CHECKED = {
 
 
 def check_composed(config: Any) -> None:
-    """Checks every node with one of our schemas, and hooks and averagers wherever they are specified.
+    """Check every node with a schema of this package, and hooks and averagers wherever specified.
 
     Raises ConfigCompositionException, which says where something is wrong and what was probably meant.
     """
@@ -46,7 +46,7 @@ def check_composed(config: Any) -> None:
 
 
 def explain(error: HydraException, groups: Set[str]) -> str | None:
-    """What to say instead of Hydra's own message, where that is about our options, or `groups` of ours."""
+    """Return a better message for a Hydra error about this package's options or `groups`, else None."""
     if isinstance(error, MissingConfigException):
         return _explain_missing_choice(error, groups)
     group = re.match(r"Could not override '((\w+)/[\w/]+)'", str(error))

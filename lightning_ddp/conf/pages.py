@@ -27,7 +27,7 @@ _EXAMPLES: Mapping[str, Any] = {"periods": {4: 2, 16: 0}}
 
 
 def strategy_pages() -> dict[str, str]:
-    """Path below this folder -> content, of every generated file."""
+    """Return path below this folder -> content, for every generated file."""
     pages = {f"strategy/{_BASE}.yaml": _base_page()}
     for name, (description, arguments) in BUILTIN.items():
         if name != _BASE:
@@ -117,7 +117,7 @@ def _text(lines: list[str]) -> str:
 
 
 def main() -> None:
-    """Writes the files."""
+    """Write the files."""
     for path, content in strategy_pages().items():
         target = FOLDER / path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -28,27 +28,27 @@ from lightning_ddp.trainer import Trainer
 _PRIMITIVES = (bool, int, float, str)
 
 REQUIRED = "???"
-"""Default of an option that has none, in OmegaConf's spelling."""
+"""OmegaConf's marker for an option without a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One thing to configure."""
+    """One configuration option."""
 
     name: str
     type: Any
-    """As OmegaConf understands it; `Any` where it has no type for the annotation; `timedelta` is kept."""
+    """Type for OmegaConf; `Any` if it has none for the annotation; `timedelta` is kept."""
     default: Any
-    """`REQUIRED` if there is none."""
+    """Default value; `REQUIRED` if there is none."""
     description: str
-    """One paragraph, without line ends."""
+    """Description in one paragraph, without line ends."""
     choices: tuple[Any, ...] = ()
-    """The only values (of the types in `choice_types`), where they are known."""
+    """Valid values (of the types in `choice_types`), if they are known."""
     choice_types: tuple[type, ...] = ()
 
     @property
     def is_duration(self) -> bool:
-        """Whether it is a `timedelta`, or None."""
+        """True if the option is a `timedelta`, or None."""
         return timedelta in (self.type, *typing.get_args(self.type))
 
 
@@ -100,7 +100,7 @@ def _as_config_type(kind: Any) -> Any:
 
 
 def options_of_signature(owner: type, *, without: Sequence[str] = ()) -> list[Option]:
-    """The arguments of a class, `without` some; their descriptions are those of `Args:` in its docstring."""
+    """Return the arguments of a class, except `without`, described by `Args:` in its docstring."""
     hints = typing.get_type_hints(owner.__init__)  # type: ignore[misc]  # of this very class
     described = _described_arguments(inspect.getdoc(owner) or "")
     return [
@@ -111,7 +111,7 @@ def options_of_signature(owner: type, *, without: Sequence[str] = ()) -> list[Op
 
 
 def options_of_dataclass(owner: type) -> list[Option]:
-    """The fields of a dataclass; their descriptions are the strings below them."""
+    """Return the fields of a dataclass, described by the strings below them."""
     hints = typing.get_type_hints(owner)
     described: dict[str, str] = {}
     for kind in reversed(owner.__mro__):
@@ -173,7 +173,7 @@ def _described_fields(owner: type) -> dict[str, str]:
 # ---------------------------------------------------------------------- classes made of them
 
 SET_BY_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin")
-"""Arguments of the strategy that are none of the user's."""
+"""Arguments of the strategy that the Trainer sets, not the user."""
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Duration:
 
 
 def duration(**parts: float | None) -> timedelta | None:
-    """What Hydra makes of a `Duration`.
+    """Convert a `Duration` to a `timedelta`; None if no part is given.
 
     >>> duration(minutes=1.5, seconds=None)
     datetime.timedelta(seconds=90)
@@ -201,13 +201,13 @@ def duration(**parts: float | None) -> timedelta | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """A class for OmegaConf and the options that it is made of."""
+    """An OmegaConf class and the options from which it is made."""
 
     name: str
-    """Where it lies in the ConfigStore, below `lightning_ddp/schema`."""
+    """Path in the ConfigStore, below `lightning_ddp/schema`."""
     cls: type
     options: tuple[Option, ...]
-    """What a user may set."""
+    """Options that a user may set."""
     description: str
 
 
@@ -224,7 +224,7 @@ def _config_field(option: Option) -> tuple[str, Any, Any]:
 def _make(
     name: str, options: Sequence[Option], description: str, *, class_name: str, constants: dict[str, str]
 ) -> Schema:
-    """Makes a class that a pickle finds here."""
+    """Create a class at module level, where pickle finds it."""
     fields: list[Any] = [(key, str, value) for key, value in constants.items()]
     fields += [_config_field(option) for option in options]
     cls = make_dataclass(class_name, fields, namespace={"__doc__": description, "__module__": __name__})
@@ -233,7 +233,7 @@ def _make(
 
 
 def _make_for(owner: type, name: str, options: Sequence[Option]) -> Schema:
-    """For an object that Hydra makes."""
+    """Create the schema of an object that Hydra instantiates."""
     return _make(
         name,
         options,
@@ -246,7 +246,7 @@ def _make_for(owner: type, name: str, options: Sequence[Option]) -> Schema:
 def _make_group(
     group: str, kind: str, options: Mapping[str, type | None], descriptions: Mapping[str, str]
 ) -> dict[str, Schema]:
-    """For the names that an argument of the strategy takes."""
+    """Create the schemas of the named values of a strategy argument."""
     return {
         name: _make(
             f"{group}/{name}",
@@ -288,6 +288,6 @@ DURATION = Schema(
 
 
 def all_schemas() -> dict[type, Schema]:
-    """Every schema, by its class."""
+    """Return every schema by its class."""
     schemas = (STRATEGY, TRAINER, DURATION, *HOOKS.values(), *AVERAGERS.values(), *ON_FAILURE.values())
     return {schema.cls: schema for schema in schemas}

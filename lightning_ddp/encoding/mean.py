@@ -31,7 +31,7 @@ _SCALE_BYTES = 4
 
 
 class Codec(Protocol):
-    """Turns rows of numbers into rows of bytes and back. Knows nothing of ranks."""
+    """Encoder of rows of numbers as rows of bytes, and decoder."""
 
     block: int
     """Rows whose length is a multiple of this are encoded without a copy."""
@@ -92,7 +92,7 @@ class _BlockCodec:
 
 
 class Int8Codec(_BlockCodec):
-    """Integers from -127 to 127. The error is at most half a step: the block's largest value / 254."""
+    """Codec for integers from -127 to 127; the error is at most the block's largest value / 254."""
 
     def __init__(self, block: int) -> None:
         super().__init__(block, 127.0)
@@ -118,7 +118,7 @@ class Fp8Codec(_BlockCodec):
 
 
 class CastCodec:
-    """Rounds each number to a 16-bit floating-point type.
+    """Codec that rounds each number to a 16-bit floating-point type.
 
     Args:
         dtype: `torch.float16` (11 bits of precision, up to 65,504; above that it becomes infinite) or
@@ -141,7 +141,7 @@ class CastCodec:
 
 
 class Wire(Protocol):
-    """Sends flat tensors. Called in jobs of a channel, by all ranks in one order; communicates."""
+    """Sender of flat tensors, used by all ranks in the same order in jobs of a channel; communicates."""
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """`count` tensors of `numel` elements, 1-D, that `begin` sends best; for one job at a time."""
@@ -152,7 +152,7 @@ class Wire(Protocol):
         ...
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks of a 1-D tensor, the same bits on all of them; may reuse its memory."""
+        """Return the mean over the ranks of a 1-D tensor, bitwise the same on all; may reuse its memory."""
         ...
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Wire(Protocol):
 
 
 class PlainWire:
-    """Sends numbers as they are."""
+    """Wire that sends numbers unencoded."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -183,7 +183,7 @@ class PlainWire:
 
 
 class EncodedWire:
-    """Sends encoded numbers and adds them up in float32.
+    """Wire that sends encoded numbers and sums them in float32.
 
     The mean is a reduce-scatter and an all-gather: each rank gets the encoded r-th part of every rank,
     decodes and adds, and sends its encoded part of the mean to all. Codes are never added, so that no sum

@@ -30,7 +30,7 @@ _HALT_S = 10.0
 
 
 class Channel:
-    """Runs jobs that communicate, one after the other, in a thread that lives while there are any.
+    """Queue of communicating jobs, run in order in a thread that lives while there are jobs.
 
     Beside a group that torch does not know and that has no store, it has neither a group of its own nor a
     thread.
@@ -66,14 +66,14 @@ class Channel:
     # ------------------------------------------------------------------ jobs
 
     def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        """Waits in the calling thread for what `submit` returned; raises what the job raised."""
+        """Wait for the result of `submit` in the calling thread; raise the error of the job."""
         since = time.monotonic()
         result: torch.Tensor = self.group.wait_future(future)
         self.group.watch_device(self.device, "exchange of parameters", since)
         return result
 
     def submit(self, job: _Job) -> torch.futures.Future[torch.Tensor]:
-        """Queues a job; all ranks queue the same ones in the same order. Returns the future of its result.
+        """Queue a job and return the future of its result; all ranks queue the same jobs in the same order.
 
         On CUDA the job runs on the channel's stream, after what the current stream holds now, and a stream
         that waits for the future goes on after all that the job has queued, whatever the job returns: a
@@ -95,7 +95,7 @@ class Channel:
         return future
 
     def halt(self) -> None:
-        """Returns once no job runs: those that are queued fail, and the one that waits for others as well.
+        """Stop the channel: fail queued and waiting jobs, and return once no job runs.
 
         For an interrupt that is set. Any thread.
 
@@ -167,7 +167,7 @@ class Channel:
         return lent or [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Callable[[], torch.Tensor]:
-        """Starts to reduce a contiguous tensor in place (by default, the sum); returns its wait."""
+        """Start to reduce a contiguous tensor in place (default: sum); return its wait."""
         staging = self._staging() if op is None else None
         if staging is None:
             work = self.group.all_reduce(tensor, op)
@@ -178,7 +178,7 @@ class Channel:
         return lambda: self._finish(work, tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> torch.Tensor:
-        """Reduces a contiguous tensor in place over the ranks (by default the sum) and returns it."""
+        """Reduce a contiguous tensor in place over the ranks (default: sum) and return it."""
         return self.start_all_reduce(tensor, op)()
 
     def start_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -211,7 +211,7 @@ class Channel:
         return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The contiguous tensors of all ranks, stacked in rank order: shape (size, *tensor.shape)."""
+        """Return the stacked contiguous tensors of all ranks, in rank order: shape (size, *tensor.shape)."""
         return self.start_all_gather(tensor)()
 
     def read(self, tensor: torch.Tensor) -> Any:

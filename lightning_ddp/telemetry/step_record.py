@@ -109,7 +109,7 @@ class StepRecord:
 
     @property
     def slack_ns(self) -> int | None:
-        """From this rank's last contribution to the end of the last collective: one moment on all ranks.
+        """Nanoseconds from this rank's last ready bucket to the end of the last collective; None if unknown.
 
         So of two ranks the one with less slack came later, by the difference; their clocks do not matter.
         The rank waits for the last bucket, and so notices its end at once.
