@@ -37,7 +37,7 @@ def data_parallel(
     """Run `module` on chunks of the inputs, one per device, and join the outputs; differentiable.
 
     Called by one thread. Gradients are those of the module on the whole batch, unless it mixes samples:
-    BatchNorm normalises each chunk by itself, and the running statistics are those of replica 0.
+    BatchNorm normalizes each chunk by itself, and the running statistics are those of replica 0.
     With one device the module itself runs, without replicas and threads.
 
     Args:

@@ -615,7 +615,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 `no_backward_sync(enabled=not is_last_micro_batch)`.
 
         Raises:
-            ConfigurationError: optimisation is automatic, so that backward comes after `training_step`.
+            ConfigurationError: optimization is automatic, so that backward comes after `training_step`.
         """
         if enabled and as_wrapper(self.model) is not None and self._is_automatic():
             raise ConfigurationError(

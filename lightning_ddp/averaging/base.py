@@ -376,7 +376,7 @@ def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
     """Average a module's buffers so that they are the same on all ranks. Channel job; communicates.
 
-    The running variance of a normalisation becomes that of all ranks' data taken together: the mean of the
+    The running variance of a normalization becomes that of all ranks' data taken together: the mean of the
     variances plus the variance of the means. Other floating-point buffers are averaged; of integers, such as
     counts of batches, the largest is taken.
     """

@@ -60,7 +60,7 @@ class NodeGradients:
 
     Args:
         hook: reduces over all ranks; None for the plain mean.
-        group: all ranks; those of a node are neighbours.
+        group: all ranks; those of a node are neighbors.
         node_size: ranks of a node.
         device: of the gradients.
         is_global: tells whether gradients are to be averaged over all ranks.
@@ -130,7 +130,7 @@ class HierarchicalSGD(Averager):
     """Average parameters among few ranks often and among many ranks rarely.
 
     At a step that several periods divide, only the largest of them runs, as its group contains the others.
-    After ranks were lost those that are left are neighbours anew, the last group perhaps of fewer. Until the
+    After ranks were lost those that are left are neighbors anew, the last group perhaps of fewer. Until the
     next round of all each is by itself, as they may be at different steps.
     """
 

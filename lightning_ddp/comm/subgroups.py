@@ -1,4 +1,4 @@
-"""Groups of some of a group's ranks: a second one of all, neighbours, a list, the ranks of a node.
+"""Groups of some of a group's ranks: a second one of all, neighbors, a list, the ranks of a node.
 
 All ranks of the group call these, in one order among calls on the same group; they communicate. `device` is
 where the tensors of the new group's collectives will be. Where torch offers no way to make it of the group,
@@ -38,7 +38,7 @@ def part_group(group: Group, size: int, device: torch.device) -> Group:
     The last group is smaller where `size` does not divide the number of ranks.
 
     Args:
-        size: how many are neighbours.
+        size: how many are neighbors.
     """
     parts = [range(start, min(start + size, group.size)) for start in range(0, group.size, size)]
     return _require(_make(group, device, parts), f"groups of {size} ranks")

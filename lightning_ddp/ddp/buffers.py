@@ -90,7 +90,7 @@ class BufferHook:
     state: Any
     """First argument of the hook."""
     location: Moment
-    """When it runs, in each forward that follows a synchronised one."""
+    """When it runs, in each forward that follows a synchronized one."""
 
 
 class _BytePack:
@@ -114,13 +114,13 @@ class _BytePack:
 class Buffers:
     """The buffers of a wrapped module, and when its forwards bring them together.
 
-    A BatchNorm layer in training mode normalises with its batch alone; it updates its running statistics
+    A BatchNorm layer in training mode normalizes with its batch alone; it updates its running statistics
     but does not read them, and rank 0's depend on rank 0's own history only. So while all buffers of a
     module are such statistics and all their layers train, a copy from rank 0 before each forward changes
     nothing that anybody computes. It is due before a forward in which a layer evaluates, if that follows a
-    synchronised forward, as in torch, or if the layer has trained since the last copy. A module with any
+    synchronized forward, as in torch, or if the layer has trained since the last copy. A module with any
     other buffer, or with a subclass of BatchNorm, which may read what it likes, takes a copy before every
-    forward that follows a synchronised one.
+    forward that follows a synchronized one.
 
     Args:
         group: the ranks.
@@ -181,7 +181,7 @@ class Buffers:
 
         Args:
             where: the moment.
-            follows_sync: whether the last forward was a synchronised one.
+            follows_sync: whether the last forward was a synchronized one.
             is_joining: whether ranks may be out of input, so that each step has to look alike.
         """
         location = "before_forward" if self.hook is None else self.hook.location

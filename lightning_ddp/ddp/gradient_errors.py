@@ -92,7 +92,7 @@ class MissingGradients:
         """Posts this rank's names and collects those of the others. Communicates through the store only.
 
         Args:
-            step: number of the synchronised backward.
+            step: number of the synchronized backward.
             names: parameters without a gradient here; empty on a rank that waits for the others.
             num_launched: buckets whose reduction this rank has started in this step.
 

@@ -101,7 +101,7 @@ class Gradients:
         self._unreached: set[int] = set()  # the graph does not reach them
         self._never: set[int] = set()  # a static graph does not use them
         self.unsynced: set[int] = set()
-        """Parameters that got a gradient in a backward without synchronisation."""
+        """Parameters that got a gradient in a backward without synchronization."""
         self._settled: list[int] | None = None  # as the sums, of a static graph of which all have told
         # ranks that used each parameter, as of the last exchange, and that had a backward of their own
         self._sums = torch.zeros(len(self._params) + 1, dtype=torch.int32)

@@ -105,7 +105,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     """Sizes by dimension."""
     stride: tuple[int, ...]
-    """Elements between neighbours by dimension; differs from row-major for `channels_last`."""
+    """Elements between neighbors by dimension; differs from row-major for `channels_last`."""
     dtype: torch.dtype
     """Type of the parameter and of its gradient."""
     device: torch.device

@@ -297,7 +297,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._log_construction()
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
-        """Refuses synchronised batch normalisation on the CPU, at once; torch's name of that check."""
+        """Refuses synchronized batch normalization on the CPU, at once; torch's name of that check."""
         layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
         if layers and self.device.type == "cpu":
             raise ConfigurationError(
@@ -455,7 +455,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             raise ConfigurationError(f"location={location!r}: expected 'before_forward' or 'after_forward'")
         self._module_buffers.hook = BufferHook(hook=hook, state=state, location=location)
 
-    # ------------------------------------------------------------------ synchronisation
+    # ------------------------------------------------------------------ synchronization
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:

@@ -45,7 +45,7 @@ def trainable_parameters(
     if lazy:
         raise UnsuitableModuleError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`."
-            f" uninitialised (lazy) parameters: {', '.join(lazy)}. Run one forward pass with a sample batch"
+            f" uninitialized (lazy) parameters: {', '.join(lazy)}. Run one forward pass with a sample batch"
             " before wrapping, so that they get their shapes."
         )
     trainable = [(n, p) for n, p in named if p.requires_grad]

@@ -3,7 +3,7 @@
 One hook a parameter counts it as ready. A full bucket is averaged over the ranks asynchronously while
 backward goes on; buckets are launched in index order, so that all ranks issue their collectives in one
 order whatever order their gradients have. A callback of the autograd engine waits for them at the end of
-backward. After the first synchronised backward the buckets are planned again, in the order in which the
+backward. After the first synchronized backward the buckets are planned again, in the order in which the
 gradients became ready on rank 0 (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 
 What one backward knows is its `BackwardState`, made by its forward and dropped when it is over.
@@ -81,24 +81,24 @@ class Reducer:
         weakref.finalize(self, _remove, self._handles).atexit = False  # else its hooks keep the buckets
         self._backward: BackwardState | None = None
         self.before_finish: Callable[[], None] | None = None
-        """Called at the end of a synchronised backward, before gradients are written."""
+        """Called at the end of a synchronized backward, before gradients are written."""
         self.after_bucket: Callable[[Bucket], None] | None = None
         """Called with each bucket once its means are in `.grad`, while later ones are still on their way."""
         self.futures: list[Any] = []
-        """What else the end of the next synchronised backward waits for."""
+        """What else the end of the next synchronized backward waits for."""
         self.recorder = StepRecorder(device)
         """What is told of each moment of a step."""
-        self.step = -1  # number of the synchronised backward that runs or ran last
+        self.step = -1  # number of the synchronized backward that runs or ran last
         self.has_rebuilt = False
-        """Whether the buckets were planned anew after the first synchronised backward."""
+        """Whether the buckets were planned anew after the first synchronized backward."""
         self.order: list[int] = []
         """Parameters in the order in which their gradients became ready on rank 0, as of that."""
         self.absent: frozenset[int] | None = None
-        """Parameters without a gradient in the last synchronised backward."""
+        """Parameters without a gradient in the last synchronized backward."""
         self.is_absent_static = True
         """Whether these were always the same."""
         self.num_reduced = 0
-        """Buckets reduced in the last synchronised backward."""
+        """Buckets reduced in the last synchronized backward."""
         self._first_order: list[int] | None = None
         self._add_hooks()
 
@@ -122,7 +122,7 @@ class Reducer:
     def rebuild(self) -> None:
         """Plans the buckets anew, once, in the order in which gradients became ready on rank 0.
 
-        Called before each forward on all ranks. Communicates before the second synchronised step.
+        Called before each forward on all ranks. Communicates before the second synchronized step.
         """
         if self._first_order is None:
             if self._are_hooks_learning and not self._gradients.is_learning:
@@ -140,7 +140,7 @@ class Reducer:
             self._apply(plan)
 
     def _note_order(self, order: Sequence[int]) -> None:
-        """A synchronised backward ends; the first one tells the order of the gradients."""
+        """A synchronized backward ends; the first one tells the order of the gradients."""
         if not self.has_rebuilt and not self._gradients.may_lack:
             self._first_order = list(order)
 
@@ -262,7 +262,7 @@ class Reducer:
         return start
 
     def disarm(self) -> None:
-        """Lets gradients accumulate without synchronisation until `arm`."""
+        """Lets gradients accumulate without synchronization until `arm`."""
         if self._backward is not None:
             self._backward.is_armed = False
         for bucket in self.buckets:
@@ -284,7 +284,7 @@ class Reducer:
         state.begun_at = time.monotonic()
 
     def begin(self) -> BackwardState:
-        """The first event of a synchronised backward. In every thread it returns once that is dealt with."""
+        """The first event of a synchronized backward. In every thread it returns once that is dealt with."""
         with self._beginning:
             state = self._backward
             assert state is not None  # buckets are armed, so a forward has made it
@@ -408,7 +408,7 @@ class Reducer:
             del error  # else it and this frame keep each other, and the process group, alive
 
     def shadow_backward(self) -> None:
-        """Takes part in the communication of one synchronised backward of the others, with zeros.
+        """Takes part in the communication of one synchronized backward of the others, with zeros.
 
         For a rank that has no input left. Its gradients stay as they are. Communicates as their backward.
         """

@@ -221,7 +221,7 @@ class DelayedAllReduce:
         group: the ranks.
         parameters: whose gradients are averaged so; the same on all ranks, in one order.
         trigger: the parameter whose gradient is ready after all of theirs.
-        is_on: tells whether the running backward is a synchronised one.
+        is_on: tells whether the running backward is a synchronized one.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class EmergencyCheckpoint:
         """The batch is over but for the hooks of its end."""
         self._versions = None
         if self._touched_batch == self._batch and self._committed_batch != self._batch:
-            self._committed_batch = self._batch  # manual optimisation, with all its steps
+            self._committed_batch = self._batch  # manual optimization, with all its steps
             self._stepped_before = batches_that_stepped(self.trainer)
         if self._committed_batch == self._batch:
             self._loaders = loader_states(self.trainer)  # of those that have a state, which are few

@@ -180,7 +180,7 @@ class StatefulHook(Hook):
     def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
         super().__init__(channel, wire, options)
         self.step = 0
-        """Number of the present synchronised backward, of those whose gradients were finite."""
+        """Number of the present synchronized backward, of those whose gradients were finite."""
         self._state: dict[str, dict[str, torch.Tensor]] = {}
         self._pending: dict[str, dict[str, torch.Tensor]] = {}
         self._previous_index = -1
@@ -296,7 +296,7 @@ class StatefulHook(Hook):
             NonFinitePayload: they are not, and the host knows.
         """
         has_gradient = [position not in part.absent for position in range(len(part.names))]
-        # a gradient from backwards without synchronisation counts, though none came in this one
+        # a gradient from backwards without synchronization counts, though none came in this one
         earlier = {p: piece.any() for p, piece in enumerate(part.slices()) if p in part.absent}
         is_finite = _is_finite(part.flat)
         if self.is_deferred:

@@ -774,7 +774,7 @@ def _standard_error() -> Any:
 
 
 def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
-    """Prints the report of a failure to standard error; on a terminal in colours and within 100 columns."""
+    """Prints the report of a failure to standard error; on a terminal in colors and within 100 columns."""
     stream = stream or sys.stderr
     text = render(record)
     if stream.isatty():

@@ -3,7 +3,7 @@
 Each rank's tensors lie in arenas that all ranks of the host map. Once all have theirs ready, each adds up its
 share of the elements over the ranks, in rank order, and writes the sum into the tensors of all: every element
 is read once and written once on each rank, and all ranks get the same bits. Between hosts the first rank of
-each one all-reduces the host's sum with the others by gloo, and its neighbours copy the result.
+each one all-reduces the host's sum with the others by gloo, and its neighbors copy the result.
 `Staging` takes tensors that lie elsewhere through it; a `Worker` reduces while its caller goes on.
 """
 
@@ -87,7 +87,7 @@ class SharedMemory:
         return arena.view(dtype, 0, numel)
 
     def connect(self) -> bool:
-        """Maps the memory of the neighbours. All ranks call it once, after `zeros`; communicates.
+        """Maps the memory of the neighbors. All ranks call it once, after `zeros`; communicates.
 
         Returns:
             Whether all ranks could, the same on all of them. If not, the log of rank 0 says why.
@@ -307,7 +307,7 @@ class SharedMemory:
 
 
 def _semaphore(control: Arena, index: int) -> Semaphore:
-    """The one in a rank's control arena that its neighbour `index` posts."""
+    """The one in a rank's control arena that its neighbor `index` posts."""
     return Semaphore(control.address + _SEMAPHORES + index * Semaphore.NBYTES)
 
 

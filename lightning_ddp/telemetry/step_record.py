@@ -1,4 +1,4 @@
-"""Records of synchronised steps: forward, backward, and each bucket's way; averages as torch logs them.
+"""Records of synchronized steps: forward, backward, and each bucket's way; averages as torch logs them.
 
 The reducer and the wrapper tell a `StepRecorder` of each moment. It keeps the last steps if somebody wants
 them, and else times one in a hundred. On the CPU a moment is a reading of the host's clock, on CUDA an event
@@ -56,10 +56,10 @@ class BucketRecord:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One synchronised step of this rank; moments in nanoseconds, None where they did not happen."""
+    """One synchronized step of this rank; moments in nanoseconds, None where they did not happen."""
 
     step: int
-    """Number of the synchronised backward, the same on all ranks."""
+    """Number of the synchronized backward, the same on all ranks."""
     forward_start: Any = None
     forward_end: Any = None
     backward_start: Any = None
@@ -173,7 +173,7 @@ class StepRecorder:
         return time.perf_counter_ns() if self._events is None else _record_event(self._device)
 
     def start_forward(self) -> bool:
-        """A forward whose backward is to be synchronised begins. Returns whether the means have changed."""
+        """A forward whose backward is to be synchronized begins. Returns whether the means have changed."""
         is_new = self._update_means()
         self._num_forwards += 1
         is_noted = self._is_keeping or self._is_timed
@@ -186,7 +186,7 @@ class StepRecorder:
             self._forward = (self._forward[0], self._now())
 
     def start_backward(self, step: int) -> None:
-        """The first gradient of synchronised backward `step` is there."""
+        """The first gradient of synchronized backward `step` is there."""
         self._in_flight.clear()
         self._buckets.clear()
         self._open = None

@@ -150,7 +150,7 @@ class Lateness:
     """How late the ranks came in a number of successive steps."""
 
     first_step: int
-    """Number of the first synchronised backward."""
+    """Number of the first synchronized backward."""
     late_us: Mapping[int, Sequence[int | None]]
     """Rank -> microseconds after the first rank in each step; None where a rank did not say."""
 

@@ -277,7 +277,7 @@ class Network:
     """CPU seconds of a rank for each byte that passes the link: kernel, gloo and the sum."""
 
     def transfer(self, kind: Kind, num_bytes: float, num_ranks: int) -> Transfer:
-        """What a collective among ranks that are neighbours takes.
+        """What a collective among ranks that are neighbors takes.
 
         `num_bytes` are of the tensor of one rank: what it reduces, sends to all others together, or gives to
         each of them.
@@ -713,7 +713,7 @@ def best_boundaries(
     A bucket can be launched once its last gradient is there, and buckets are reduced one after the other: so
     small ones start early and large ones waste less on what each collective costs. Dynamic programming over
     the gradients; a greedy form of the problem is in Shi et al., "MG-WFBP", INFOCOM 2019. Exact for up to 128
-    parameters; of more, neighbours are taken together until they have a 128th of all bytes.
+    parameters; of more, neighbors are taken together until they have a 128th of all bytes.
 
     Args:
         ready_s: seconds from the beginning of backward until a bucket could be launched that ended with this
