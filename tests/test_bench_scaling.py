@@ -90,8 +90,8 @@ def test_bucket_plans_are_compared(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --latency-us and --gbit"),
-        (["--gbit", "1"], "give both"),
+        ([], "Pass --latency-us and --gbit"),
+        (["--gbit", "1"], "Pass both"),
         (["--gbit", "1", "--latency-us", "1", "--hooks", "intt8"], "unknown communication hook 'intt8'"),
         (["--gbit", "1", "--latency-us", "1", "--hooks", "int8:block"], "expected NAME:option=value"),
         (["--gbit", "1", "--latency-us", "1", "--averagers", "dilocco"], "unknown averager 'dilocco'"),

@@ -363,7 +363,7 @@ def test_a_profile_is_the_median_step_of_the_slowest_rank() -> None:
 def test_recordings_that_tell_too_little_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="no complete step in common"):
         StepProfile.from_recordings([recording_of(0, [(0, 0, 15)]), recording_of(1, [(1, 0, 15)])])
-    with pytest.raises(ConfigurationError, match="rank 0 has recorded no two steps in a row"):
+    with pytest.raises(ConfigurationError, match="rank 0 has recorded no two consecutive steps"):
         StepProfile.from_recordings([recording_of(0, [(0, 0, 15), (2, 80, 15)])])
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
+from lightning_ddp.errors import one_of
 from lightning_ddp.tools.models import MODEL_NAMES
 
 PICTURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
@@ -56,9 +57,9 @@ def picture_path(text: str) -> Path:
     """Parse a picture to draw, and refuse one that could not be drawn before anything long has run."""
     path = output_path(text)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PICTURE_SUFFIXES)}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected {one_of(PICTURE_SUFFIXES)}, got {text!r}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install matplotlib")
+        raise argparse.ArgumentTypeError("drawing needs matplotlib: pip install matplotlib")
     return path
 
 
@@ -71,7 +72,7 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     ),
     "timeout_s": (
         ("--timeout-s",),
-        {"type": positive_float, "metavar": "S", "help": "seconds after which processes are ended"},
+        {"type": positive_float, "metavar": "S", "help": "seconds after which processes are killed"},
     ),
     "device": (
         ("--device",),

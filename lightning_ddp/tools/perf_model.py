@@ -72,7 +72,7 @@ class StepProfile:
         common = _common_steps(recordings)
         if not common:
             raise ConfigurationError(
-                "the recordings have no complete step in common: record more steps (CommunicationMonitor)"
+                "the recordings have no complete step in common. Record more steps (CommunicationMonitor)"
             )
         rows = [[max(column) for column in zip(*map(_moments, steps), strict=True)] for steps in common]
         start, end, finish, *ready = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -171,8 +171,8 @@ def _time_between(recording: Recording) -> float:
     ]
     if not gaps:
         raise ConfigurationError(
-            f"rank {recording.rank} has recorded no two steps in a row, so the time between steps is not"
-            " known: record more steps"
+            f"rank {recording.rank} has recorded no two consecutive steps, so the time between steps is not"
+            " known. Record more steps"
         )
     return float(statistics.median(gaps))
 
@@ -599,7 +599,7 @@ def _levels_s(options: HierarchicalSGDOptions, num_bytes: float, network: Networ
             if num_ranks > 1 and (size > num_ranks or num_ranks % size):
                 raise ConfigurationError(
                     f"hierarchical_sgd: periods={dict(options.periods)} with {num_ranks} ranks: each group"
-                    " size has to divide their number"
+                    " size must divide the number of ranks"
                 )
             total += _exchange_s(num_bytes, network, min(size, num_ranks))
     return total / whole

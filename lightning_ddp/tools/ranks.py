@@ -348,7 +348,7 @@ def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, No
     world_size = int(os.environ["WORLD_SIZE"])
     if args.world_size not in (None, world_size):
         raise ToolError(
-            f"--world-size {args.world_size}, but {world_size} ranks have been started: leave it out"
+            f"--world-size {args.world_size}, but {world_size} ranks have been started. Leave it out"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if args.device == "cuda" and torch.cuda.device_count() <= local_rank:
@@ -359,7 +359,7 @@ def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, No
             limit = timedelta(seconds=args.timeout_s)
             found_store, rank, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
     except (ValueError, RuntimeError) as error:
-        raise ToolError(f"RANK is set, but the ranks do not find each other: {error}") from error
+        raise ToolError(f"RANK is set, but the ranks cannot connect to each other: {error}") from error
     prefix = f"lightning_ddp_bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     yield TorchrunRank(
         rank=rank,
@@ -413,7 +413,7 @@ def _ip(*arguments: str) -> None:
     try:
         subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise ToolError("ip is not installed; shaped links need iproute2") from error
+        raise ToolError("ip is not installed, but shaped links need iproute2") from error
     except subprocess.CalledProcessError as error:
         raise ToolError(f"ip {' '.join(arguments)} failed: {error.stderr.strip()}") from error
 

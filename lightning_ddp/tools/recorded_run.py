@@ -70,16 +70,18 @@ class Timeline:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `timeline`."""
-        parser.add_argument("folder", nargs="?", type=Path, help="recordings of a run, one file a rank")
+        parser.add_argument(
+            "folder", nargs="?", type=Path, help="folder with the recordings of a run, one file per rank"
+        )
         for name, default, what in (
-            ("--trace", Path("timeline.json"), "Chrome trace to write"),
-            ("--picture", Path("timeline.png"), "PNG or SVG to write"),
+            ("--trace", Path("timeline.json"), "Chrome trace file to write"),
+            ("--picture", Path("timeline.png"), "PNG or SVG file to write"),
         ):
             text = f"{what} (default: %(default)s)"
             parser.add_argument(name, type=output_path, default=default, metavar="PATH", help=text)
-        text = "the last steps that all ranks have are shown (default: %(default)s)"
+        text = "number of last steps to show, common to all ranks (default: %(default)s)"
         parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help=text)
-        text = "what is trained without a folder (default: %(default)s)"
+        text = "model to train without a folder (default: %(default)s)"
         parser.add_argument("--model", choices=MODEL_NAMES, default="linear16", help=text)
         add_shared(parser, world_size=2, device="cpu", timeout_s=300.0)
 
@@ -103,8 +105,8 @@ class Timeline:
             exposed_ms = 1e3 * sum(step.exposed_s for step in steps) / len(steps)
             busy_ms = 1e3 * sum(step.communication_s for step in steps) / len(steps)
             print(
-                f"rank {recording.rank} ({recording.host}): {busy_ms:.1f} ms a step with buckets on their"
-                f" way, {exposed_ms:.1f} ms of them after backward"
+                f"rank {recording.rank} ({recording.host}): {busy_ms:.1f} ms per step of bucket"
+                f" communication, {exposed_ms:.1f} ms of it after backward"
             )
         missing = recordings[0].world_size - len(recordings)
         if missing:
@@ -160,7 +162,9 @@ class Report:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `report`."""
-        parser.add_argument("folder", type=Path, help="recordings of a run, one file a rank")
+        parser.add_argument(
+            "folder", type=Path, help="folder with the recordings of a run, one file per rank"
+        )
         text = "HTML page to write (default: %(default)s)"
         parser.add_argument(
             "--page", type=output_path, default=Path("report.html"), metavar="PATH", help=text
@@ -188,9 +192,9 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
     changes = changes_of(recordings)
     charts: tuple[tuple[str, str, Series], ...] = (
         ("Time of a step, from forward to forward", "ms", {f"rank {r.rank}": _times_ms(r) for r in ranks}),
-        ("Communication after backward, which nothing hides", "ms", exposed),
+        ("Exposed communication, after backward", "ms", exposed),
         (
-            "How much later than the first rank each one had its gradients",
+            "Delay of each rank's gradients after those of the first rank",
             "ms",
             {f"rank {r.rank}": late[r.rank] for r in ranks},
         ),

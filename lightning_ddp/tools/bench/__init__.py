@@ -171,7 +171,7 @@ class Benchmark:
         """
         if not self.joins_torchrun and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             raise ToolError(
-                f"bench {self.name} starts its own processes, and RANK is set: run it once, without torchrun"
+                f"bench {self.name} starts its own processes, but RANK is set. Run it once, without torchrun"
             )
         result = self.measure(args)
         if result is None:

@@ -82,12 +82,12 @@ def _format_failures(result: Result) -> str:
 
 FAILURES: Final = Benchmark(
     name="failures",
-    summary='Time from a fault in one rank to the end of all, beside Lightning\'s "ddp".',
+    summary='Time from a fault in one rank to the exit of all processes, beside Lightning\'s "ddp".',
     unit="s",
     options=lambda parser: add_shared(parser, rounds=3, world_size=2, timeout_s=60.0),
     measure=_measure_failures,
     table=_format_failures,
-    title="until all processes were gone; the ratio is custom_ddp / strategy",
+    title="until all processes had exited; the ratio is custom_ddp / strategy",
 )
 
 

@@ -95,7 +95,7 @@ def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
 def _format(result: Result) -> str:
     parts = []
     for mbit, rows in result.extra["links"].items():
-        parts += [f"\n16 x Linear(1024), two ranks, {mbit} Mbit/s each way", format_link(rows)]
+        parts += [f"\n16 x Linear(1024), two ranks, {mbit} Mbit/s in each direction", format_link(rows)]
     return "\n".join(parts)
 
 
@@ -175,7 +175,7 @@ def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list
 
 HOOKS: Final = Benchmark(
     name="hooks",
-    summary="Bytes that hooks send, and steps on slow links.",
+    summary="Bytes sent by hooks, and time of steps on slow links.",
     unit="ms",
     options=_options,
     measure=_measure,

@@ -173,7 +173,7 @@ def _time_import(name: str, package_root: str, timeout_s: float) -> tuple[float,
 
 LAUNCH: Final = Benchmark(
     name="launch",
-    summary='Time and memory of a script at its first batch, beside Lightning\'s "ddp"; the import.',
+    summary="Time and memory until a script's first batch, beside Lightning's \"ddp\"; time of the import.",
     unit="s",
     options=_options,
     measure=_measure,

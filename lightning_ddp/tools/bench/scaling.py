@@ -69,7 +69,7 @@ _MOST_IN_BLOCK = 16
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    subject = parser.add_argument_group("what is trained")
+    subject = parser.add_argument_group("model to train")
     add_shared(subject, models=["transformer6"], device="cpu", timeout_s=900.0)
     subject.add_argument(
         "--from-timeline",
@@ -80,11 +80,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
     subject.add_argument(
         "--steps", type=positive_int, default=10, metavar="N", help="recorded steps (default: %(default)s)"
     )
-    network = parser.add_argument_group("network (default: as between two processes of this machine)")
+    network = parser.add_argument_group("network (default: that between two processes of this machine)")
     for name, text in (
-        ("--latency-us", "of a message between nodes"),
-        ("--gbit", "Gbit/s between nodes, each way"),
-        ("--node-latency-us", "within a node"),
+        ("--latency-us", "latency of a message between nodes in microseconds"),
+        ("--gbit", "Gbit/s between nodes, in each direction"),
+        ("latency of a message within a node in microseconds", "within a node"),
         ("--node-gbit", "Gbit/s within a node"),
     ):
         metavar = name.rpartition("-")[2].upper()
@@ -106,7 +106,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=positive_float,
         metavar="MB",
-        help="bucket plans to compare (default: the recorded one)",
+        help="bucket plans to compare (default: the recorded plan)",
     )
 
 
@@ -248,7 +248,7 @@ def _network(args: argparse.Namespace, probed: LinkCost | None) -> Network:
     local = probed.hop if probed is not None else None
     hop = _hop(args.latency_us, args.gbit, local)
     if hop is None:
-        raise ToolError("--from-timeline needs the network: give --latency-us and --gbit")
+        raise ToolError("--from-timeline needs the network. Pass --latency-us and --gbit")
     is_cpu = args.device == "cpu"
     return Network(
         hop=hop,
@@ -264,7 +264,7 @@ def _hop(latency_us: float | None, gbit: float | None, default: TransferCost | N
     if latency_us is None and gbit is None:
         return default
     if default is None and (latency_us is None or gbit is None):
-        raise ToolError("a latency without a speed, or a speed without a latency: give both")
+        raise ToolError("a latency needs a speed, and a speed needs a latency. Pass both")
     cost = default or TransferCost(latency_s=0.0, seconds_per_byte=0.0)
     return TransferCost(
         latency_s=latency_us / 1e6 if latency_us is not None else cost.latency_s,
@@ -310,7 +310,7 @@ def _format(result: Result) -> str:
     figures: tuple[tuple[str, Callable[[_Row], float]], ...] = (
         ("efficiency, %", _efficiency),
         ("step, ms", lambda p: 1e3 * p["step_s"]),
-        ("communication that nothing hides, ms a step", lambda p: 1e3 * p["exposed_s"]),
+        ("exposed communication, ms per step", lambda p: 1e3 * p["exposed_s"]),
     )
     blocks = []
     for subject, curves in _by_subject(result).items():
@@ -400,7 +400,7 @@ def _probe(device: torch.device, seed: int) -> list[list[float]]:
 
 SCALING: Final = Benchmark(
     name="scaling",
-    summary="Step time and efficiency with more ranks, and the buckets to use, predicted from steps.",
+    summary="Predict step time and efficiency with more ranks, and the buckets to use, from measured steps.",
     unit="%",
     options=_options,
     measure=_measure,

@@ -73,16 +73,20 @@ _MIB: Final = 2**20
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=30, world_size=None, timeout_s=1800.0, models=list(MODEL_NAMES), device="cpu")
-    add_choices(parser, "--contenders", tuple(CONTENDERS), DEFAULT_CONTENDERS, "what takes turns")
+    add_choices(parser, "--contenders", tuple(CONTENDERS), DEFAULT_CONTENDERS, "contenders to measure")
     parser.add_argument(
         "--links",
         nargs="+",
         type=positive_float,
         metavar="MBIT",
-        help="between two network namespaces, on links of these speeds in Mbit/s (Linux, as root)",
+        help="measure between two network namespaces, on links of these speeds in Mbit/s (Linux, as root)",
     )
     for name, default_n, text in (
-        ("--trainer", None, "also N whole runs of a Trainer with each of the strategies custom_ddp and ddp"),
+        (
+            "--trainer",
+            None,
+            "also measure N whole runs of a Trainer with each of the strategies custom_ddp and ddp",
+        ),
         ("--steps", 4, "timed steps of each contender in a round (default: %(default)s)"),
         ("--warmup", 5, "steps of each contender before the first round (default: %(default)s)"),
     ):
@@ -143,11 +147,13 @@ def default_world_size(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, settings: StepSettings, world_size: int, *, is_launched: bool) -> None:
     """Refuse what does not go together."""
     if BARE in settings.contenders and world_size > 1:
-        raise ToolError(f"{BARE} averages nothing: measure it with --world-size 1")
+        raise ToolError(f"{BARE} averages nothing. Measure it with --world-size 1")
     if args.links is not None and (world_size != 2 or args.device != "cpu" or is_launched):
-        raise ToolError("--links joins two ranks on the CPU that it starts itself")
+        raise ToolError("--links needs two ranks on the CPU that the command starts itself")
     if args.trainer is not None and (args.links is not None or is_launched):
-        raise ToolError("--trainer starts its own scripts on this host: without --links, not by torchrun")
+        raise ToolError(
+            "--trainer starts its own scripts on this host. Use it without --links and without torchrun"
+        )
 
 
 def _measure_steps(
@@ -332,8 +338,8 @@ def check_agreement(
         error = ((values - expected[kind]).norm() / expected[kind].norm()).item()
         if not error <= _TOLERANCE:
             raise RuntimeError(
-                f"the {kind} of {name} differ from those of {reference} by a relative {error:g} "
-                f"(at most {_TOLERANCE:g} expected): its times mean nothing"
+                f"the {kind} of {name} differ from those of {reference} by a relative {error:g} (at most"
+                f" {_TOLERANCE:g} expected), so its times are not comparable"
             )
 
 

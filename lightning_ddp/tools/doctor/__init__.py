@@ -55,7 +55,7 @@ from lightning_ddp.tools.ranks import RankContext, run_ranks
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 _ADVICE = {
-    "PASS": "nothing stands in the way of a run",
+    "PASS": "no problem found",
     "WARN": "a run can start; see the lines with WARN",
     "FAIL": "a run would fail; see the lines with FAIL",
 }
@@ -66,38 +66,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     for name, text in (
         ("--processes", "start N ranks on this machine and measure them"),
-        ("--nodes", "this command is run by hand on each of N nodes"),
+        ("--nodes", "number of nodes, on each of which this command is run by hand"),
     ):
         where.add_argument(name, type=positive_int, metavar="N", help=text)
     for name, metavar, default, text in (
-        ("--timeout-s", "S", 30.0, "deadline of each step on the network, meeting the other ranks included"),
-        ("--max-mb", "MIB", 64.0, "largest all-reduce in MiB"),
+        (
+            "--timeout-s",
+            "S",
+            30.0,
+            "time limit of each network step in seconds, including the connection to the other ranks",
+        ),
+        ("--max-mb", "MIB", 64.0, "size of the largest all-reduce in MiB"),
     ):
         help_text = f"{text} (default: {default})"
         parser.add_argument(name, type=positive_float, default=default, metavar=metavar, help=help_text)
-    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON instead")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="train on this machine's GPUs (or on --processes of them; else on 2 CPU ranks) and compare: with"
-        " torch's DDP, every hook and averager with its formula; kill a rank; time steps. Under a minute",
+        help=(
+            "train on this machine's GPUs (or on --processes of them; else on 2 CPU ranks) and compare:"
+            " with torch's DDP, every hook and averager with its formula; kill a rank; time steps. Takes"
+            " less than a minute"
+        ),
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="of --verify (default: cuda where there is a GPU)"
+        "--device", choices=("cpu", "cuda"), help="device of --verify (default: cuda if there is a GPU)"
     )
     parser.add_argument(
         "--only",
         nargs="+",
         default=(),
         metavar="CHECK",
-        help="run only those checks of --verify whose names begin so, such as 'hook topk'",
+        help="run only those checks of --verify whose names begin with this text, such as 'hook topk'",
     )
     parser.add_argument(
         "--preload",
         type=existing_file,
         metavar="FILE",
-        help="a Python file that each rank of --verify runs first: to set a backend up, or to break something"
-        " that has to be found",
+        help="Python file that each rank of --verify runs first, for example to register a backend",
     )
 
 
@@ -170,7 +177,9 @@ class _Examination:
                 self._host_store()
             else:
                 self._find_master()
-        message = "not measured, as this process is alone: add --processes 2, or launch it as you do a run"
+        message = (
+            "not measured, because this process is alone. Add --processes 2, or start it as you start a run"
+        )
         self._add("PASS", "all-reduce", message)
 
     def _examine_processes(self, plan: Plan) -> None:
@@ -208,8 +217,8 @@ class _Examination:
                 "ranks",
                 f"rank {here.rank} of {here.world_size} has the store at {here.master_addr}, port"
                 f" {here.master_port}, but does not find all ranks through"
-                f" {plan.interface or 'the default interface'}: {first_line}. Are all {here.world_size}"
-                " started, and does no firewall close other ports between them?",
+                f" {plan.interface or 'the default interface'}: {first_line}. Check that all"
+                f" {here.world_size} are started, and that no firewall closes other ports between them",
             )
 
     def _choose_interface(self) -> str | None:
@@ -220,7 +229,7 @@ class _Examination:
         try:
             address = resolve(self._here.master_addr or _LOOPBACK, self._args.timeout_s)
         except (OSError, DeadlinePassed) as error:
-            message = f"MASTER_ADDR={self._here.master_addr} cannot be looked up ({error}): correct the name"
+            message = f"MASTER_ADDR={self._here.master_addr} cannot be resolved ({error}). Correct the name"
             self._add("FAIL", "master", f"{message}, or give the address itself")
             return named
         route, found = interface_to(address), addresses()
@@ -243,8 +252,8 @@ class _Examination:
             self._add(
                 "FAIL",
                 "master",
-                f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it is"
-                " no store of this run. Name another MASTER_PORT on all nodes",
+                f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it"
+                " is not the store of this run. Use another MASTER_PORT on all nodes",
             )
             return None
 
@@ -265,14 +274,16 @@ class _Examination:
         address = resolve(self._here.master_addr, self._args.timeout_s)
         if not is_own_address(address):
             own = ", ".join(f"{a} ({name})" for name, a in addresses().items())
-            message = f"{where}: rank 0 is here, but {address} is no address of this host, which has {own}"
-            self._add("FAIL", "master", f"{message}. Name one that all nodes reach")
+            message = (
+                f"{where}: rank 0 is here, but {address} is not an address of this host, which has {own}"
+            )
+            self._add("FAIL", "master", f"{message}. Use an address that all nodes reach")
             return None
         try:
             store = self._open_store(address, is_host=True)
         except (OSError, RuntimeError) as error:
             message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]})"
-            self._add("FAIL", "port", f"{message}. Another process has it; name another one on all nodes")
+            self._add("FAIL", "port", f"{message}. Another process uses it. Use another port on all nodes")
             return None
         self._add("PASS", "port", f"{where}: free, and opened here")
         return store
@@ -290,8 +301,9 @@ class _Examination:
             self._add("PASS", "master", f"{where}: answers")
             return address
         message = (
-            f"rank {here.rank} cannot reach {where}: {problem}. Start rank 0 first or at the same time, give"
-            " all nodes the same MASTER_ADDR and MASTER_PORT, and open that port in the first node's firewall"
+            f"rank {here.rank} cannot reach {where}: {problem}. Start rank 0 first or at the same time, use"
+            " the same MASTER_ADDR and MASTER_PORT on all nodes, and open that port in the first node's"
+            " firewall"
         )
         self._add("FAIL", "master", message)
         return None

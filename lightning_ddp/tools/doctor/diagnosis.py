@@ -68,11 +68,11 @@ def _check_versions(answers: Sequence[Answer]) -> list[Finding]:
     for name in _MUST_AGREE:
         differing = _differing(answers, lambda answer, name=name: answer["packages"].get(name))  # type: ignore[misc]
         if differing:
-            message = f"{name} differs ({differing}): install one version everywhere"
+            message = f"{name} differs ({differing}). Install one version everywhere"
             findings.append(Finding("FAIL", "versions", message))
     differing = _differing(answers, lambda answer: answer["python"])
     if differing:
-        findings.append(Finding("WARN", "versions", f"Python differs ({differing}): use one environment"))
+        findings.append(Finding("WARN", "versions", f"Python differs ({differing}). Use one environment"))
     packages = answers[0]["packages"]
     listed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
     return findings or [Finding("PASS", "versions", f"Python {answers[0]['python']}, {listed}")]
@@ -83,14 +83,15 @@ def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
     differing = _differing(answers, lambda answer: answer["backend"])
     if differing:
         message = (
-            f"backends differ ({differing}): some nodes see no GPU; check drivers and CUDA_VISIBLE_DEVICES"
+            f"backends differ ({differing}), because some nodes see no GPU. Check drivers and"
+            " CUDA_VISIBLE_DEVICES"
         )
         findings.append(Finding("FAIL", "devices", message))
     for answer in answers:
         if answer["devices"] and answer["local_rank"] >= len(answer["devices"]):
             message = (
-                f"rank {answer['rank']} on {answer['host']} has local rank {answer['local_rank']}, but there"
-                f" are {len(answer['devices'])} GPUs: start at most that many processes on a node"
+                f"rank {answer['rank']} on {answer['host']} has local rank {answer['local_rank']}, but"
+                f" there are {len(answer['devices'])} GPUs. Start at most that many processes on a node"
             )
             findings.append(Finding("FAIL", "devices", message))
     if findings:
@@ -113,9 +114,7 @@ def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
     for host, num_ranks in Counter(answer["host"] for answer in answers).items():
         num_cpus = next(answer["num_cpus"] for answer in answers if answer["host"] == host)
         if num_cpus < num_ranks:
-            message = (
-                f"{host}: {num_ranks} ranks on {num_cpus} CPU cores take turns: give the job a core a rank"
-            )
+            message = f"{host}: {num_ranks} ranks share {num_cpus} CPU cores. Give the job one core per rank"
             findings.append(Finding("WARN", "CPU cores", message))
         else:
             findings.append(Finding("PASS", "CPU cores", f"{host}: {num_cpus} cores for {num_ranks} rank(s)"))
@@ -131,7 +130,9 @@ def _check_clocks(answers: Sequence[Answer]) -> list[Finding]:
         f"at most {abs(offset) * 1e3:.1f} ms from rank 0's (rank {answer['rank']}, +/- {error * 1e3:.1f} ms)"
     )
     if abs(offset) - error > _LARGEST_CLOCK_SKEW_S:
-        message = f"{found}: logs and time stamps of files will mislead; start chrony or ntpd on all nodes"
+        message = (
+            f"{found}: logs and time stamps of files are not comparable. Start chrony or ntpd on all nodes"
+        )
         return [Finding("WARN", "clocks", message)]
     return [Finding("PASS", "clocks", found)]
 
@@ -180,8 +181,8 @@ def check_shared_memory(answer: Answer) -> tuple[Level, str]:
     found = f"/dev/shm has {_mib(memory['total'])}, {_mib(memory['free'])} free"
     if memory["free"] < _LEAST_SHARED_MEMORY:
         return "WARN", (
-            f"{found}: workers of data loaders die of a bus error when it is full. In a container use `docker"
-            " run --shm-size=8g` (Kubernetes: an emptyDir of medium Memory), else delete what is left in it"
+            f"{found}: workers of data loaders die of a bus error when it is full. In a container use"
+            " `docker run --shm-size=8g` (Kubernetes: an emptyDir of medium Memory), else delete its files"
         )
     return "PASS", found
 
@@ -193,7 +194,8 @@ def check_limits(answer: Answer) -> tuple[Level, str]:
     files, locked = limits["open files"], limits["locked memory"]
     if files is not None and files < _LEAST_OPEN_FILES:
         return "WARN", (
-            f"{found}: data loaders and sockets may run out of open files; `ulimit -n 65536` before the start"
+            f"{found}: data loaders and sockets may run out of open files. Run `ulimit -n 65536` before the"
+            " start"
         )
     if answer["devices"] and locked is not None:
         return "WARN", f"{found}: InfiniBand needs `ulimit -l unlimited` (in SLURM: of slurmd)"
@@ -204,9 +206,9 @@ def check_variables(answer: Answer) -> tuple[Level, str]:
     """Settings that switch off what people then miss."""
     variables = answer["variables"]
     if variables.get("PL_RECONCILE_PROCESS") == "0":
-        return "WARN", "PL_RECONCILE_PROCESS=0: when a rank fails, the others will wait for it; unset it"
+        return "WARN", "PL_RECONCILE_PROCESS=0: when a rank fails, the others will wait for it. Unset it"
     if variables.get("NCCL_P2P_DISABLE") == "1" or variables.get("NCCL_IB_DISABLE") == "1":
-        return "WARN", "NCCL_P2P_DISABLE or NCCL_IB_DISABLE is set: NCCL takes slower ways; unset it"
+        return "WARN", "NCCL_P2P_DISABLE or NCCL_IB_DISABLE is set, so NCCL uses slower transports. Unset it"
     return "PASS", ""
 
 
@@ -224,20 +226,20 @@ def check_interface(
     chosen = named or route
     level: Level = "FAIL"
     if named is not None and found and named not in found:
-        message = f"{variable}={named}, but this host has {listed}: name one of them or unset the variable"
+        message = f"{variable}={named}, but this host has {listed}. Name one of them or unset the variable"
     elif chosen is None:
         level = "FAIL" if num_nodes > 1 else "WARN"
         message = (
-            f"no interface leads to the master; this host has {listed}: check MASTER_ADDR and the routes"
+            f"no interface leads to the master; this host has {listed}. Check MASTER_ADDR and the routes"
         )
     elif num_nodes > 1 and found.get(chosen, "").startswith("127."):
         message = (
-            f"{chosen} is the loopback, which no other node reaches: MASTER_ADDR has to be an address of the"
+            f"{chosen} is the loopback, which no other node reaches. Set MASTER_ADDR to an address of the"
             f" first node on a network of all nodes; this host has {listed}"
         )
     elif named is not None and route is not None and named != route:
         level = "WARN"
-        message = f"{variable}={named}, but the master is reached by {route}: unset it unless both lead there"
+        message = f"{variable}={named}, but the master is reached by {route}. Unset it unless both lead there"
     else:
         level, message = "PASS", f"{chosen} ({found.get(chosen, 'no IPv4 address')})"
     return Finding(level, "interface", message)
@@ -247,15 +249,15 @@ def check_line(line: Line | None, *, world_size: int, num_hosts: int) -> Finding
     """Whether the times of the all-reduces make sense."""
     if line is None:
         message = (
-            "the times do not rise with the size, so no line fits: measure again when the machine is idle"
+            "the times do not increase with the size, so no line fits. Measure again when the machine is idle"
         )
     elif line.relative_error > _LARGEST_RELATIVE_ERROR:
         message = (
-            f"{line}, but half of the times are more than {line.relative_error:.0%} away from that line:"
-            " something else uses the link or the cores"
+            f"{line}, but half of the times are more than {line.relative_error:.0%} away from that line."
+            " Something else uses the link or the cores"
         )
     elif num_hosts > 1 and line.link_bytes_per_s(world_size) < _SLOW_BYTES_PER_S:
-        message = f"{line}: less than 1 Gbit/s between nodes; is that the interface that you meant?"
+        message = f"{line}: less than 1 Gbit/s between nodes. Check that this is the intended interface"
     else:
         return Finding("PASS", "all-reduce", str(line))
     return Finding("WARN", "all-reduce", message)

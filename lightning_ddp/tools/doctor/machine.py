@@ -146,7 +146,7 @@ def connect_problem(address: str, port: int, timeout_s: float) -> str | None:
     try:
         socket.create_connection((address, port), timeout_s).close()
     except TimeoutError:
-        return f"no answer within {timeout_s:g} s; a firewall may drop the packets, or the host is down"
+        return f"no answer within {timeout_s:g} s. A firewall may drop the packets, or the host is down"
     except OSError as error:
         if error.errno == errno.ECONNREFUSED:
             return "the host answers, but nothing listens there (yet)"
@@ -205,7 +205,7 @@ def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
             return _from_slurm(env)
         return _from_user(env, num_nodes or 1)
     except ValueError as error:
-        message = f"an environment variable holds no number ({error}): correct or unset it"
+        message = f"an environment variable is not a number ({error}). Correct or unset it"
         return Placement(starter="nobody", findings=_findings("variables", [message]))
 
 
@@ -222,22 +222,22 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
     num_nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
     found = (
         f"{world_size} ranks, {local_size} on each of {num_nodes} node(s), restart"
-        f" {env.get('TORCHELASTIC_RESTART_COUNT', '0')} of {env.get('TORCHELASTIC_MAX_RESTARTS', '0')}:"
-        f" use Trainer(devices={local_size}, num_nodes={num_nodes})"
+        f" {env.get('TORCHELASTIC_RESTART_COUNT', '0')} of {env.get('TORCHELASTIC_MAX_RESTARTS', '0')}. Use"
+        f" Trainer(devices={local_size}, num_nodes={num_nodes})"
     )
     problems = []
     missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         problems.append(
-            f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: a part of another launcher's"
-            " variables has been passed on. Unset RANK and WORLD_SIZE, or start with torchrun"
+            f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: another launcher's variables were"
+            " passed on in part. Unset RANK and WORLD_SIZE, or start with torchrun"
         )
     if not 0 <= rank < world_size:
         problems.append(f"RANK={rank} is not below WORLD_SIZE={world_size}")
     if local_size * num_nodes != world_size:
         problems.append(
-            f"{num_nodes} nodes x {local_size} ranks are not WORLD_SIZE={world_size}; Lightning needs as"
-            " many processes on each node: give all nodes the same --nproc-per-node"
+            f"{num_nodes} nodes x {local_size} ranks are not WORLD_SIZE={world_size}, but Lightning needs"
+            " as many processes on each node. Use the same --nproc-per-node on all nodes"
         )
     return Placement(
         starter="torchrun",
@@ -259,17 +259,17 @@ def _from_slurm(env: Mapping[str, str]) -> Placement:
     problems = []
     if num_tasks > 1 and "SLURM_STEP_ID" not in env:
         problems.append(
-            f"the job has {num_tasks} tasks, but this is the batch script itself: only one process runs,"
-            " and the others would be waited for. Start the program with `srun python ...`"
+            f"the job has {num_tasks} tasks, but this is the batch script itself, so only one process runs"
+            " and waits for the others. Start the program with `srun python ...`"
         )
     if num_tasks % num_nodes:
         problems.append(
-            f"--ntasks={num_tasks} cannot be spread evenly over --nodes={num_nodes}: use"
-            " --ntasks-per-node with the number of devices of a node instead of --ntasks"
+            f"--ntasks={num_tasks} cannot be divided evenly over --nodes={num_nodes}. Use --ntasks-per-node"
+            " with the number of devices of a node instead of --ntasks"
         )
     found = (
-        f"job {env['SLURM_JOB_ID']}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s):"
-        f" use Trainer(devices={per_node}, num_nodes={num_nodes})"
+        f"job {env['SLURM_JOB_ID']}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s). Use"
+        f" Trainer(devices={per_node}, num_nodes={num_nodes})"
     )
     first_host = lightnings("SLURMEnvironment").resolve_root_node_address(env.get("SLURM_NODELIST", ""))
     port = env.get("MASTER_PORT") or str(15000 + int(env["SLURM_JOB_ID"][-4:]))  # as Lightning chooses it
@@ -288,7 +288,7 @@ def _from_slurm(env: Mapping[str, str]) -> Placement:
 def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
     findings: tuple[Finding, ...] = ()
     if env.get("SLURM_JOB_ID"):
-        reason = "SLURM_NTASKS is not set" if "SLURM_NTASKS" not in env else "the job is an interactive one"
+        reason = "SLURM_NTASKS is not set" if "SLURM_NTASKS" not in env else "the job is interactive"
         found = f"inside job {env['SLURM_JOB_ID']}, but {reason}: Lightning starts processes itself"
         findings = _findings("SLURM", [], found)
     node_rank = int(env.get("NODE_RANK", 0))
@@ -297,8 +297,8 @@ def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         if missing:
             problems.append(
-                f"--nodes {num_nodes}, but {', '.join(missing)} not set: give every node the same MASTER_ADDR"
-                " and MASTER_PORT, and NODE_RANK 0, 1, ... in turn"
+                f"--nodes {num_nodes}, but {', '.join(missing)} not set. Set the same MASTER_ADDR and"
+                " MASTER_PORT on every node, and NODE_RANK to 0, 1, ..."
             )
         if not 0 <= node_rank < num_nodes:
             problems.append(f"NODE_RANK={node_rank} is not below --nodes {num_nodes}")

@@ -475,7 +475,7 @@ def _try_host_waits(ranks: Ranks, verdict: Verdict) -> None:
         if counts[subject] > allowed * _NUM_WATCHED:
             verdict.fail(
                 f"{subject}: {_NUM_WATCHED} steady steps made the host wait for the device"
-                f" {counts[subject]} times, expected {allowed * _NUM_WATCHED} ({reason})"
+                f" {counts[subject]} times, but at most {allowed * _NUM_WATCHED} are expected ({reason})"
             )
     total = ", ".join(f"{subject} {count}" for subject, count in counts.items() if count)
     verdict.figure = f"{len(counts)} kinds, {_NUM_WATCHED} steps each; waits: {total or 'none'}"
@@ -610,9 +610,9 @@ def refusal(placement: Placement) -> Finding | None:
     return Finding(
         "FAIL",
         "verify",
-        f"{placement.world_size} processes have been started ({placement.starter}), and --verify"
-        " starts those of one machine itself: run `python -m lightning_ddp doctor --verify` once on each"
-        " node, without torchrun, and with one task in srun; without --verify `doctor` looks at all of them",
+        f"{placement.world_size} processes have been started ({placement.starter}), but --verify starts"
+        " those of one machine itself. Run `python -m lightning_ddp doctor --verify` once on each node,"
+        " without torchrun, and with one task in srun; without --verify `doctor` checks all of them",
     )
 
 
@@ -637,7 +637,7 @@ def run_checks(wanted: Verification) -> list[Finding]:
             remaining = remaining[len(found) :]
         findings += [Finding("FAIL", name, f"not run, after {_MOST_STARTS} failures") for name in remaining]
         if HOST_WAITS in names and HOST_WAITS not in trials:
-            message = "not applicable: on the CPU there is no device that the host could wait for"
+            message = "not applicable: a CPU has no device for the host to wait for"
             findings.append(Finding("PASS", HOST_WAITS, message))
         if KILLED in names:
             findings.append(_kill_a_rank(wanted))
@@ -655,7 +655,9 @@ def _watcher(wanted: Verification, store: Any, bar: Any) -> Callable[[int], None
             has_started, since = True, time.monotonic()
         limit = wanted.timeout_s * (1 if has_started else _STARTING)
         if time.monotonic() - since > limit:
-            raise ToolError(f"not over after {limit:g} s: the ranks wait for each other, or compute")
+            raise ToolError(
+                f"not finished after {limit:g} s: the ranks wait for each other, or still compute"
+            )
         if store.check([FAILURE_KEY]):  # the process itself may hang in the end of its group
             raise ToolError(store.get(FAILURE_KEY).decode())
 
@@ -690,14 +692,14 @@ def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Findi
         verdicts = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
         missing = [rank for rank in ranks if rank not in verdicts]
         if missing:
-            there = f"{name_ranks(missing)} did not get to its end: {problem}"
+            there = f"{name_ranks(missing)} did not finish: {problem}"
             yield Finding("FAIL", name, "; ".join([*_problems(verdicts), there]))
             return
         problems, first = _problems(verdicts), verdicts[0]
         if problems:
             yield Finding("FAIL", name, "; ".join(problems))
         elif first["is_slow"]:
-            message = f"{first['figure']}; is the machine busy? `bench step` says more"
+            message = f"{first['figure']}. The machine may be busy; `bench step` measures more"
             yield Finding("WARN", name, message)
         else:
             yield Finding("PASS", name, first["figure"])
@@ -722,7 +724,7 @@ def _kill_a_rank(wanted: Verification) -> Finding:
     """A rank of a script is killed: all others have to name it, and all processes to end."""
     victim = wanted.world_size - 1
     if not victim:
-        return Finding("PASS", KILLED, "not applicable: one rank has nobody to tell")
+        return Finding("PASS", KILLED, "not applicable: one rank has no peers")
     try:
         found = run_to_fault(
             "custom_ddp",
@@ -749,6 +751,6 @@ def _kill_a_rank(wanted: Verification) -> Finding:
     return Finding(
         "PASS",
         KILLED,
-        f"rank {victim} was killed in training; {name_ranks(range(victim))} raised PeerFailure that names it"
-        f" within {max(found.learned_s):.2f} s, all processes were gone after {found.gone_s:.2f} s",
+        f"rank {victim} was killed in training; {name_ranks(range(victim))} raised PeerFailure that names"
+        f" it within {max(found.learned_s):.2f} s, all processes had exited after {found.gone_s:.2f} s",
     )
