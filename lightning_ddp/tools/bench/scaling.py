@@ -84,7 +84,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("--latency-us", "latency of a message between nodes in microseconds"),
         ("--gbit", "Gbit/s between nodes, in each direction"),
-        ("latency of a message within a node in microseconds", "within a node"),
+        ("--node-latency-us", "latency of a message within a node in microseconds"),
         ("--node-gbit", "Gbit/s within a node"),
     ):
         metavar = name.rpartition("-")[2].upper()
