@@ -109,14 +109,13 @@ class Communication:
     @property
     def synchronises_backward(self) -> bool:
         """True if the reducer takes part in the next backward pass."""
-        return self.averages_gradients or self._gradients_in_local_phase != "none"
+        return self.averages_gradients or self._drives_hook_state or self._averages_in_nodes
 
     @property
-    def _gradients_in_local_phase(self) -> str:
-        if self._drives_hook_state:
-            return "hook"
-        options = self.averager_plan.options if self.averager_plan is not None else None
-        return str(getattr(options, "gradients", "none"))
+    def _averages_in_nodes(self) -> bool:
+        return self.averager_plan is not None and getattr(
+            self.averager_plan.options, "intra_node_gradients", False
+        )
 
     def register(
         self,
@@ -154,7 +153,7 @@ class Communication:
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
         _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
-        if self._gradients_in_local_phase == "node":
+        if self._averages_in_nodes and not self._drives_hook_state:
             from lightning_ddp.averaging.local_sgd import NodeGradients
 
             hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
@@ -401,10 +400,9 @@ def _plan_averaging(
         )
     start = int(state.start_localSGD_iter)
     if plan is None:
-        gradients = "node" if state.post_local_gradient_allreduce and not by_hook else "none"
-        return parse_averager(
-            {"name": "post_local_sgd", "start_step": start, "period": period, "gradients": gradients}
-        )
+        options = {"start_step": start, "period": period}
+        in_nodes = bool(state.post_local_gradient_allreduce) and not by_hook
+        return parse_averager({"name": "post_local_sgd", **options, "intra_node_gradients": in_nodes})
     for what, ours, theirs in (
         ("start_step", plan.options.start_step, start),
         ("period", plan.options.period, period if period is not None else plan.options.period),

@@ -126,7 +126,7 @@ def test_a_catalogue_has_what_the_files_beside_its_base_class_derive(tmp_path, m
         ({"name": "topk", "ratio": 0.0}, "'topk': ratio=0.0: expected above 0"),
         ({"name": "topk", "nesterov": True}, "needs a momentum above 0"),
         ({"name": "powersgd", "rank": 0}, "'powersgd': rank=0: expected at least 1"),
-        ({"name": "int8", "block": 3}, "'int8': block=3: expected a multiple of 8"),
+        ({"name": "int8", "block_size": 3}, "'int8': block_size=3: expected a multiple of 8"),
         ({"rank": 3}, "expected a name or a mapping with 'name'"),
         ([], "expected a name, a mapping with 'name', or a list"),
         (["powersgd", "bf16"], "'powersgd' cannot be wrapped around 'bf16'. Only bf16, fp16, fp8, int8 can"),

@@ -719,7 +719,7 @@ def test_a_schedule_lasts_as_long_as_one_rank_that_is_left_takes_steps(tmp_path)
         ({"ddp_comm_hook": "noop"}, "a model of its own"),
         ({"ddp_comm_hook": print, "ddp_comm_state": 1}, "cannot be undone"),
         (
-            {"model_averaging": {"name": "post_local_sgd", "gradients": "node"}},
+            {"model_averaging": {"name": "post_local_sgd", "intra_node_gradients": True}},
             "different numbers of ranks",
         ),
         ({"on_failure": {"name": "shrink", "min_worldsize": 2}}, "did you mean 'min_world_size'"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,14 +29,8 @@ class PostLocalSGDOptions(AveragerOptions):
     start_step: int = 100
     """Number of optimizer steps with averaged gradients; the paper ends them at the first decay of the
     learning rate."""
-    gradients: Literal["none", "node"] = "none"
-    """Averaging of gradients in local training: 'node' among the ranks of a node, 'none' not at all."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.gradients in ("none", "node"), f"gradients={self.gradients!r}: expected 'none' or 'node'"
-        )
+    intra_node_gradients: bool = False
+    """If True, gradients are averaged among the ranks of a node in local training."""
 
 
 class PostLocalSGD(Averager):
@@ -79,7 +73,7 @@ class NodeGradients:
     ) -> None:
         if group.size % node_size:
             raise ConfigurationError(
-                f"gradients='node': {group.size} ranks do not divide into nodes of {node_size}"
+                f"intra_node_gradients=True: {group.size} ranks do not divide into nodes of {node_size}"
             )
         self._hook = hook
         self.name = f"{hook_name(hook)} in nodes" if hook is not None else "allreduce in nodes"

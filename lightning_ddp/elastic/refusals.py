@@ -59,9 +59,9 @@ def check_arguments(
             "changes of this state within a step cannot be undone",
             "a hook by its name in available_hooks()",
         )
-    if averager is not None and getattr(averager.options, "gradients", "none") != "none":
+    if averager is not None and getattr(averager.options, "intra_node_gradients", False):
         _refuse(
-            "gradients='node'",
+            "intra_node_gradients=True",
             "nodes may have different numbers of ranks after a loss",
             "model_averaging='diloco'",
         )

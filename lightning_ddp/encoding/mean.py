@@ -33,7 +33,7 @@ _SCALE_BYTES = 4
 class Codec(Protocol):
     """Encoder of rows of numbers as rows of bytes, and decoder."""
 
-    block: int
+    block_size: int
     """Rows whose length is a multiple of this are encoded without a copy."""
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -52,12 +52,12 @@ class _BlockCodec:
     "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2.1, there with a nonlinear code).
 
     Args:
-        block: elements that share a scale.
+        block_size: number of elements that share a scale.
         largest: absolute value of the largest code; the scale maps the largest element there.
     """
 
-    def __init__(self, block: int, largest: float) -> None:
-        self.block = block
+    def __init__(self, block_size: int, largest: float) -> None:
+        self.block_size = block_size
         self._largest = largest
 
     def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
@@ -69,9 +69,9 @@ class _BlockCodec:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Scales each block by its largest absolute value and rounds; a block of zeros stays zero."""
         num_rows, length = rows.shape
-        if length % self.block:
-            rows = torch.nn.functional.pad(rows, (0, -length % self.block))
-        blocks = rows.float().view(num_rows, -1, self.block)
+        if length % self.block_size:
+            rows = torch.nn.functional.pad(rows, (0, -length % self.block_size))
+        blocks = rows.float().view(num_rows, -1, self.block_size)
         low, high = torch.aminmax(blocks, dim=2)
         scales = torch.maximum(high, -low).div_(self._largest)
         # an infinite scale would turn the finite elements of the block into zeros without a trace
@@ -83,19 +83,19 @@ class _BlockCodec:
         return torch.cat([scales.view(torch.uint8), codes.view(num_rows, -1)[:, :length]], dim=1)
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        num_rows, num_blocks = data.shape[0], -(-numel // self.block)
+        num_rows, num_blocks = data.shape[0], -(-numel // self.block_size)
         scales = data[:, : num_blocks * _SCALE_BYTES].contiguous().view(torch.float32)
         codes = data[:, num_blocks * _SCALE_BYTES :]
-        codes = torch.nn.functional.pad(codes, (0, -numel % self.block)).contiguous()
-        values = self._from_codes(codes).view(num_rows, num_blocks, self.block)
+        codes = torch.nn.functional.pad(codes, (0, -numel % self.block_size)).contiguous()
+        values = self._from_codes(codes).view(num_rows, num_blocks, self.block_size)
         return values.mul_(scales.unsqueeze(2)).view(num_rows, -1)[:, :numel]
 
 
 class Int8Codec(_BlockCodec):
     """Codec for integers from -127 to 127; the error is at most the block's largest value / 254."""
 
-    def __init__(self, block: int) -> None:
-        super().__init__(block, 127.0)
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, 127.0)
 
     def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
         return scaled.nan_to_num_().round_().to(torch.int8).view(torch.uint8)
@@ -107,8 +107,8 @@ class Int8Codec(_BlockCodec):
 class Fp8Codec(_BlockCodec):
     """Floating point with 3 bits of mantissa: a relative error of at most 1/16 above the largest / 28,672."""
 
-    def __init__(self, block: int) -> None:
-        super().__init__(block, 448.0)
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, 448.0)
 
     def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
         return scaled.nan_to_num_().to(torch.float8_e4m3fn).view(torch.uint8)
@@ -125,7 +125,7 @@ class CastCodec:
             `torch.bfloat16` (8 bits, the range of float32).
     """
 
-    block = 1
+    block_size = 1
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -251,7 +251,7 @@ class EncodedWire:
         return self._codec.decode(gathered, length)[:, : flat.numel()]
 
     def _padded(self, numel: int) -> int:
-        block = self._codec.block
+        block = self._codec.block_size
         return numel if numel < _MIN_BLOCKS * block else -(-numel // block) * block
 
     @staticmethod

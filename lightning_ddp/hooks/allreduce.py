@@ -58,13 +58,13 @@ class BF16(Hook):
 class BlockOptions(HookOptions):
     """Options of `int8` and `fp8`."""
 
-    block: int = 256
+    block_size: int = 256
     """Number of elements that share one float32 scale."""
 
     def __post_init__(self) -> None:
         require(
-            isinstance(self.block, int) and self.block > 0 and self.block % 8 == 0,
-            f"block={self.block!r}: expected a multiple of 8 above 0, such as 256",
+            isinstance(self.block_size, int) and self.block_size > 0 and self.block_size % 8 == 0,
+            f"block_size={self.block_size!r}: expected a multiple of 8 above 0, such as 256",
         )
 
 
@@ -77,7 +77,7 @@ class Int8(Hook):
 
     @staticmethod
     def make_codec(options: BlockOptions) -> Int8Codec:
-        return Int8Codec(options.block)
+        return Int8Codec(options.block_size)
 
 
 class FP8(Hook):
@@ -89,4 +89,4 @@ class FP8(Hook):
 
     @staticmethod
     def make_codec(options: BlockOptions) -> Fp8Codec:
-        return Fp8Codec(options.block)
+        return Fp8Codec(options.block_size)

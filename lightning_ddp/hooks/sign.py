@@ -20,13 +20,13 @@ from lightning_ddp.hooks.base import MomentumHook, MomentumOptions, Part
 class SignOptions(MomentumOptions):
     """Options of `sign`."""
 
-    block: int = 1024
+    block_size: int = 1024
     """Number of elements of a parameter that share one float32 scale; the last block of each parameter may be
     shorter. Use smaller blocks for parameters whose parts have gradients of different sizes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.block >= 1, f"block={self.block}: expected at least 1")
+        require(self.block_size >= 1, f"block_size={self.block_size}: expected at least 1")
 
 
 class Sign(MomentumHook):
@@ -34,7 +34,7 @@ class Sign(MomentumHook):
 
     With p the gradient plus the residual, each rank sends mean(|p|) sign(p), where sign(0) is +1 everywhere,
     and keeps p minus that. All ranks get the bits of all ranks, so the traffic grows with their number: it is
-    1/32 of float32 at two ranks and N/64 of it at N, and 1/block of that for the scales.
+    1/32 of float32 at two ranks and N/64 of it at N, and 1/block_size of that for the scales.
     """
 
     name = "sign"
@@ -62,9 +62,11 @@ class Sign(MomentumHook):
         return mean.div_(self.channel.size)
 
     def _block_lengths(self, part: Part) -> list[int]:
-        block = self.options.block
+        block_size = self.options.block_size
         return [
-            n for size in part.sizes for n in [block] * (size // block) + [size % block] * (size % block > 0)
+            length
+            for size in part.sizes
+            for length in [block_size] * (size // block_size) + [size % block_size] * (size % block_size > 0)
         ]
 
     def _scales(self, part: Part) -> torch.Tensor:
@@ -72,8 +74,8 @@ class Sign(MomentumHook):
         scales = []
         for piece, is_present in zip(part.slices(), part.present, strict=True):
             sizes = piece.abs() if is_present else torch.zeros_like(piece)
-            whole = piece.numel() // self.options.block * self.options.block
-            scales.append(sizes[:whole].view(-1, self.options.block).mean(1))
+            whole = piece.numel() // self.options.block_size * self.options.block_size
+            scales.append(sizes[:whole].view(-1, self.options.block_size).mean(1))
             if whole < piece.numel():
                 scales.append(sizes[whole:].mean().view(1))
         return torch.cat(scales)

@@ -565,7 +565,7 @@ def predict_averager(
     """
     compute_s = profile.compute_s
     exposed_s = _rounds_s(profile, plan, network, num_ranks)
-    if getattr(plan.options, "gradients", "none") == "node":
+    if getattr(plan.options, "intra_node_gradients", False):
         plain = plain_model([size for size, _ in profile.ready])
         in_node = min(network.ranks_per_node, num_ranks)
         exposed_s += predict_hook(profile, plain, network, in_node).exposed_s

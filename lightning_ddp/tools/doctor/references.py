@@ -137,7 +137,7 @@ def _check_sign(bucket: Bucket) -> Iterator[Claim]:
     sent = torch.zeros_like(bucket.rows)
     for _, where in bucket.pieces():
         for row, values in zip(sent, bucket.rows[:, where], strict=True):
-            blocks = values.split(bucket.options["block"])
+            blocks = values.split(bucket.options["block_size"])
             row[where] = torch.cat([torch.where(b >= 0, b.abs().mean(), -b.abs().mean()) for b in blocks])
     mean, bound = mean_of(sent)
     # the scale is a mean of many numbers, added up in another order
@@ -184,7 +184,7 @@ HOOKS: Final[Mapping[str, tuple[Mapping[str, Any], Callable[[Bucket], Iterator[C
     "fp8": ({}, _check_rounded(1 / 16, 1 / 28672, 0.0)),
     "topk": ({"ratio": 0.25}, _check_topk),
     "randomk": ({"ratio": 0.25}, _check_randomk),
-    "sign": ({"block": 256}, _check_sign),
+    "sign": ({"block_size": 256}, _check_sign),
     "powersgd": ({"rank": 2, "start_step": 2, "min_compression": 2.0}, _check_powersgd),
 }
 """Name -> the options with which a hook is checked, and its formula."""
