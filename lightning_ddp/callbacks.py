@@ -35,22 +35,23 @@ class CommunicationMonitor(Callback):
 
     Every `every_n_steps` synchronized steps it passes medians over these steps to all loggers:
     `communication/step_ms`, from forward to forward; `.../exposed_ms`, communication that backward does not
-    hide; `.../overlap_percent`, the share of communication that backward hides; `.../megabytes` of gradients
-    per step; `.../gigabytes_per_s` while buckets are reduced; and `.../lateness_ms/rank<r>` or, with more
-    than 16 ranks, `.../lateness_ms/max`: the time from the first rank's gradients to those of rank r.
+    hide; `.../overlap_percent`, the share of communication that backward hides; `.../gradient_mb_per_step`;
+    `.../bandwidth_gb_per_s` while buckets are reduced; and `.../straggler_ms/rank<r>` or, with more
+    than 16 ranks, `.../straggler_ms/max`: the time from the first rank's gradients to those of rank r.
     Lateness is measured before the collectives, after which all ranks are equally late, and relative to their
     common ends, so that clocks of hosts need not agree. It is exact up to the time of a message between
     ranks, and lags by one interval.
 
     The ranks exchange one number per step, once per interval, over the control channel, without a
-    collective. Without the control channel (PL_RECONCILE_PROCESS=0) and with one process there is no
+    collective. Without the control channel (LIGHTNING_DDP_SUPERVISION=0) and with one process there is no
     lateness. Steps without synchronization (`accumulate_grad_batches`, local training) are not counted.
 
     Args:
         every_n_steps: Number of steps in an interval; the same on all ranks.
-        slow_after_steps: Number of consecutive late steps after which rank 0 warns about a rank; it warns
+        straggler_patience: Number of consecutive late steps after which rank 0 warns about a rank; it warns
             again whenever this number has doubled.
-        late_fraction: Delay after the median rank, as a fraction of a step, from which a rank counts as late.
+        straggler_threshold: Delay after the median rank, as a fraction of a step, from which a rank counts as
+            late.
         timeline: Folder to which each rank writes its last steps at the end of the fit, or None for no
             files. The files `rank<r>.json` are also written if the fit fails;
             `python -m lightning_ddp timeline <folder>` draws them. Use one folder per run. On nodes without
@@ -64,25 +65,27 @@ class CommunicationMonitor(Callback):
         self,
         every_n_steps: int = 50,
         *,
-        slow_after_steps: int = 100,
-        late_fraction: float = 0.1,
+        straggler_patience: int = 100,
+        straggler_threshold: float = 0.1,
         timeline: str | Path | None = None,
     ) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("slow_after_steps", slow_after_steps)):
+        for name, value in (("every_n_steps", every_n_steps), ("straggler_patience", straggler_patience)):
             if value < 1:
                 raise ConfigurationError(f"{name}={value}: expected a number of steps from 1")
-        if not late_fraction > 0:
-            raise ConfigurationError(f"late_fraction={late_fraction}: expected a fraction of a step above 0")
+        if not straggler_threshold > 0:
+            raise ConfigurationError(
+                f"straggler_threshold={straggler_threshold}: expected a fraction of a step above 0"
+            )
         self.every_n_steps = every_n_steps
-        self.slow_after_steps = slow_after_steps
-        self.late_fraction = late_fraction
+        self.straggler_patience = straggler_patience
+        self.straggler_threshold = straggler_threshold
         self.timeline = None if timeline is None else Path(timeline)
         self.recorder: StepRecorder | None = None
         """Recorder of this rank's last steps, during the fit and after it; None before."""
         self._wrapped: BucketedDDP | None = None
         self._records: list[StepRecord] = []
         self._exchange: _Exchange | None = None
-        self._slow = SlowRanks(slow_after_steps)
+        self._slow = SlowRanks(straggler_patience)
         self._changes: list[Change] = []
         self._first_step = 0
 
@@ -97,7 +100,7 @@ class CommunicationMonitor(Callback):
         self._wrapped, self._records = model, []
         self._changes, self._first_step = [], trainer.global_step
         self.recorder = model.record_steps(max(256, 2 * self.every_n_steps))
-        self._slow = SlowRanks(self.slow_after_steps)
+        self._slow = SlowRanks(self.straggler_patience)
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
 
     def on_world_changed(self, trainer: Trainer, pl_module: LightningModule, change: WorldChange) -> None:
@@ -108,7 +111,7 @@ class CommunicationMonitor(Callback):
         self.recorder.begin_again(step)
         self.recorder.take()
         self._records = []  # drop the partial interval: ranks may have counted it differently
-        self._slow = SlowRanks(self.slow_after_steps)
+        self._slow = SlowRanks(self.straggler_patience)
         self._exchange.close()
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
         self._changes.append(
@@ -136,14 +139,14 @@ class CommunicationMonitor(Callback):
             self._exchange.tell(records)
             metrics = summarize(records)
             for known in self._exchange.collect():
-                metrics.update(_lateness_metrics(known))
+                metrics.update(_straggler_metrics(known))
                 self._warn(known, metrics["step_ms"], self._exchange.hosts)
             for logger in trainer.loggers:
                 named = {f"communication/{name}": value for name, value in metrics.items()}
                 logger.log_metrics(named, step=batches_that_stepped(trainer))
 
     def _warn(self, known: Lateness, step_ms: float, hosts: dict[int, str]) -> None:
-        for slow in self._slow.add(known, limit_us=self.late_fraction * step_ms * 1e3):
+        for slow in self._slow.add(known, limit_us=self.straggler_threshold * step_ms * 1e3):
             _log.warning(
                 "rank %d (host %s) has been late for %d steps in a row: %.1f ms after the median rank,"
                 " %.0f %% of a step of %.1f ms. All ranks wait for it.",
@@ -158,7 +161,7 @@ class CommunicationMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop recording."""
         if self._wrapped is not None:
-            self._wrapped.record_steps(0)
+            self._wrapped.stop_recording()
             self._wrapped = None
             self._save_timeline(trainer)
         if self._exchange is not None:
@@ -190,12 +193,12 @@ def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
     metrics = {
         "step_ms": statistics.median(steps or [whole_ms]),
         "exposed_ms": 1e3 * statistics.median(record.exposed_s for record in records),
-        "megabytes": num_bytes / len(records) / _MB,
+        "gradient_mb_per_step": num_bytes / len(records) / _MB,
     }
     overlaps = [record.overlap for record in records if record.overlap is not None]
     if overlaps:
         metrics["overlap_percent"] = 100 * statistics.median(overlaps)
-        metrics["gigabytes_per_s"] = num_bytes / busy_s / 1e9
+        metrics["bandwidth_gb_per_s"] = num_bytes / busy_s / 1e9
     return metrics
 
 
@@ -206,11 +209,11 @@ def _in_a_line(cause: PeerFailure | None) -> str:
     return f"{cause.exception_type}: {line}" if cause.exception_type else line
 
 
-def _lateness_metrics(known: Lateness) -> dict[str, float]:
+def _straggler_metrics(known: Lateness) -> dict[str, float]:
     late_ms = {rank: late_us / 1e3 for rank, late_us in known.median_us().items()}
     if len(late_ms) > _MOST_LOGGED_RANKS:
-        return {"lateness_ms/max": max(late_ms.values())}
-    return {f"lateness_ms/rank{rank}": late_ms[rank] for rank in sorted(late_ms)}
+        return {"straggler_ms/max": max(late_ms.values())}
+    return {f"straggler_ms/rank{rank}": late_ms[rank] for rank in sorted(late_ms)}
 
 
 class _Exchange:

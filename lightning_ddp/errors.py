@@ -11,6 +11,8 @@ import difflib
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from math import inf
 from typing import Any
 
 _SCREEN_LINES, _SCREEN_COLUMNS = 20, 100
@@ -21,6 +23,25 @@ def require(condition: bool, message: str) -> None:
     """Raise a ConfigurationError with `message` unless `condition` is True."""
     if not condition:
         raise ConfigurationError(message)
+
+
+def in_seconds(argument: str, duration: timedelta | float) -> float:
+    """Convert a duration to seconds.
+
+    >>> in_seconds("timeout", timedelta(minutes=1.5)), in_seconds("timeout", 20)
+    (90.0, 20)
+
+    Raises:
+        ConfigurationError: It is neither a `timedelta` nor a finite number.
+    """
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    require(
+        type(duration) in (int, float) and -inf < duration < inf,
+        f"{argument}={duration!r}: expected a datetime.timedelta or seconds, such as"
+        " timedelta(minutes=5) or 300",
+    )
+    return duration
 
 
 def one_of(choices: Iterable[str]) -> str:

@@ -95,7 +95,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         process_group_backend: Backend of the process group, such as 'gloo' or 'nccl'; None for nccl on CUDA
             and gloo elsewhere. A third-party backend must be registered
             (`torch.distributed.Backend.register_backend`) in every process.
-        timeout: Time limit of a collective, as a `timedelta`.
+        timeout: Time limit of a collective, as a `timedelta` or in seconds; None for the backend's default.
         start_method: How the processes of a node start: 'popen' runs the script again in child processes,
             while 'spawn', 'fork' and 'forkserver' run the Trainer's function in new processes.
         bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB, and by
@@ -128,8 +128,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         failure_grace_s: Seconds that a process has to exit after a failure, before its stacks are printed
             and it is killed.
         stall_timeout: Longest time without progress of a rank that waits for no other rank, after which it
-            counts as failed; None for no limit. Such a rank is stopped, or its data loader hangs. Must be
-            longer than the longest step.
+            counts as failed, as a `timedelta` or in seconds; None for no limit. Such a rank is stopped, or
+            its data loader hangs. Must be longer than the longest step.
         model_averaging: Local training with averaged parameters: a name of `averaging.available_averagers`,
             or a mapping with `name` and options; None to average gradients in every step.
         transport: How gradients and averaged parameters of CPU ranks travel: 'auto', 'shared_memory' or
@@ -189,7 +189,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
         bucket_cap_mb: float | None = None,
@@ -204,9 +204,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         skip_all_reduce_unused_params: bool = False,
         uneven_inputs: UnevenInputs | None = None,
         divide_by_initial_world_size: bool = True,
-        heartbeat_timeout_s: float = 15.0,
-        failure_grace_s: float = 30.0,
-        stall_timeout: timedelta | None = None,
+        heartbeat_timeout_s: timedelta | float = 15.0,
+        failure_grace_s: timedelta | float = 30.0,
+        stall_timeout: timedelta | float | None = None,
         model_averaging: str | Mapping[str, Any] | None = None,
         transport: Transport = "auto",
         init_method: str | None = None,

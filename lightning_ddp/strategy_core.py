@@ -18,7 +18,7 @@ from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
-from lightning_ddp.errors import ConfigurationError, one_of
+from lightning_ddp.errors import ConfigurationError, in_seconds, one_of
 from lightning_ddp.launch.rendezvous import check_meeting_place
 from lightning_ddp.shm.hosts import check_transport
 from lightning_ddp.supervise.settings import ReconcileSettings, parse_on_failure, parse_on_preemption
@@ -95,11 +95,8 @@ class StrategyCore:
         check_transport(given["transport"])
         if given["process_group_backend"] is not None:
             require_backend(given["process_group_backend"])
-        for name in ("timeout", "stall_timeout"):
-            if not isinstance(given[name], timedelta | None):
-                raise ConfigurationError(
-                    f"{name}={given[name]!r}: expected a datetime.timedelta, such as timedelta(minutes=5)"
-                )
+        durations = ("timeout", "heartbeat_timeout_s", "failure_grace_s", "stall_timeout")
+        seconds = {name: in_seconds(name, given[name]) for name in durations if given[name] is not None}
         for name, choices in _CHOICES.items():
             if given.get(name, choices[0]) not in choices:
                 raise ConfigurationError(f"{name}={given[name]!r}: expected {one_of(map(repr, choices))}")
@@ -107,22 +104,23 @@ class StrategyCore:
         check_meeting_place(given["init_method"], given["store"], sent_by)
         check_broadcast_buffers(given["broadcast_buffers"])
         bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # says what is wrong, at once
-        stall_timeout = given["stall_timeout"]
+        self._group_timeout = timedelta(seconds=seconds["timeout"]) if "timeout" in seconds else None
         self._reconcile_settings = ReconcileSettings(
-            heartbeat_timeout_s=given["heartbeat_timeout_s"],
-            failure_grace_s=given["failure_grace_s"],
-            stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
+            heartbeat_timeout_s=seconds["heartbeat_timeout_s"],
+            failure_grace_s=seconds["failure_grace_s"],
+            stall_timeout_s=seconds.get("stall_timeout"),
             recovery=parse_on_failure(given.get("on_failure", "stop")),
             preemption=parse_on_preemption(given.get("on_preemption", "stop")),
         )
         self._init_method, self._given_store = given["init_method"], given["store"]
         self._transport, self._debug = given["transport"], given["debug"]
-        self._group_timeout, self._chosen_start_method = given["timeout"], given["start_method"]
+        self._chosen_start_method = given["start_method"]
         self._wrapper_options = {name: given[name] for name in _OF_WRAPPER}
         self._wrapper_options |= {
             name: given[name] for name in _OF_WRAPPER_IF_GIVEN if given[name] is not None
         }
-        return {name: given[name] for name in _OF_LIGHTNING} | self._wrapper_options
+        of_lightning = {name: given[name] for name in _OF_LIGHTNING} | {"timeout": self._group_timeout}
+        return of_lightning | self._wrapper_options
 
     # ------------------------------------------------------------------ launch and set-up
 

@@ -142,7 +142,12 @@ def test_in_local_training_gradients_may_be_averaged_in_each_of_two_nodes(hook):
     start, period, num_steps = 2, 3, 9
 
     def rank_main(rank, world_size, group):
-        averaging = {"name": "post_local_sgd", "start_step": start, "period": period, "intra_node_gradients": True}
+        averaging = {
+            "name": "post_local_sgd",
+            "start_step": start,
+            "period": period,
+            "intra_node_gradients": True,
+        }
         communication = Communication(hook, averaging=averaging)
         module = Given(SHAPES)
         model = BucketedDDP(module, process_group=group, bucket_cap_mb=1e-5)

@@ -367,8 +367,10 @@ REFUSED = {
     "send to rank \\d: this is the rank itself": lambda g: comm.send(g, torch.ones(1), g.rank),
     "recv from rank 2, but": lambda g: comm.recv(g, torch.ones(1), 2),
     "17 dimensions; expected at most 16": lambda g: comm.all_gather_uneven(g, torch.ones([1] * 17)),
-    "all_reduce: timeout=3; expected a timedelta": lambda g: comm.all_reduce(g, torch.ones(1), timeout=3),
-    "barrier: timeout=.*0\\); expected a timedelta": lambda g: comm.barrier(g, CPU, timeout=timedelta(0)),
+    "all_reduce: timeout='3': expected a .*timedelta or seconds": lambda g: comm.all_reduce(
+        g, torch.ones(1), timeout="3"
+    ),
+    "barrier: timeout=.*0\\): expected a time above 0": lambda g: comm.barrier(g, CPU, timeout=timedelta(0)),
     "torch knows no store for this group": lambda g: comm.monitored_barrier(
         Group(g.process_group._get_backend(CPU)), timeout=SOON
     ),

@@ -394,7 +394,7 @@ def test_reconciliate_processes_ends_the_run_with_its_trace(tmp_path) -> None:
 
 @starts
 def test_the_environment_switches_reconciliation_off(tmp_path, launcher) -> None:
-    result = run_user(tmp_path, {"PL_RECONCILE_PROCESS": "0"}, launcher, fault="kill", rank=1)
+    result = run_user(tmp_path, {"LIGHTNING_DDP_SUPERVISION": "0"}, launcher, fault="kill", rank=1)
     assert result.returncode == 1
     assert "failed first" not in result.stderr
     assert "on_exception-0" in read_notes(tmp_path)  # told by its own launcher, or by the broken connection

@@ -61,7 +61,8 @@ def test_16_bits_round_before_and_after_the_sum_and_nowhere_else(world_size, spe
 
 
 @pytest.mark.parametrize(
-    ("spec", "half_step"), [({"name": "int8", "block_size": 64}, 1 / 254), ({"name": "fp8", "block_size": 64}, 1 / 28)]
+    ("spec", "half_step"),
+    [({"name": "int8", "block_size": 64}, 1 / 254), ({"name": "fp8", "block_size": 64}, 1 / 28)],
 )
 def test_8_bits_err_by_at_most_half_a_step_of_the_blocks(world_size, spec, half_step):
     """Half a step for each rank's share and half a step for the mean; blocks only make the bound smaller."""
@@ -305,7 +306,12 @@ def test_topk_begins_with_the_plain_mean_and_then_warms_up(world_size, momentum)
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"block_size": 50}, {"block_size": 64, "momentum": 0.9}, {"momentum": 0.5, "nesterov": True, "start_step": 2}],
+    [
+        {},
+        {"block_size": 50},
+        {"block_size": 64, "momentum": 0.9},
+        {"momentum": 0.5, "nesterov": True, "start_step": 2},
+    ],
     ids=str,
 )
 def test_sign_follows_the_papers(world_size, options):

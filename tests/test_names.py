@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -153,8 +154,8 @@ def test_a_notebook_is_told_the_variant_for_notebooks(monkeypatch) -> None:
         ({"model_averaging_period": 4}, "post-local SGD needs both"),
         ({"broadcast_buffers": "never"}, "broadcast_buffers='never': expected 'auto', True or False"),
         ({"process_group_backend": "glo"}, "unknown backend 'glo'; expected "),
-        ({"timeout": 60}, r"timeout=60: expected a datetime.timedelta, such as timedelta\(minutes=5\)"),
-        ({"stall_timeout": 60.0}, "stall_timeout=60.0: expected a datetime.timedelta"),
+        ({"timeout": "60"}, "timeout='60': expected a datetime.timedelta or seconds"),
+        ({"stall_timeout": math.nan}, "stall_timeout=nan: expected a datetime.timedelta or seconds"),
         ({"debug": "info"}, "debug='info': expected None or 'detail'"),
         ({"uneven_inputs": "joined"}, "uneven_inputs='joined': expected None, 'error' or 'join'"),
         ({"divide_by_initial_world_size": False}, "divide_by_initial_world_size=False needs uneven_inputs="),

@@ -568,11 +568,11 @@ def test_a_slow_rank_is_logged_and_named(tmp_path) -> None:
     )
     result = run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S).check()
     metrics = read_notes(tmp_path)["metrics-0"]
-    assert {"step_ms", "exposed_ms", "overlap_percent", "megabytes", "gigabytes_per_s"} <= {
+    assert {"step_ms", "exposed_ms", "overlap_percent", "gradient_mb_per_step", "bandwidth_gb_per_s"} <= {
         name.removeprefix("communication/") for name in metrics
     }
-    assert metrics["communication/lateness_ms/rank1"] > metrics["communication/lateness_ms/rank0"]
-    assert metrics["communication/megabytes"] == 6 * (4 * 4 + 4) * 4 / 1e6
+    assert metrics["communication/straggler_ms/rank1"] > metrics["communication/straggler_ms/rank0"]
+    assert metrics["communication/gradient_mb_per_step"] == 6 * (4 * 4 + 4) * 4 / 1e6
     late = re.findall(r"rank (\d) \(host .*has been late for (\d+) steps in a row: ", result.stderr)
     assert {rank for rank, _ in late} == {"1"}
     assert all(int(num_steps) >= 4 for _, num_steps in late)

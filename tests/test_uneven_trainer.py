@@ -68,7 +68,7 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory) -> list[dict[str, Any]]:
     # one script with many failures: with reconciliation the first one would end it
-    env = {"PL_RECONCILE_PROCESS": "0"}
+    env = {"LIGHTNING_DDP_SUPERVISION": "0"}
     return launch([*REFUSED, "error_mode_even"], tmp_path_factory.mktemp("refused"), TORCHRUN, env)
 
 

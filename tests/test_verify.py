@@ -163,7 +163,7 @@ UNREPORTED_DEATH = """
 import os
 from lightning_ddp.launch.reconciliation import Reconciliation
 
-os.environ["PL_RECONCILE_PROCESS"] = "0"
+os.environ["LIGHTNING_DDP_SUPERVISION"] = "0"
 assert Reconciliation.child_ended
 Reconciliation.child_ended = lambda self, record: None
 """

@@ -110,7 +110,7 @@ def all_reduce(
     tensor: torch.Tensor,
     op: Any = "sum",
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_reduce",
 ) -> Handle[torch.Tensor]:
     """Reduce `tensor` over all ranks in place, in one collective, and return it.
@@ -138,7 +138,7 @@ def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor],
     op: Any = "sum",
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_reduce_coalesced",
 ) -> None:
     """Reduce each of `tensors` in place, with one collective per dtype and device.
@@ -164,7 +164,7 @@ def reduce(
     dst: int = 0,
     op: Any = "sum",
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "reduce",
 ) -> Handle[torch.Tensor]:
     """Reduce `tensor` over all ranks in place on group rank `dst`; other ranks keep their tensor.
@@ -202,7 +202,7 @@ def reduce_scatter(
     tensor: torch.Tensor | Sequence[torch.Tensor],
     op: Any = "sum",
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "reduce_scatter",
 ) -> Handle[torch.Tensor]:
     """Reduce over all ranks and leave part r of the result on rank r.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm.group import Group, InThread, OnSlice
-from lightning_ddp.comm.handle import Call, Collective, Handle, check_timeout
+from lightning_ddp.comm.handle import Call, Collective, Handle, limit_of
 from lightning_ddp.errors import CollectiveTimeoutError, ConfigurationError, RendezvousError
 
 _POLL_S = 0.005
@@ -32,7 +32,7 @@ def barrier(
     device: torch.device,
     name: str | None = None,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str | None = None,
 ) -> Handle[None]:
     """Wait until all ranks have called this function. All ranks call it; communicates.
@@ -56,7 +56,7 @@ def monitored_barrier(
     group: Group,
     name: str | None = None,
     *,
-    timeout: timedelta,
+    timeout: timedelta | float,
     label: str | None = None,
 ) -> Handle[None]:
     """Wait until all ranks have called this function, or name the ranks that have not.
@@ -76,7 +76,7 @@ def monitored_barrier(
         ConfigurationError: torch knows no store for this group; pass one with `Group(..., store=store)`.
     """
     given = label or _label("monitored_barrier", name)
-    check_timeout(timeout, given)
+    limit_s = limit_of(timeout, given)
     # no deadline of the call's own: when time is up, the ranks decide together who is missing
     call = Call(group=group, device=torch.device("cpu"), label=given)
     if group.store is None:
@@ -85,7 +85,7 @@ def monitored_barrier(
             " pass its store: Group(process_group, store=store)"
         )
     store, rank, size = group.store, group.rank, group.size
-    number, limit_s = group.next_number("monitored_barrier"), timeout.total_seconds()
+    number = group.next_number("monitored_barrier")
 
     def key(what: str | int) -> str:
         return f"lightning_ddp/monitored_barrier/{number}/{what}"

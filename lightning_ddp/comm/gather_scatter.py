@@ -59,7 +59,7 @@ def broadcast(
     tensor: torch.Tensor,
     src: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "broadcast",
 ) -> Handle[torch.Tensor]:
     """Overwrite `tensor` with that of group rank `src` and return it.
@@ -162,7 +162,7 @@ def all_gather(
     tensor: torch.Tensor,
     *,
     sync_grads: bool = False,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_gather",
 ) -> Handle[torch.Tensor]:
     """Return the tensors of all ranks, stacked: shape (size, *tensor.shape), in rank order.
@@ -185,7 +185,7 @@ def all_gather_uneven(
     group: Group,
     tensor: torch.Tensor,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_gather_uneven",
 ) -> Handle[list[torch.Tensor]]:
     """Return the tensors of all ranks in rank order; they may differ in shape and number of dimensions.
@@ -237,7 +237,7 @@ def gather(
     tensor: torch.Tensor,
     dst: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "gather",
 ) -> Handle[torch.Tensor | None]:
     """Return the stacked tensors of all ranks on group rank `dst`, and None on the others.
@@ -273,7 +273,7 @@ def scatter(
     parts: Sequence[torch.Tensor] | None = None,
     src: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "scatter",
 ) -> Handle[torch.Tensor]:
     """Overwrite `tensor` on rank r with part r of the tensors of group rank `src`, and return it.
@@ -337,7 +337,7 @@ def all_to_all(
     input_splits: Splits | None = None,
     output_splits: Splits | None = None,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_to_all",
 ) -> Handle[torch.Tensor]:
     """Send each rank its rows of `tensor`; return the rows received from all ranks, in rank order.

@@ -26,6 +26,8 @@ from lightning_ddp.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
     LightningDDPError,
+    in_seconds,
+    require,
 )
 
 E = TypeVar("E", bound=CollectiveError)
@@ -50,10 +52,15 @@ def check_rank(group: Group, rank: int, what: str) -> None:
         raise ConfigurationError(f"{what} rank {rank}, but the group has ranks 0 to {group.size - 1}")
 
 
-def check_timeout(timeout: timedelta | None, what: str) -> None:
-    """Reject a timeout that is neither None nor a positive `timedelta`."""
-    if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
-        raise ConfigurationError(f"{what}: timeout={timeout!r}; expected a timedelta above 0, or None")
+def limit_of(timeout: timedelta | float, label: str) -> float:
+    """Convert the timeout of a collective to seconds.
+
+    Raises:
+        ConfigurationError: It is not a time above 0.
+    """
+    seconds = in_seconds(f"{label}: timeout", timeout)
+    require(seconds > 0, f"{label}: timeout={timeout!r}: expected a time above 0")
+    return seconds
 
 
 @dataclass(kw_only=True)
@@ -70,7 +77,7 @@ class Call:
     """Where its tensors are."""
     label: str
     """Seen where somebody asks what a rank waits for, in errors and in the profiler."""
-    timeout: timedelta | None = None
+    timeout: timedelta | float | None = None
     """How long it may take from now on; None for as long as the backend's own limit is."""
     started_at: float = field(default_factory=time.monotonic)
     """Of `time.monotonic`."""
@@ -81,7 +88,7 @@ class Call:
                 f"this rank is not in the group ({self.group!r}). sub_group returns None on the ranks that"
                 " are not in its list; those ranks must not take part in its collectives."
             )
-        check_timeout(self.timeout, self.label)
+        self._limit_s = None if self.timeout is None else limit_of(self.timeout, self.label)
 
     @property
     def waited_s(self) -> float:
@@ -91,7 +98,7 @@ class Call:
     @property
     def backend_timeout(self) -> timedelta | None:
         """After this the backend gives up what is still under way."""
-        return None if self.timeout is None else self.timeout + _MARGIN
+        return None if self._limit_s is None else timedelta(seconds=self._limit_s) + _MARGIN
 
     @property
     def limit(self) -> dict[str, Any]:
@@ -181,25 +188,25 @@ class Call:
 
         return wait
 
-    def await_(self, wait: Wait, timeout: timedelta | None = None) -> None:
-        """Waits within the deadline of the call, and within `timeout` from now on."""
+    def await_(self, wait: Wait, within_s: float | None = None) -> None:
+        """Wait within the deadline of the call, and within `within_s` from this moment."""
         start = time.monotonic()
 
         def look_at_deadlines(_: float) -> None:
-            if self.timeout is not None and self.waited_s >= self.timeout.total_seconds():
+            if self._limit_s is not None and self.waited_s >= self._limit_s:
                 if self.device.type != "cpu":  # what the device still does would never end by itself
                     threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
                 raise self._timeout_error(
-                    f"its deadline of {self.timeout.total_seconds():g} s",
+                    f"its deadline of {self._limit_s:g} s",
                     "The group cannot be used any further. Check what the other ranks do, or allow more"
                     " time.",
                 )
-            if timeout is not None and time.monotonic() - start >= timeout.total_seconds():
+            if within_s is not None and time.monotonic() - start >= within_s:
                 raise self._timeout_error(
                     "the time of this wait", "It is still in progress and may be waited for again."
                 )
 
-        wait(None if self.timeout is None and timeout is None else look_at_deadlines)
+        wait(None if self._limit_s is None and within_s is None else look_at_deadlines)
 
     def _abort(self) -> None:
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend without abort
@@ -249,7 +256,7 @@ class Handle(Generic[T]):
         """Name of the collective."""
         return self._call.label
 
-    def wait(self, timeout: timedelta | None = None) -> T:
+    def wait(self, timeout: timedelta | float | None = None) -> T:
         """Wait and return the result, every time the same. Runs signal handlers while waiting.
 
         On CUDA it waits until the collective is queued on the current stream, as torch does; with a
@@ -264,8 +271,7 @@ class Handle(Generic[T]):
             CollectiveError: the backend failed, for example as a peer is gone.
             BaseException: what the group's interrupt holds, such as `PeerFailure`.
         """
-        check_timeout(timeout, self.label)
-        self._call.await_(self._wait, timeout)
+        self._call.await_(self._wait, None if timeout is None else limit_of(timeout, self.label))
         result = self._finish()
         self._wait, self._finish = no_wait, lambda: result
         return result

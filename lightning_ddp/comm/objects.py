@@ -32,7 +32,7 @@ def broadcast_object(
     src: int,
     device: torch.device,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "broadcast_object",
 ) -> Any:
     """Return the object that group rank `src` passed.
@@ -92,7 +92,7 @@ def all_gather_objects(
     obj: Any,
     device: torch.device,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_gather_objects",
 ) -> list[Any]:
     """Return the objects of all ranks, in rank order.
@@ -130,7 +130,7 @@ def broadcast_nested(
     device: torch.device,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "broadcast_nested",
 ) -> Any:
     """Return the object of group rank `src`; its tensors travel as tensors.

@@ -31,7 +31,7 @@ def send(
     dst: int,
     tag: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "send",
 ) -> Handle[None]:
     """Send `tensor` to group rank `dst`, which calls `recv`. Do not change it before the wait returns.
@@ -63,7 +63,7 @@ def recv(
     src: int,
     tag: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "recv",
 ) -> Handle[torch.Tensor]:
     """Overwrite `tensor` with the tensor that group rank `src` sends, and return it.
@@ -101,7 +101,7 @@ def send_object(
     device: torch.device,
     tag: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "send_object",
 ) -> None:
     """Send an object, pickled, to group rank `dst`, which calls `recv_object`. Two messages."""
@@ -117,7 +117,7 @@ def recv_object(
     device: torch.device,
     tag: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "recv_object",
 ) -> Any:
     """Return the object that group rank `src` sends to this rank."""

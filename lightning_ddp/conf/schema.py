@@ -125,7 +125,10 @@ def options_of_dataclass(owner: type) -> list[Option]:
 
 
 def _option(name: str, annotation: Any, default: Any, description: str) -> Option:
-    kind, choices, choice_types = _type_of(annotation)
+    members = _members(annotation)
+    if timedelta in members and float in members:  # seconds where the default is a number, else the parts
+        members.remove(timedelta if isinstance(default, float) else float)
+    kind, choices, choice_types = _type_of(Union[tuple(members)])  # noqa: UP007 (a tuple)
     is_required = default in (MISSING, inspect.Parameter.empty)
     return Option(
         name=name,
@@ -215,7 +218,7 @@ def _config_field(option: Option) -> tuple[str, Any, Any]:
     kind, default = option.type, option.default
     if option.is_duration:
         minutes = None if default is None else default.total_seconds() / 60
-        return option.name, Duration | None, field(default_factory=lambda: Duration(minutes=minutes))
+        return option.name, Any, field(default_factory=lambda: Duration(minutes=minutes))
     if isinstance(default, (list, dict)):
         return option.name, kind, field(default_factory=lambda: type(default)(default))
     return option.name, kind, default

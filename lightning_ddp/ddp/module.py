@@ -501,16 +501,20 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """Keep a record of the last synchronized steps on this rank. Does not communicate.
 
         Args:
-            num_steps: Largest number of records, which replaces that of an earlier call; 0 stops recording.
+            num_steps: Largest number of records. A second call drops the records of the first one.
 
         Returns:
-            The recorder of this wrapper, with the `records`; 0 keeps the existing records.
+            The recorder of this wrapper, with the `records`.
 
         Raises:
-            ConfigurationError: The number is negative.
+            ConfigurationError: The number is less than 1.
         """
-        self.reducer.recorder.keep(num_steps)
+        self.reducer.recorder.start(num_steps)
         return self.reducer.recorder
+
+    def stop_recording(self) -> None:
+        """Stop recording steps, and keep the existing records. Does not communicate."""
+        self.reducer.recorder.stop()
 
     # ------------------------------------------------------------------ uneven inputs
 

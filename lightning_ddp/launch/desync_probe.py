@@ -106,7 +106,7 @@ class Inspector:
         """
         if is_on and self._watch is None and dist.get_world_size() > 1:
             raise ConfigurationError(
-                'debug="detail" needs the control channel, which PL_RECONCILE_PROCESS=0 has switched off'
+                'debug="detail" needs the control channel, which LIGHTNING_DDP_SUPERVISION=0 has switched off'
             )
         self._interrupt.compare = self.compare if is_on and self._watch is not None else None
 

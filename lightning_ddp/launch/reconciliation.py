@@ -67,7 +67,7 @@ __all__ = [
     "show_report",
 ]
 
-SWITCH_VARIABLE = "PL_RECONCILE_PROCESS"
+_SWITCH_VARIABLE = "LIGHTNING_DDP_SUPERVISION"
 _WATCHDOG_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _RING_EVERY_S = 0.5
@@ -94,8 +94,8 @@ _RUNS_JOBS = side_stream.__file__
 
 
 def is_enabled() -> bool:
-    """Whether the processes of a run end together; PL_RECONCILE_PROCESS=0 switches it off."""
-    return os.environ.get(SWITCH_VARIABLE, "1") != "0"
+    """Whether the processes of a run end together; LIGHTNING_DDP_SUPERVISION=0 switches it off."""
+    return os.environ.get(_SWITCH_VARIABLE, "1") != "0"
 
 
 class Reconciliation:

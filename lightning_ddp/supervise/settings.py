@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
-from lightning_ddp.errors import ConfigurationError, closest, one_of
+from lightning_ddp.errors import ConfigurationError, closest, in_seconds, one_of, require
 
 __all__ = [
     "PreemptionSettings",
@@ -68,8 +68,8 @@ class ReplaceSettings(RecoverySettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.wait_s) not in (int, float) or not 0 <= self.wait_s < math.inf:
-            raise ConfigurationError(f"on_failure: wait_s={self.wait_s!r}: expected seconds of at least 0")
+        seconds = in_seconds("on_failure: wait_s", self.wait_s)
+        require(seconds >= 0, f"on_failure: wait_s={self.wait_s!r}: expected seconds of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,11 @@ def _parse(
     for option in options:
         if option not in known:
             raise ConfigurationError(f"{argument}={name!r} has no option {option!r}{closest(option, known)}")
-    return kind(**options)
+    given: dict[str, Any] = {
+        option: value.total_seconds() if isinstance(value, timedelta) else value
+        for option, value in options.items()
+    }
+    return kind(**given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,18 +151,21 @@ class StepRecorder:
         self._num_added = 0  # since the last `take`
         self._first = 0  # number of the step that the engine counts as 0
 
-    def keep(self, num_steps: int) -> None:
-        """Begin to keep the records of the last steps; with 0, leave those that there are as they are.
+    def start(self, num_steps: int) -> None:
+        """Keep the records of the last `num_steps` steps, and drop earlier records.
 
         Raises:
-            ConfigurationError: a negative number.
+            ConfigurationError: The number is less than 1.
         """
-        if num_steps < 0:
-            raise ConfigurationError(f"num_steps={num_steps}: expected a number of steps from 0")
-        self._is_keeping, self._open = num_steps > 0, None
-        if num_steps:
-            self.records, self._num_added, self._first = deque(maxlen=num_steps), 0, 0
-            self._events = _Events(self._device) if self._events is not None else None
+        if num_steps < 1:
+            raise ConfigurationError(f"num_steps={num_steps}: expected a number of steps from 1")
+        self._is_keeping, self._open = True, None
+        self.records, self._num_added, self._first = deque(maxlen=num_steps), 0, 0
+        self._events = _Events(self._device) if self._events is not None else None
+
+    def stop(self) -> None:
+        """Keep no further records; the existing records stay."""
+        self._is_keeping, self._open = False, None
 
     @property
     def _is_timed(self) -> bool:

@@ -205,8 +205,8 @@ def check_limits(answer: Answer) -> tuple[Level, str]:
 def check_variables(answer: Answer) -> tuple[Level, str]:
     """Settings that switch off what people then miss."""
     variables = answer["variables"]
-    if variables.get("PL_RECONCILE_PROCESS") == "0":
-        return "WARN", "PL_RECONCILE_PROCESS=0: when a rank fails, the others will wait for it. Unset it"
+    if variables.get("LIGHTNING_DDP_SUPERVISION") == "0":
+        return "WARN", "LIGHTNING_DDP_SUPERVISION=0: when a rank fails, the others will wait for it. Unset it"
     if variables.get("NCCL_P2P_DISABLE") == "1" or variables.get("NCCL_IB_DISABLE") == "1":
         return "WARN", "NCCL_P2P_DISABLE or NCCL_IB_DISABLE is set, so NCCL uses slower transports. Unset it"
     return "PASS", ""
