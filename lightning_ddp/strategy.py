@@ -95,7 +95,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         process_group_backend: Backend of the process group, such as 'gloo' or 'nccl'; None for nccl on CUDA
             and gloo elsewhere. A third-party backend must be registered
             (`torch.distributed.Backend.register_backend`) in every process.
-        timeout: Time limit of a collective, as a `timedelta` or in seconds; None for the backend's default.
+        timeout: Time limit of a collective; None for the backend's default. A `timedelta` or seconds.
         start_method: How the processes of a node start: 'popen' runs the script again in child processes,
             while 'spawn', 'fork' and 'forkserver' run the Trainer's function in new processes.
         bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB, and by
@@ -128,8 +128,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         failure_grace_s: Seconds that a process has to exit after a failure, before its stacks are printed
             and it is killed.
         stall_timeout: Longest time without progress of a rank that waits for no other rank, after which it
-            counts as failed, as a `timedelta` or in seconds; None for no limit. Such a rank is stopped, or
-            its data loader hangs. Must be longer than the longest step.
+            counts as failed; None for no limit. Such a rank is stopped, or its data loader hangs. A
+            `timedelta` or seconds; must be longer than the longest step.
         model_averaging: Local training with averaged parameters: a name of `averaging.available_averagers`,
             or a mapping with `name` and options; None to average gradients in every step.
         transport: How gradients and averaged parameters of CPU ranks travel: 'auto', 'shared_memory' or
