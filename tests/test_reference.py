@@ -75,6 +75,13 @@ def names(owner: Any, known: Iterable[str]) -> Lines:
     return table(("name", "meaning"), ((f"`{n}`", text.partition("\n")[0]) for n, text in documented.items()))
 
 
+def collectives() -> Lines:
+    """Their names, and the directives that show the whole docstrings on the site."""
+    yield from names(comm, comm.__all__)
+    for name in comm.__all__:
+        yield from ["", f"::: {getattr(comm, name).__module__}.{name}"]
+
+
 def strategy_names() -> Lines:
     for_each = available_variants().items()
     arguments = {n: [f"{key}={written(value)[1:-1]}" for key, value in variant_arguments(n).items()] for n, _ in for_each}
@@ -140,7 +147,7 @@ GENERATED: dict[str, Callable[[str], Lines]] = {
     "errors": error_table,
     "commands": lambda old: commands(),
     "callbacks": lambda old: names(callbacks, callbacks.__all__),
-    "collectives": lambda old: names(comm, comm.__all__),
+    "collectives": lambda old: collectives(),
     "BucketedDDP": lambda old: names(BucketedDDP, [n for n in vars(BucketedDDP) if not n.startswith("_")]),
 }
 
