@@ -1,9 +1,8 @@
-"""The reference has what the package has. `python tests/test_reference.py` writes its generated parts anew."""
+"""The reference has what the package has. `python tests/test_reference.py` writes its generated parts."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import re
 import textwrap
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 
 import lightning_ddp
-from lightning_ddp import BucketedDDP, available_variants, callbacks, comm, errors
+from lightning_ddp import BucketedDDP, averaging, callbacks, comm, errors, hooks
 from lightning_ddp.cli import build_parser
 from lightning_ddp.conf.schema import AVERAGERS, HOOKS, ON_FAILURE, REQUIRED, STRATEGY, Option, Schema
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import lateness
-from lightning_ddp.variants import variant_arguments
+from lightning_ddp.variants import BUILTIN
 
 PACKAGE = Path(lightning_ddp.__file__).parent
 REFERENCE = PACKAGE / "docs" / "reference"
@@ -37,14 +36,13 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Lines:
 def described(header: tuple[str, ...], rows: Iterable[tuple[str, ...]], column: str, old: str) -> Lines:
     """A table with the first sentence of each text, and a list of the sentences after it.
 
-    The texts are last in the rows. A `column` after them is written by hand: it is taken over from the `old` table.
+    The texts are last in the rows. A `column` after them is written by hand: the `old` table has it.
     """
     by_hand = dict(re.findall(r"^\| ([^|]+) \|.*?([^|]*) \|$", old, re.MULTILINE)) if column else {}
     shown, further = [], []
     for *cells, text in rows:
         first, *more = re.split(r"(?<=\.) +(?=[A-Z`'\d])", text, maxsplit=1)
-        written = [by_hand.get(cells[0], "").strip()] if column else []
-        shown.append((*cells, first.rstrip("."), *written))
+        shown.append((*cells, first.rstrip("."), *([by_hand.get(cells[0], "").strip()] if column else [])))
         further += [f"- {cells[0]}: {more[0]}"] if more else []
     yield from table((*header, "meaning", column) if column else (*header, "meaning"), shown)
     yield from ["", *further] if further else []
@@ -83,15 +81,16 @@ def collectives() -> Lines:
 
 
 def strategy_names() -> Lines:
-    for_each = available_variants().items()
-    arguments = {n: [f"{key}={written(value)[1:-1]}" for key, value in variant_arguments(n).items()] for n, _ in for_each}
-    spans = {n: f"`{', '.join(texts)}`" if texts else "none" for n, texts in arguments.items()}
-    return table(("name", "arguments", "meaning"), ((f"`{n}`", spans[n], text) for n, text in for_each))
+    rows = []
+    for name, (text, arguments) in sorted(BUILTIN.items()):
+        given = ", ".join(f"{key}={written(value)[1:-1]}" for key, value in arguments.items())
+        rows.append((f"`{name}`", f"`{given}`" if given else "none", text))
+    return table(("name", "arguments", "meaning"), rows)
 
 
 def error_classes() -> dict[str, type[BaseException]]:
     """The errors that a script can name in an `except` clause."""
-    modules = [importlib.import_module(f"lightning_ddp{m}") for m in ("", ".averaging", ".callbacks", ".comm", ".hooks")]
+    modules = (lightning_ddp, averaging, callbacks, comm, hooks)
     public = {name: getattr(module, name) for module in modules for name in module.__all__} | vars(errors)
     return {n: k for n, k in public.items() if isinstance(k, type) and issubclass(k, Exception)}
 
@@ -156,7 +155,9 @@ def wrapped(lines: Iterable[str]) -> str:
     """Lines as a page has them: prose and lists end at column 100."""
     indents = ((line, "  " if line.startswith("- ") else "") for line in lines)
     kept = (
-        line if line.startswith("|") else textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False)
+        line
+        if line.startswith("|")
+        else textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False)
         for line, indent in indents
     )
     return "\n".join(kept).strip() + "\n"
@@ -172,7 +173,7 @@ def test_the_generated_parts_of_a_page_are_what_the_package_has(page):
     text = (REFERENCE / f"{page}.md").read_text()
     assert text == generated(text), "run `python tests/test_reference.py`"
     assert text.count("<!-- generated: ") == text.count("<!-- end -->") == len(PART.findall(text))
-    assert [row for _, _, part in PART.findall(text) for row in part.splitlines() if re.search(r"\|\s*\|", row)] == []
+    assert [part for _, _, part in PART.findall(text) if re.search(r"\| *\|", part)] == []
 
 
 def test_each_generated_part_is_on_one_page():
@@ -195,8 +196,9 @@ def logged_metrics() -> set[str]:
 
 
 def test_the_table_of_metrics_lists_what_is_logged():
-    calls = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if "logger.log_metrics(" in p.read_text()}
-    assert calls == {"callbacks.py", "elastic/recovery.py", "elastic/takeover.py"}  # the last repeats a call
+    logging = [path for path in PACKAGE.rglob("*.py") if "logger.log_metrics(" in path.read_text()]
+    places = {str(path.relative_to(PACKAGE)) for path in logging}
+    assert places == {"callbacks.py", "elastic/recovery.py", "elastic/takeover.py"}  # the last repeats a call
     listed = re.findall(r"^\| `([^`]+)` \|", (REFERENCE / "metrics.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(logged_metrics())
 

@@ -28,7 +28,7 @@ class WorldChange:
     step: int
     """Number of committed optimizer steps."""
     seconds: float
-    """Seconds from the report of the failure, or from the pause at a step boundary, until training continued."""
+    """Seconds from the failure's report, or from the pause at a step boundary, until training continued."""
     cause: PeerFailure | None
     """Failure behind the change; None if ranks have joined, or left on request."""
     retried: bool

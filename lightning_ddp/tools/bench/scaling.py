@@ -90,7 +90,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar = name.rpartition("-")[2].upper()
         network.add_argument(name, type=positive_float, metavar=metavar, help=text)
     network.add_argument(
-        "--ranks-per-node", type=positive_int, default=1, metavar="N", help="ranks of a node (default: %(default)s)"
+        "--ranks-per-node",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="ranks of a node (default: %(default)s)",
     )
     network.add_argument(
         "--algorithm",

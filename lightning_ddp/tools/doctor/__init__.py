@@ -86,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=(
             "train on this machine's GPUs, or else on 2 CPU ranks, and report PASS or FAIL. Compare with"
-            " torch's DDP, and hooks and averagers with their formulas; kill a rank; time steps. Takes less than"
-            " a minute. --processes limits the number of GPUs."
+            " torch's DDP, and hooks and averagers with their formulas; kill a rank; time steps. Takes less"
+            " than a minute. --processes limits the number of GPUs."
         ),
     )
     parser.add_argument(
