@@ -123,7 +123,7 @@ def commands(parser: argparse.ArgumentParser | None = None) -> Lines:
 
 def command_option(action: argparse.Action) -> tuple[str, str, str]:
     """Spelling, default and help text of an option or positional argument."""
-    value = action.metavar or "|".join(action.choices or ()) * (action.nargs != 0)
+    value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
     spellings = [f"{name} {value}".strip() for name in action.option_strings or [""]]
     text = (action.help or "") % vars(action)
     stated = re.search(r" ?\(default: ([^()]*)\)", text)
@@ -134,7 +134,7 @@ def command_option(action: argparse.Action) -> tuple[str, str, str]:
     else:
         is_required = not action.option_strings and action.nargs != "?"
         default = "required" if is_required else str(action.default or "none")
-    return ", ".join(f"`{each or action.dest}`".replace("|", "\\|") for each in spellings), default, text
+    return ", ".join(f"`{each or action.dest}`" for each in spellings), default, text
 
 
 GENERATED: dict[str, Callable[[str], Lines]] = {
