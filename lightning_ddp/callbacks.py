@@ -33,11 +33,9 @@ _MB = 1_000_000
 class CommunicationMonitor(Callback):
     """Log what communication costs, and name ranks that make the others wait.
 
-    Every `every_n_steps` synchronized steps it passes medians over these steps to all loggers:
-    `communication/step_ms`, from forward to forward; `.../exposed_ms`, communication that backward does not
-    hide; `.../overlap_percent`, the share of communication that backward hides; `.../gradient_mb_per_step`;
-    `.../bandwidth_gb_per_s` while buckets are reduced; and `.../straggler_ms/rank<r>` or, with more
-    than 16 ranks, `.../straggler_ms/max`: the time from the first rank's gradients to those of rank r.
+    Every `every_n_steps` synchronized steps it passes medians over these steps to all loggers, under names
+    that begin with `communication/`: the time of a step, the communication that backward hides and that it
+    does not hide, the size and rate of the reduced gradients, and how late each rank had its gradients.
     Lateness is measured before the collectives, after which all ranks are equally late, and relative to their
     common ends, so that clocks of hosts need not agree. It is exact up to the time of a message between
     ranks, and lags by one interval.

@@ -86,9 +86,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         precision_plugin: Set by the Trainer.
         ddp_comm_state: First argument of a `ddp_comm_hook` that is a function. A torch `PostLocalSGDState`
             together with `model_averaging_period` is Lightning's spelling of the averager `post_local_sgd`.
-        ddp_comm_hook: Communication hook that reduces the gradient buckets, on CPU and CUDA: a name of
-            `hooks.available_hooks`, a mapping with `name` and options, a list of them (outer to inner), or a
-            function `hook(state, bucket)`; None for the plain mean.
+        ddp_comm_hook: Communication hook that reduces the gradient buckets, on CPU and CUDA; None for the
+            plain mean. A name of `hooks.available_hooks`, a mapping with `name` and options, a list of them
+            (outer to inner), or a function `hook(state, bucket)`.
         ddp_comm_wrapper: Function that wraps the hook, for example torch's `fp16_compress_wrapper`.
         model_averaging_period: Optimizer steps between two averages of the parameters, in Lightning's
             spelling; None unless `ddp_comm_state` is a `PostLocalSGDState`.
@@ -96,8 +96,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             and gloo elsewhere. A third-party backend must be registered
             (`torch.distributed.Backend.register_backend`) in every process.
         timeout: Time limit of a collective; None for the backend's default. A `timedelta` or seconds.
-        start_method: How the processes of a node start: 'popen' runs the script again in child processes,
-            while 'spawn', 'fork' and 'forkserver' run the Trainer's function in new processes.
+        start_method: How the processes of a node start: 'popen', 'spawn', 'fork' or 'forkserver'. 'popen'
+            runs the script again in child processes; the others run the Trainer's function in new
+            processes.
         bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB, and by
             default less between CPU ranks on several hosts.
         gradient_as_bucket_view: If True, `.grad` is a view of the bucket after backward.
@@ -147,15 +148,15 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             order); None compares only after a collective has passed its `timeout`. With 'detail' a difference
             is an error on all ranks before any data moves, at the cost of a round trip over the control
             channel per collective.
-        on_failure: What happens when a rank is lost: 'stop' ends the run on all ranks, 'shrink' continues the
-            same `fit` with the remaining ranks, 'replace' also starts a new process for each lost rank.
-            Training continues from the interrupted step, with the rest of the epoch redistributed over the
-            ranks. A mapping with `name` and options: `min_world_size`, `max_recoveries`, `batch`,
-            `exceptions`; of 'replace' also `wait_s`.
-        on_preemption: What happens when a rank gets SIGTERM: 'stop' stops all ranks at a step boundary,
-            'leave' lets that rank exit there with code 0 while the other ranks continue. They continue as
-            `on_failure` says, and no step is repeated. A mapping with `name` and the option `signal`, such as
-            'SIGUSR1'.
+        on_failure: What happens when a rank is lost: 'stop', 'shrink' or 'replace'. 'stop' ends the run on
+            all ranks, 'shrink' continues the same `fit` with the remaining ranks, 'replace' also starts a new
+            process for each lost rank. Training continues from the interrupted step, with the rest of the
+            epoch redistributed over the ranks. A mapping with `name` and options: `min_world_size`,
+            `max_recoveries`, `batch`, `exceptions`; of 'replace' also `wait_s`.
+        on_preemption: What happens when a rank gets SIGTERM: 'stop' or 'leave'. 'stop' stops all ranks at a
+            step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue. They
+            continue as `on_failure` says, and no step is repeated. A mapping with `name` and the option
+            `signal`, such as 'SIGUSR1'.
         emergency_checkpoint: If True, the lowest remaining rank saves the last committed step before a
             failure ends a fit; a path is the folder to save to. The file `emergency-step=N.ckpt` is named in
             the failure report. True uses the folder of the Trainer's checkpoints, if it makes any. On CUDA

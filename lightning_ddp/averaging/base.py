@@ -28,8 +28,8 @@ class AveragerOptions:
     period: int = 8
     """Number of optimizer steps between two averages of the parameters."""
     optimizer_state: Literal["keep", "average", "reset"] = "keep"
-    """Treatment of the optimizer's state (such as momentum) when parameters are averaged: 'keep' it on each
-    rank, 'average' it too (at least twice the traffic), or 'reset' it."""
+    """Treatment of the optimizer's state (such as momentum) when parameters are averaged: 'keep', 'average'
+    or 'reset'. 'keep' leaves each rank its own, 'average' averages it too, at least twice the traffic."""
 
     def __post_init__(self) -> None:
         require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")

@@ -658,9 +658,10 @@ class Recovery:
                 callback.on_world_changed(trainer, trainer.lightning_module, change)
         if hasattr(trainer.lightning_module, "on_world_changed"):
             trainer.lightning_module.on_world_changed(change)
-        metrics = {"count": self._num_recoveries, "seconds": seconds, "world_size": change.new_world_size}
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {f"recovery/{name}": float(value) for name, value in metrics.items()},
-                step=batches_that_stepped(trainer),
-            )
+            metrics = {
+                "recovery/count": float(self._num_recoveries),
+                "recovery/seconds": float(seconds),
+                "recovery/world_size": float(change.new_world_size),
+            }
+            logger.log_metrics(metrics, step=batches_that_stepped(trainer))

@@ -28,7 +28,7 @@ _RARE = (100_000, 10, 10)
 
 
 class Run:
-    """`python -m lightning_ddp run`: imports once, and forks the ranks of this node."""
+    """Run a program: import its libraries once, and fork the ranks of this node from that process."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declares the options; all that follows the program belongs to that."""
@@ -104,7 +104,7 @@ def _launch_on_each_node() -> None:
 
 
 class Leave:
-    """`python -m lightning_ddp leave`: takes a node out of a run, whose others go on."""
+    """Drain a node: its ranks leave a run at a step boundary, and all other ranks continue."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declares the options."""

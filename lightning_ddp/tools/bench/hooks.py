@@ -50,7 +50,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=[100.0, 1000.0],
         metavar="MBIT",
-        help="link speeds in Mbit/s (default: 100 1000; needs root)",
+        help="link speeds in Mbit/s, which need root (default: 100 1000)",
     )
     add_shared(parser, rounds=5, timeout_s=7200.0)
 

@@ -89,18 +89,35 @@ def _options(parser: argparse.ArgumentParser) -> None:
     ):
         metavar = name.rpartition("-")[2].upper()
         network.add_argument(name, type=positive_float, metavar=metavar, help=text)
-    network.add_argument("--ranks-per-node", type=positive_int, default=1, metavar="N", help="default: 1")
-    network.add_argument("--algorithm", choices=("ring", "tree", "hierarchical"), default="ring")
+    network.add_argument(
+        "--ranks-per-node",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="ranks of a node (default: %(default)s)",
+    )
+    network.add_argument(
+        "--algorithm",
+        choices=("ring", "tree", "hierarchical"),
+        default="ring",
+        help="algorithm of all-reduces (default: %(default)s)",
+    )
     network.add_argument(
         "--ranks",
         nargs="+",
         type=positive_int,
         metavar="N",
-        help="numbers of ranks (default: powers of two up to 4096; for the buckets as many as have recorded)",
+        help="numbers of ranks (default: powers of two up to 4096; for buckets, the recorded number)",
     )
     contenders = parser.add_argument_group("contenders, as NAME or NAME:option=value,option=value")
-    contenders.add_argument("--hooks", nargs="*", default=list(_HOOKS), metavar="HOOK")
-    contenders.add_argument("--averagers", nargs="*", default=list(_AVERAGERS), metavar="AVERAGER")
+    for name, kinds, what in (("--hooks", _HOOKS, "hooks"), ("--averagers", _AVERAGERS, "averagers")):
+        contenders.add_argument(
+            name,
+            nargs="*",
+            default=list(kinds),
+            metavar=what[:-1].upper(),
+            help=f"{what} to compare (default: {' '.join(kinds)})",
+        )
     contenders.add_argument(
         "--bucket-caps-mb",
         nargs="+",

@@ -1,4 +1,4 @@
-"""Checks this machine, and all ranks where it is launched on each, for a distributed run.
+"""Check this machine, and all ranks if they run this command, for distributed training.
 
 Alone, with `--processes N` for N ranks here, under torchrun or srun, or on each node with `--nodes N` and the
 variables NODE_RANK, MASTER_ADDR and MASTER_PORT. The exit status is 1 if a check failed.
@@ -85,9 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify",
         action="store_true",
         help=(
-            "train on this machine's GPUs (or on --processes of them; else on 2 CPU ranks) and compare:"
-            " with torch's DDP, every hook and averager with its formula; kill a rank; time steps. Takes"
-            " less than a minute"
+            "train on this machine's GPUs, or else on 2 CPU ranks, and report PASS or FAIL. Compare with"
+            " torch's DDP, and hooks and averagers with their formulas; kill a rank; time steps. Takes less"
+            " than a minute. --processes limits the number of GPUs."
         ),
     )
     parser.add_argument(
