@@ -110,7 +110,7 @@ def add_choices(parser: Any, option: str, choices: Sequence[str], default: Seque
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """Return the median over rounds of `numerator / denominator`.
 
-    Unlike the ratio of two medians, pairing by round cancels changes between rounds (clock speed, other load).
+    Unlike the ratio of two medians, pairing by round cancels changes between rounds, such as other load.
 
     >>> paired_ratio([2.0, 20.0, 3.0], [4.0, 40.0, 4.0])
     0.5

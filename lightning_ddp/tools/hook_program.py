@@ -172,8 +172,8 @@ def trace_hook(
 ) -> HookModel:
     """Record the operations of a hook on the buckets of a model, without communication.
 
-    Records its collectives with their sizes, and the durations of its arithmetic between them, in a step after
-    any warm-up: the median of `num_runs` runs with random gradients.
+    Records its collectives with their sizes, and the durations of its arithmetic between them, in a step
+    after any warm-up: the median of `num_runs` runs with random gradients.
     """
     plan = spec if isinstance(spec, HookPlan) else parse_hook(spec)
     where = device or torch.device("cpu")

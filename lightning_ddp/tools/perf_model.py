@@ -271,8 +271,8 @@ class Network:
     """Cost of a message within a node; None for the cost between nodes."""
     algorithm: Literal["ring", "tree", "hierarchical"] = "ring"
     num_in_flight: int = 1
-    """Number of collectives in progress at once: 2 with gloo, by its threads, and 1 with NCCL. Their bytes pass
-    the link one after the other."""
+    """Number of collectives in progress at once: 2 with gloo, by its threads, and 1 with NCCL. Their bytes
+    pass the link one after the other."""
     cpu_seconds_per_byte: float = 0.0
     """CPU seconds of a rank per byte on the link: kernel, gloo and the sum."""
 
@@ -367,9 +367,9 @@ def simulate(
 ) -> SimulatedStep:
     """Simulate one step of equal ranks.
 
-    Collectives pass the network in the order of their start. Backward, the hook's arithmetic and the CPU work of
-    sending share the `cores` of a rank evenly; use infinity if they do not compete, as on a GPU with its own
-    network card. `is_queued`: one thread handles the buckets one after the other.
+    Collectives pass the network in the order of their start. Backward, the hook's arithmetic and the CPU
+    work of sending share the `cores` of a rank evenly; use infinity if they do not compete, as on a GPU with
+    its own network card. `is_queued`: one thread handles the buckets one after the other.
     """
     if len(programs) != len(profile.ready):
         raise ConfigurationError(f"{len(programs)} programs for {len(profile.ready)} buckets")
