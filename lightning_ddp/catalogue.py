@@ -21,11 +21,11 @@ class Catalogue(Generic[K]):
     """Classes by name, with their options, collected from the files beside that of a base class.
 
     Args:
-        what: 'averager' ..., for errors.
-        base: the base class. Those that have a `name` of their own are listed; each has a dataclass `Options`
-            whose fields with `init` are the options.
-        argument: what an entry of a configuration is called in errors, if not as `what`.
-        remark: what else to say where an entry has no name.
+        what: kind of the classes for errors, such as 'averager'.
+        base: base class. Subclasses with their own `name` are listed; each has a dataclass `Options` whose
+            fields with `init` are the options.
+        argument: name of a configuration entry in errors; None for `what`.
+        remark: end of the error for an entry without a name.
     """
 
     def __init__(self, what: str, base: type[K], *, argument: str | None = None, remark: str = "") -> None:
@@ -44,11 +44,11 @@ class Catalogue(Generic[K]):
         return sorted(self._kinds)
 
     def descriptions(self) -> dict[str, str]:
-        """Return name -> first line of the class's docstring, sorted by name."""
+        """Return the first lines of the classes' docstrings by name, sorted."""
         return {name: (self._kinds[name].__doc__ or "").partition("\n")[0] for name in self.names()}
 
     def options(self) -> dict[str, Any]:
-        """Return name -> dataclass of the options, sorted by name."""
+        """Return the dataclasses of the options by name, sorted."""
         return {name: self._kinds[name].Options for name in self.names()}
 
     def parse(self, entry: Any) -> tuple[str, Any]:

@@ -1,7 +1,7 @@
 """Command line: `python -m lightning_ddp`.
 
-Two tables list the commands: `_COMMANDS` for the top level, whose help is their docstrings' first line, and
-`_BENCHMARKS` for what stands under `bench`. A command is any module or object with
+Two tables list the commands: `_COMMANDS` for the top level, with the docstrings' first lines as help, and
+`_BENCHMARKS` for the commands under `bench`. A command is any module or object with
 `add_arguments(parser)` and `run(args) -> int`.
 """
 
@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: With status 2 on a usage error, with status 0 after `--help`.
     """
     args = build_parser().parse_args(argv)
-    # the doctor has nothing to remove, unless it starts a script to kill a rank of; it waits for other ranks
-    # outside of Python, which hears no signals
+    # The doctor has nothing to clean up, unless --verify starts a script whose rank it kills; its waits for
+    # other ranks are in C++, where no signal handler runs.
     is_program = args.command == "run"
     leaves_nothing = is_program or (args.command == "doctor" and not args.verify)
     expected = () if is_program else (ToolError, ConfigurationError)

@@ -27,7 +27,7 @@ HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callabl
 
 
 def _no_scaler() -> None:
-    """Nobody scales the loss."""
+    """Return None, as there is no loss scaler."""
 
 
 class Communication:
@@ -35,10 +35,10 @@ class Communication:
 
     Args:
         hook: a specification or a function; None for the plain mean.
-        hook_state: first argument of a function; a `PostLocalSGDState` also says when local training begins.
-        wrapper: wraps the hook.
-        averaging: specification of an averager.
-        period: optimizer steps between two averagings, in Lightning's spelling of post-local SGD.
+        hook_state: first argument of a function; a `PostLocalSGDState` also has the begin of local training.
+        wrapper: function that wraps the hook; None for no wrapper.
+        averaging: specification of an averager; None for none.
+        period: optimizer steps between two averages, in Lightning's spelling of post-local SGD, or None.
 
     Raises:
         ConfigurationError: an argument cannot be used, or two of them contradict each other.
@@ -98,7 +98,7 @@ class Communication:
 
     @property
     def _drives_hook_state(self) -> bool:
-        """Whether torch's post-local SGD hook, and not the reducer, ends gradient averaging."""
+        """True if torch's post-local SGD hook, and not the reducer, ends gradient averaging."""
         return self._post_local is not None and self._function is not None
 
     @property
@@ -127,15 +127,17 @@ class Communication:
         loss_scale: Callable[[], float | torch.Tensor],
         scaler: Callable[[], Any] = _no_scaler,
     ) -> None:
-        """Build the hook and register it with a `BucketedDDP`. All ranks call it; communicates.
+        """Build the hook and register it with a `BucketedDDP`.
+
+        Collective: all ranks must call it.
 
         Args:
             model: the wrapper.
             group: its ranks.
-            device: of the gradients.
-            node_size: ranks of a node.
-            loss_scale: tells the present factor of the loss under mixed precision, to a job of the hook.
-            scaler: tells who decides on it; returns None for nobody.
+            device: device of the gradients.
+            node_size: number of ranks on a node.
+            loss_scale: returns the present loss scale of mixed precision; called in jobs of the hook.
+            scaler: returns the loss scaler, or None.
 
         Raises:
             ConfigurationError: the ranks have different hooks or averagers.
@@ -168,13 +170,15 @@ class Communication:
         *,
         keeps_rounds: bool = False,
     ) -> None:
-        """Build the averager, once there are optimizers. All ranks call it; communicates.
+        """Build the averager, once there are optimizers.
+
+        Collective: all ranks must call it.
 
         Args:
-            module: what is trained.
-            optimizers: whose steps count.
+            module: the trained module.
+            optimizers: optimizers whose steps count.
             group: the ranks.
-            keeps_rounds: whether a round that fails may be repeated by other ranks.
+            keeps_rounds: True if other ranks may repeat a failed round.
 
         Raises:
             ConfigurationError: an optimizer cannot be used with the averager or the hook.
@@ -194,7 +198,10 @@ class Communication:
             self._follow()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
-        """Count a step of an optimizer and average if it is due. All ranks call it; may communicate."""
+        """Count a step of an optimizer and average if it is due.
+
+        Collective: all ranks must call it.
+        """
         if self.averager is not None:
             self.averager.step(optimizer, was_skipped=was_skipped)
             self._follow()
@@ -204,11 +211,14 @@ class Communication:
         assert self.averager is not None
         if self._post_local is not None and self._drives_hook_state:
             counts = [track.num_steps for track in self.averager.tracks if track.num_steps] or [0]
-            self._post_local.iter = min(counts)  # it counts backwards by itself, which may be more
+            self._post_local.iter = min(counts)  # torch counts backward passes, which may be more
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> None:
-        """Make the parameters the same on all ranks. All ranks call it; may communicate."""
+        """Make the parameters the same on all ranks.
+
+        Collective: all ranks must call it.
+        """
         if self.averager is not None:
             self.averager.agree()
 
@@ -222,7 +232,10 @@ class Communication:
             self.averager.halt()
 
     def rejoin(self, group: Group, device: torch.device) -> None:
-        """Continue with other ranks. All of them call it, after `halt`; communicates."""
+        """Continue with the ranks of `group`, after `halt`.
+
+        Collective: all ranks must call it.
+        """
         if self.hook is not None and self._hook_plan is not None:
             from lightning_ddp.hooks import build_hook
 
@@ -257,17 +270,20 @@ class Communication:
         return self.averager is not None and bool(self.averager.part_before)
 
     def leave_part(self) -> None:
-        """Skip the current average of a part of the ranks. Does not communicate."""
+        """Skip the current average of a part of the ranks, without communication."""
         assert self.averager is not None
         self.averager.leave_part()
 
     def complete_round(self) -> None:
-        """Repeat an interrupted round. All ranks call it; communicates."""
+        """Repeat an interrupted round.
+
+        Collective: all ranks must call it.
+        """
         assert self.averager is not None
         self.averager.complete()
 
     def mark(self) -> Any:
-        """Return the state that a step changes, for `restore`. Between steps only."""
+        """Return the state that a step changes, for `restore`; call it between steps only."""
         return self._stateful.mark() if self._stateful is not None else None
 
     def restore(self, mark: Any) -> None:
@@ -276,7 +292,10 @@ class Communication:
             self._stateful.restore(mark)
 
     def copy_state(self, group: Group, source: int, device: torch.device, *, is_behind: bool) -> None:
-        """Copy shared state to the ranks that are one step behind. All ranks call it; communicates."""
+        """Copy shared state to the ranks that are one step behind.
+
+        Collective: all ranks must call it.
+        """
         if self._stateful is not None:
             mine = _pick(self._stateful, shared=True) if group.rank == source else None
             shared = broadcast_nested(group, mine, source, device, label="state of a hook")
@@ -309,8 +328,8 @@ class Communication:
     def own_state(self) -> dict[str, Any]:
         """Return the state that differs between ranks: residuals; in local training optimizers, loss scale.
 
-        In local training each rank skips the steps in which its own gradients overflow, so each has a loss
-        scale of its own; telling the others would cost a collective a step.
+        In local training each rank skips the steps in which its own gradients overflow, so each has a
+        separate loss scale; sharing it would cost a collective per step.
         """
         state: dict[str, Any] = {}
         if self._stateful is not None:
@@ -422,7 +441,10 @@ def _check_agreement(
     group: Group,
     device: torch.device,
 ) -> None:
-    """Check that all ranks reduce and average in the same way. Communicates."""
+    """Check that all ranks reduce and average in the same way.
+
+    Collective: all ranks must call it.
+    """
     name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
     mine = (name, str(plan) if plan is not None else describe_hook(hook), str(averaging))
     everyone = all_gather_objects(group, mine, device)

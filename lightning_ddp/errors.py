@@ -16,7 +16,7 @@ from math import inf
 from typing import Any
 
 _SCREEN_LINES, _SCREEN_COLUMNS = 20, 100
-"""What a report may take of a screen before its last line says all that matters once more."""
+"""Size of a screen; a longer report repeats the essentials in its last line."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -326,20 +326,20 @@ class PeerFailure(LightningDDPError, RuntimeError):
     def like(self) -> PeerFailure:
         """Return this failure as an instance of the original exception's class too, for `except` clauses.
 
-        As itself where this process does not have that class, or Python cannot combine the two.
+        Returns itself if this process does not have that class, or Python cannot combine the two.
         """
         kind = _loaded_class(self.exception_class)
         if type(self) is not PeerFailure or kind is None:
             return self
         try:
             return self._mixed_with(kind)
-        except Exception:  # noqa: BLE001 (whatever a class of the user's does when it is combined)
+        except Exception:  # noqa: BLE001 (a user's class may raise any error when it is combined)
             return self
 
     def _mixed_with(self, kind: type[Exception]) -> PeerFailure:
         names = {"__module__": __name__, "__doc__": PeerFailure.__doc__}
         mixed: Any = type(PeerFailure.__name__, (PeerFailure, kind), names)
-        failure: PeerFailure = mixed.__base__.__new__(mixed)  # the one whose memory it has
+        failure: PeerFailure = mixed.__base__.__new__(mixed)  # the base that determines the memory layout
         failure.args = self.args
         for name in _FIELDS:
             setattr(failure, name, getattr(self, name))
@@ -365,7 +365,7 @@ _FIELDS = tuple(inspect.signature(PeerFailure).parameters)
 def _loaded_class(path: str | None) -> type[Exception] | None:
     """Return the exception class `module:name` if it is loaded here and adds information, else None."""
     module, _, name = (path or "").partition(":")
-    # in spawned processes the user's script has this name as well
+    # In spawned processes the user's script is `__mp_main__`.
     found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)

@@ -1,4 +1,4 @@
-"""`CustomFabricStrategy`: what Lightning's Fabric calls. The loop is the script's own."""
+"""`CustomFabricStrategy`: the methods that Lightning's Fabric calls."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         session.control.follow_script(is_whole=self._runs_script)
 
     def setup_module(self, module: torch.nn.Module) -> Any:
-        """Wrap a model, with its own communication hook. All ranks call it; communicates."""
+        """Wrap a model, with its own communication hook.
+
+        Collective: all ranks must call it.
+        """
         wrapper, communication = self._wrap(module), Communication(*self._communicates)
         self._register_hook(wrapper, communication)
         self._set_up.append((wrapper, communication, []))
@@ -112,7 +115,10 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: Any, scheduler: Any = None
     ) -> Any:
-        """Wrap a model; its averager counts steps of these optimizers. All ranks call it; communicates."""
+        """Wrap a model; its averager counts steps of these optimizers.
+
+        Collective: all ranks must call it.
+        """
         wrapper = self.setup_module(module)
         _, communication, owned = self._set_up[-1]
         owned.extend(optimizers)
@@ -165,9 +171,11 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Write a checkpoint; in local training synchronize first. All ranks call it; may communicate.
+        """Write a checkpoint; in local training synchronize first.
 
         The state of a model's hook and averager is saved with it, as in `CustomDDPStrategy`.
+
+        Collective: all ranks must call it.
         """
         _, communication = self._set_up_of(state)
         if communication is not None and not self._is_alone():

@@ -1,14 +1,14 @@
 """Checkpoint state of hooks and averagers: in the checkpoint, and in a file beside it for each rank.
 
-What is the same on all ranks stands in the checkpoint under "lightning_ddp". Residuals and the optimizer
+State that is the same on all ranks is in the checkpoint under "lightning_ddp". Residuals and the optimizer
 state of local training differ between ranks and are as large as the model: gathering them would need the
-memory and the network for world size times the model on rank 0, so each rank writes its own beside the
-checkpoint, as `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files still loads everywhere;
-only what they held begins anew.
+memory and the network for world size times the model on rank 0. So each rank writes its own file beside the
+checkpoint, `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files still loads everywhere; only
+the state in them starts from scratch.
 
-The token is another one for each saving and stands in the checkpoint: files and checkpoint are replaced
-together, in the moment in which the checkpoint is. Before, all ranks have written their files; afterwards
-they remove those of earlier savings, and what a run has left that was killed in between.
+Each save has a new token, which is in the checkpoint. So replacing the checkpoint replaces the files with
+it, atomically. All ranks have written their files before that. After it they remove the files of earlier
+saves, and files of a run that was killed in between.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ def save_state(
     device: torch.device,
     write: Callable[[dict[str, Any], str], None],
 ) -> None:
-    """Add the shared state to a checkpoint and write this rank's file. All ranks call it; communicates.
+    """Add the shared state to a checkpoint and write this rank's file.
 
-    It returns once all have written theirs; parameters are in agreement before, and rank 0 writes the
-    checkpoint to `path` afterwards.
+    Returns once all ranks have written their files. Parameters must be synchronized before; rank 0 writes
+    the checkpoint to `path` afterwards.
+
+    Collective: all ranks must call it.
     """
     if not communication.has_state:
         return
@@ -85,18 +87,18 @@ def load_state(
     names: Iterable[str],
     read: Callable[[str], dict[str, Any]],
 ) -> list[str]:
-    """Restore the state that `save_state` has saved. Does not communicate.
+    """Restore the state that `save_state` has saved, without communication.
 
     Args:
-        communication: of the run that resumes.
-        checkpoint: as loaded.
-        path: where it was loaded from; None if that is not known.
+        communication: hook and averager of the resuming run.
+        checkpoint: the loaded checkpoint.
+        path: path from which it was loaded; None if unknown.
         group: the ranks.
         names: qualified names of the parameters.
-        read: reads a dict from a path; raises FileNotFoundError where there is none.
+        read: reads a dict from a path; raises FileNotFoundError if there is no file.
 
     Returns:
-        What could not be kept, one sentence each.
+        One sentence for each item that could not be restored.
 
     Raises:
         ConfigurationError: the format is not known.
@@ -128,13 +130,13 @@ def _read_own(
     group: Group,
     read: Callable[[str], dict[str, Any]],
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """This rank's file, or why it cannot be used."""
+    """Read this rank's file; return its content and None, or None and the reason."""
     reset = f"rank {group.rank}: residuals and optimizer state of its own start from scratch"
     if shared["world_size"] != group.size:
         return None, f"{reset}: they were saved by {shared['world_size']} ranks, but the run has {group.size}"
     if path is None:
         return None, f"{reset}: the path of the checkpoint is not known"
-    # a link or a copy of the checkpoint has another name than its files
+    # A link or a copy of the checkpoint has a different name than its files.
     places = (path, Path(path).parent / shared["name"], Path(path).resolve())
     candidates = [rank_file(place, group.rank, shared["token"]) for place in places]
     problems = [f"{candidates[0]} is missing"]

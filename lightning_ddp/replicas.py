@@ -1,8 +1,8 @@
 """Data parallelism within one process: replicate -> scatter -> parallel_apply -> gather.
 
-For people who train in one process; nothing else of the package uses it. One thread a device runs a replica
-of the module on its chunk of the batch. The replicas' parameters carry a gradient edge to the original's,
-where the gradients are summed, so nothing here communicates across processes;
+For training in one process; nothing else in the package uses it. One thread per device runs a replica of the
+module on its chunk of the batch. The replicas' parameters have a gradient edge to the original's, where the
+gradients are summed, so nothing here communicates across processes;
 `BucketedDDP(DataParallel(module, devices))` adds that. After torch's C++ `data_parallel`.
 """
 
@@ -114,9 +114,9 @@ class DataParallel(nn.Module):
 
 
 class _Copies(torch.autograd.Function):
-    """One tensor -> a copy for each device; backward sums the copies' gradients on the tensor's device.
+    """Copy of a tensor to each device; backward sums the copies' gradients on the tensor's device.
 
-    One node a parameter, so that `BucketedDDP` gets each gradient early and can tell which are unused.
+    One node per parameter, so that `BucketedDDP` gets each gradient early and can detect unused parameters.
     """
 
     @staticmethod
@@ -196,7 +196,7 @@ def _replica(
 def _caller_settings(
     devices: Sequence[torch.device | None],
 ) -> Callable[[torch.device | None], AbstractContextManager[None]]:
-    """The thread-local settings of torch in this thread, as a context for threads that work on a device."""
+    """Return a context that applies this thread's settings of torch in a thread for a device."""
     used = {device for device in devices if device is not None}
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     cache = torch.is_autocast_cache_enabled()
@@ -263,7 +263,7 @@ def parallel_apply(
         try:
             with settings(targets[index]):
                 outputs[index] = replicas[index](*args[index], **kwargs[index])
-        except BaseException as error:  # noqa: BLE001 (whatever ended the thread is raised by the caller)
+        except BaseException as error:  # noqa: BLE001 (any error is raised by the caller)
             errors[index] = error
 
     if len(replicas) == 1:

@@ -51,8 +51,7 @@ from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, Uneven
 from lightning_ddp.supervise.settings import ReplaceSettings
 
 if TYPE_CHECKING:
-    # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
-    # the other processes have been started, and do not wait for that. Together they take 25 ms.
+    # Imported late at run time: these imports take 25 ms, and other processes should be started before.
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.elastic.emergency import EmergencyCheckpoint
@@ -173,10 +172,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     _recovery: Recovery | None = None
     _emergency: EmergencyCheckpoint | None = None
     _journal: Journal | None = None
-    _world: tuple[int, int] | None = None  # rank and size, once ranks were lost
-    _local_rank = 0  # then
+    _world: tuple[int, int] | None = None  # rank and size, after a change of ranks
+    _local_rank = 0  # used with `_world`
     _resumed_from: Any = None
-    _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest saving
+    _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest save
 
     def __init__(
         self,
@@ -261,7 +260,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ launch and set-up
 
     def setup_distributed(self) -> None:
-        """Join the process group of the run. All ranks call it; returns once all have."""
+        """Join the process group of the run; return once all ranks have joined.
+
+        Collective: all ranks must call it.
+        """
         from lightning_ddp.launch.session import session_of_process
 
         reset_seed()
@@ -279,12 +281,15 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._journal is None and isinstance(settings, ReplaceSettings):
             from lightning_ddp.elastic.takeover import Journal
 
-            if session.is_joining:  # another one is rank 0 until then
+            if session.is_joining:  # until this process has joined, another process is rank 0
                 read_rank_again(max(1, self.global_rank), self.local_rank)
             self._journal = Journal(session, self.global_rank)
 
     def setup(self, trainer: Trainer) -> None:
-        """Place the model, wrap it for fitting, create optimizers. All ranks call it; communicates."""
+        """Move the model to its device, wrap it for fitting, and create optimizers.
+
+        Collective: all ranks must call it.
+        """
         assert self.accelerator is not None
         assert self.model is not None
         assert self._session is not None
@@ -305,7 +310,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._setup_recovery(trainer)
             self._setup_emergency_checkpoint(trainer)
             self._setup_uneven_inputs(trainer)
-        else:  # nothing to reduce, so no wrapper; yet all ranks must evaluate one model
+        else:  # nothing to reduce, so no wrapper, but all ranks must evaluate the same model
             from lightning_ddp.comm.gather_scatter import broadcast_coalesced
 
             states = [*self.model.parameters(), *self.model.buffers()]
@@ -384,8 +389,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
         assert self._session is not None
         folder = self._emergency_checkpoint
-        # after an abort of NCCL parameters may hold gradients that were averaged in part, unless each update
-        # waits for them
+        # After an abort of NCCL, parameters may include partly averaged gradients, unless each update waits
+        # for the gradients.
         is_exact = self.root_device.type == "cpu" or self._recovery is not None
         if folder is False or self._session.control.watch is None or not is_exact:
             return
@@ -404,13 +409,16 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         self._emergency.begin(self._session.control)
 
     def _meet_again(self, form: Form) -> Group:
-        """Create the process group of a generation, and all that depends on it. All its ranks call it."""
+        """Create the process group of a generation, and all that depends on it.
+
+        Collective: all ranks must call it.
+        """
         from lightning_ddp.elastic.regroup import meet_again
 
         assert self._session is not None
         ours = self._session.control
         assert ours.calls is not None
-        for place in form.lost:  # it may be stopped, or have lost but its control connection
+        for place in form.lost:  # it may be stopped, or have lost only its control connection
             self._session.children.kill_rank(place)
         member, world_size = ours.calls.state, len(form.members)
         self._world = member.rank, world_size
@@ -424,8 +432,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             choose_backend(self),
             world_size,
             timeout=self._group_timeout,
-            # five times that is less than failure_grace_s, after which a rank is taken for lost; but between
-            # nodes news may take seconds
+            # Five times this is less than failure_grace_s, after which a rank counts as lost. Between
+            # nodes, messages may take seconds.
             meet_within=timedelta(
                 seconds=self._reconcile_settings.failure_grace_s / (10 if self.num_nodes == 1 else 1)
             ),
@@ -444,11 +452,14 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self._group
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
-        """Wraps `model`; unlike torch's class, ours is no subclass of DistributedDataParallel."""
+        """Wrap `model` in `BucketedDDP`, which is no subclass of torch's DistributedDataParallel."""
         return self._wrap(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Registers the communication hook, on every device type. All ranks call it; communicates."""
+        """Register the communication hook, on every device type.
+
+        Collective: all ranks must call it.
+        """
         wrapper = as_wrapper(self.model)
         assert wrapper is not None
         self._register_hook(wrapper, self._communication)
@@ -456,7 +467,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _setup_uneven_inputs(self, trainer: Trainer) -> None:
         self._lockstep = None
         if self._uneven_inputs is not None:
-            from lightning_ddp.ddp.lockstep import Lockstep  # a run that does not look does without
+            from lightning_ddp.ddp.lockstep import Lockstep  # late, as most runs do not need it
 
             self._lockstep = Lockstep(
                 self._joined_group(),
@@ -466,7 +477,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             )
             results = bind_like(trainer, _LockstepResults)(self._lockstep)
             set_training_results(trainer, results)
-            forget_loaders(trainer)  # made already, to count the steps of a schedule
+            forget_loaders(trainer)  # already made if a schedule needed the number of steps
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -496,7 +507,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device. For a training batch this starts the step. Does not communicate."""
+        """Move a batch to the device; a training batch starts the step."""
         if self._lockstep is not None and self._is_training():
             self._lockstep.begin()
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -585,9 +596,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """The loss that belongs to averaged gradients. Communicates.
+        """Return the mean loss over the ranks, which belongs to averaged gradients.
 
-        By it an optimizer decides alike on all ranks how often it calls its closure: collectives match then.
+        With it an optimizer calls its closure equally often on all ranks, so that collectives match.
+
+        Collective: all ranks must call it.
         """
         loss = closure()
         if loss is not None:
@@ -609,7 +622,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """With manual optimization, keep gradients of `manual_backward` in this context on their rank.
 
         They are averaged together with those of the next backward outside, which has to be the last before
-        the optimizer step. Does not communicate. All ranks do it alike.
+        the optimizer step. All ranks must use it alike.
 
         Args:
             enabled: False for a context that changes nothing, as in
@@ -626,10 +639,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         with self.block_backward_sync() if enabled else contextlib.nullcontext():
             yield
 
-    # ------------------------------------------------------------------ evaluation, and the end of training
+    # ------------------------------------------------------------------ evaluation and end of training
 
     def on_validation_start(self) -> None:
-        """Synchronize the model before validation. All ranks call it."""
+        """Synchronize the model before validation.
+
+        Collective: all ranks must call it.
+        """
         self._agree()
         super().on_validation_start()
 
@@ -653,7 +669,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return super().predict_step(*args, **kwargs)
 
     def on_train_end(self) -> None:
-        """Synchronize the model, BatchNorm statistics included, on all ranks. All ranks call it."""
+        """Synchronize the model, BatchNorm statistics included, on all ranks.
+
+        Collective: all ranks must call it.
+        """
         self._agree()
         wrapper = as_wrapper(self.model)
         if wrapper is not None:
@@ -677,12 +696,14 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     ) -> None:
         """Write the checkpoint, and a file per rank if the hook or averager has state.
 
-        All ranks call it; with such files it communicates. See `rank_files`.
+        Communicates with such files only; see `rank_files`.
+
+        Collective: all ranks must call it.
         """
         files: Any = self.checkpoint_io
         is_async = isinstance(files, AsyncCheckpointIO)
         if "optimizer_states" in checkpoint and not self._is_alone():
-            if is_async:  # its thread might write them after the checkpoint
+            if is_async:  # its thread might write the files after the checkpoint
                 files = files.checkpoint_io
             group = self._joined_group()
             write = partial(files.save_checkpoint, storage_options=storage_options)
@@ -693,7 +714,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             return
         self.barrier("checkpoint with files of the ranks")
         keep = {state["token"]}
-        if is_async and str(filepath) in self._tokens:  # the checkpoint may still be that one
+        if is_async and str(filepath) in self._tokens:  # the previous checkpoint may still be in place
             keep.add(self._tokens[str(filepath)])
         rank_files.remove_files(filepath, self.global_rank, keep=keep)
         self._tokens = {**self._tokens, str(filepath): state["token"]}
@@ -715,7 +736,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore optimizers, hook and averager; log each item that could not be restored.
 
-        Outside of a run, as in the main process after one in spawned processes, there are optimizers alone.
+        Outside a run, such as in the main process after a run in spawned processes, only optimizers.
         """
         super().load_optimizer_state_dict(checkpoint)
         if self._is_alone():
@@ -735,7 +756,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
         """Run a collective; use this rank's own value if a peer was lost after the step was committed.
 
-        Before the first epoch it may be what a journal has of it.
+        Before the first epoch the result may come from the journal.
         """
         try:
             if self._journal is not None and kind is not None:
@@ -799,7 +820,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ end
 
     def teardown(self) -> None:
-        """Unwrap the model; release its gradient buckets and batches. Does not communicate."""
+        """Unwrap the model; release its gradient buckets and batches."""
         wrapper = as_wrapper(self.model)
         if wrapper is not None:
             wrapper.teardown()
@@ -842,13 +863,13 @@ class _LockstepResults(ResultCollection):
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         metric = self[key]
-        # what is logged for the epoch comes after its last step
+        # Values for the epoch are logged after its last step.
         is_replay = self._lockstep.turn.is_replay and not key.startswith("on_train_epoch")
         before = copy_states(metric) if is_replay else {}
         super().update_metrics(key, value, batch_size)
         put_states(metric, before)
         if metric.is_tensor and metric.meta.is_mean_reduction:
-            # ranks differ in it, and the mean of integers is rounded
+            # The batch size differs between ranks, and the mean of integers would be rounded.
             metric.cumulated_batch_size = metric.cumulated_batch_size.to(metric.value.dtype)
 
 

@@ -78,7 +78,7 @@ class StrategyCore:
         num_processes: Any
 
         def _scaler(self) -> Any:
-            """Who decides on the factor of the loss under mixed precision; None for nobody."""
+            """Return the loss scaler of mixed precision, or None."""
 
     # ------------------------------------------------------------------ options
 
@@ -103,7 +103,7 @@ class StrategyCore:
         sent_by = given["start_method"] if given["start_method"] in get_args(FunctionMethod) else None
         check_meeting_place(given["init_method"], given["store"], sent_by)
         check_broadcast_buffers(given["broadcast_buffers"])
-        bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # says what is wrong, at once
+        bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # raises early
         self._group_timeout = timedelta(seconds=seconds["timeout"]) if "timeout" in seconds else None
         self._reconcile_settings = ReconcileSettings(
             heartbeat_timeout_s=seconds["heartbeat_timeout_s"],
@@ -163,7 +163,10 @@ class StrategyCore:
         set_launcher(self, launcher)
 
     def _join(self, session: Session) -> None:
-        """Join the process group of the run. All ranks call it; returns once all have."""
+        """Join the process group of the run; return once all ranks have joined.
+
+        Collective: all ranks must call it.
+        """
         from lightning_ddp.launch.session import join_run
 
         self._session = session
@@ -183,12 +186,15 @@ class StrategyCore:
         self._group = Group(group, session.control.interrupt, transport=self._transport)
 
     def _wrap(self, model: torch.nn.Module) -> BucketedDDP:
-        """Wrap `model` in this package's DDP. All ranks call it; communicates."""
+        """Wrap `model` in this package's DDP.
+
+        Collective: all ranks must call it.
+        """
         from lightning_ddp.ddp.module import BucketedDDP
 
         group = self._joined_group()
-        # on the current stream: torch's class needs another one for graph capture, as it keeps AccumulateGrad
-        # nodes, which run on the stream on which they were made; ours keeps none of them
+        # On the current stream: torch's DDP needs a side stream for graph capture, because it keeps
+        # AccumulateGrad nodes, which run on the stream on which they were made. This wrapper keeps none.
         return BucketedDDP(
             model,
             device_ids=None if self.root_device.type == "cpu" else [self.root_device.index],
@@ -200,7 +206,10 @@ class StrategyCore:
         )
 
     def _register_hook(self, wrapper: BucketedDDP, communication: Communication) -> None:
-        """Register the communication hook, on every device type. All ranks call it; communicates."""
+        """Register the communication hook, on every device type.
+
+        Collective: all ranks must call it.
+        """
         communication.register(
             wrapper,
             self._joined_group(),
@@ -211,7 +220,7 @@ class StrategyCore:
         )
 
     def _loss_scale(self) -> float:
-        """Return the current loss scale of mixed precision. The host waits for the device."""
+        """Return the current loss scale of mixed precision; the host waits for the device."""
         scaler = self._scaler()
         return float(scaler.get_scale()) if scaler is not None else 1.0
 
@@ -254,7 +263,9 @@ class StrategyCore:
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object that rank `src` passed; before launch and after a failure, return `obj`.
 
-        Tensors in it travel as tensors, not pickled, and arrive on the CPU or on this rank's own device.
+        Tensors in it are sent as tensors, not pickled, and arrive on the CPU or on this rank's own device.
+
+        Collective: all ranks must call it.
         """
         if self._group is None or self._is_alone():
             return obj
@@ -265,7 +276,9 @@ class StrategyCore:
         """Reduce a tensor, or every tensor of nested dicts, lists and tuples, over the ranks.
 
         In place, with one collective for all tensors of a dtype. The mean of integers is computed in floating
-        point and written back as integers, as Lightning does. What is no tensor is returned as it is.
+        point and written back as integers, as in Lightning. Other objects are returned unchanged.
+
+        Collective: all ranks must call it.
 
         Args:
             tensor: a tensor or a nested container, of the same form on all ranks.
@@ -296,7 +309,7 @@ class StrategyCore:
         Args:
             tensor: the same shape and dtype on all ranks.
             group: a process group; None for all ranks.
-            sync_grads: whether gradients flow back to the ranks that contributed.
+            sync_grads: True to let gradients flow back to the contributing ranks.
         """
         if self._group is None:
             return tensor
@@ -318,7 +331,7 @@ class StrategyCore:
 
 def as_wrapper(model: object) -> BucketedDDP | None:
     """Return `model` if it is the wrapper that `_wrap` puts around a module, else None."""
-    # the engine is imported where a model is wrapped, when the other processes have been started
+    # Imported late: the other processes have been started when a model is wrapped.
     from lightning_ddp.ddp.module import BucketedDDP
 
     return model if isinstance(model, BucketedDDP) else None

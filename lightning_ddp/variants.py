@@ -78,14 +78,14 @@ for _name in ("custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
 _variants: dict[str, dict[str, Any]] = {}
 """Name -> registry entry, for namespaces that are imported later."""
 _joined: list[tuple[Any, type]] = []
-"""The registries of the namespaces that have been imported, each with the strategy that it is to have."""
+"""Registries of the imported namespaces, each with the strategy class to register there."""
 
 
 def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any) -> None:
     """Register `name` so that `Trainer(strategy=name)` means `CustomDDPStrategy(**strategy_kwargs)`.
 
-    Call it in every process, before the Trainer is made; at the top of the script is right. Does not
-    communicate. Registering the same arguments again under a name changes nothing.
+    Call it in every process, before the Trainer is made, for example at the top of the script. Registering
+    the same arguments again under a name has no effect.
 
     Args:
         name: An unused name in lower case, as Lightning lower-cases the names that users pass.

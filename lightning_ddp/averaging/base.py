@@ -1,4 +1,4 @@
-"""Base class of averagers: counts optimizer steps, ends gradient averaging, averages all that is trained."""
+"""Base class of averagers: step counts, start of local training, and averages of the model's state."""
 
 from __future__ import annotations
 
@@ -56,15 +56,17 @@ class Track:
 class Averager:
     """Base of averagers: ranks train on their own gradients, and parameters are averaged periodically.
 
-    The one place that knows when local training begins: `averages_gradients` tells whoever drives the
-    reducer. A step is one of an optimizer, however many backwards it took; each optimizer is counted by
-    itself and has its own parameters averaged, so that two that take turns are treated alike. All ranks
-    make the same calls, also for steps that loss scaling skipped.
+    Only the averager decides when local training begins; the owner of the reducer reads
+    `averages_gradients`. Steps are optimizer steps, independent of the number of backwards. Each optimizer
+    has its own count, and its parameters are averaged separately, so that alternating optimizers are treated
+    alike. All ranks must make the same calls, also for steps that loss scaling skipped.
+
+    Collective: all ranks must construct it.
 
     Args:
-        module: with the parameters and buffers; the same values on all ranks when it is handed over.
-        optimizers: whose steps count.
-        group: the ranks; the averager makes its own group beside it.
+        module: module with the parameters and buffers, which must be the same on all ranks at this point.
+        optimizers: optimizers whose steps count.
+        group: the ranks; the averager makes a separate group of the same ranks.
         options: an instance of the class's `Options`.
 
     Raises:
@@ -101,27 +103,30 @@ class Averager:
         self._is_local = False
         self._has_diverged = False
         self.keeps_rounds = False
-        """Whether a round that fails has to be repeated, by other ranks: what it changes is copied before."""
+        """True to copy all values that a round changes, so that other ranks can repeat it after a failure."""
         self.unfinished: Track | None = None
-        """Whose round is under way."""
+        """Track whose round is in progress, or None."""
         self.has_met = True
-        """Whether all ranks have taken the last step together, or have averaged after it."""
+        """True if all ranks took the last step with averaged gradients, or have averaged after it."""
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.part_before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What a round of a part of the ranks that is under way changes, with its values before."""
+        """Tensors that the current round of a part of the ranks changes, with their values before it."""
         self._met: dict[str, torch.Tensor] = {}
         self.prepare()
         self._settle_phase()
 
     def check_ranks(self) -> None:
-        """Reject options that do not fit the number of ranks, before anything communicates.
+        """Reject options that do not fit the number of ranks, before any communication.
 
         Raises:
-            ConfigurationError: they do not.
+            ConfigurationError: the options do not fit.
         """
 
     def prepare(self) -> None:
-        """Set up groups and channels of a kind of averager. All ranks call it, at the end of construction."""
+        """Set up groups and channels of the subclass, at the end of construction.
+
+        Collective: all ranks must call it.
+        """
 
     # ------------------------------------------------------------------ steps
 
@@ -139,10 +144,10 @@ class Averager:
         """Count a step that `optimizer` has just taken, and average if it is due (then communicates).
 
         Args:
-            optimizer: one of those of the averager.
-            was_skipped: whether loss scaling skipped it. While gradients are averaged all ranks skip
-                together, and it does not count. In the local phase each rank skips by itself, so it counts,
-                or the ranks would average at different times.
+            optimizer: one of the averager's optimizers.
+            was_skipped: True if loss scaling skipped the step. While gradients are averaged, all ranks skip
+                together, and the step does not count. In the local phase ranks skip independently, so it
+                counts; otherwise the ranks would average at different times.
         """
         track = self._track_of(optimizer)
         if was_skipped and not self._is_local:
@@ -164,7 +169,7 @@ class Averager:
         )
 
     def _settle_phase(self) -> None:
-        """Begins the local phase once every optimizer that is in use has taken its first steps."""
+        """Begin the local phase once all used optimizers have taken `start_step` steps."""
         counts = [track.num_steps for track in self.tracks if track.num_steps] or [0]
         if min(counts) >= self.options.start_step:
             self._is_local = True
@@ -172,7 +177,7 @@ class Averager:
             self.begin_local_phase()
 
     def begin_local_phase(self) -> None:
-        """Start the local phase: all ranks hold the same parameters for the last time. Called once."""
+        """Start the local phase; called once, while all ranks still hold the same parameters."""
 
     def after_local_step(self, track: Track) -> None:
         """Handle a step of the local phase: by default, run a round every `period` steps."""
@@ -180,7 +185,10 @@ class Averager:
             self.begin_round(track)
 
     def begin_round(self, track: Track) -> None:
-        """Start a round of all ranks. Communicates."""
+        """Start a round of all ranks.
+
+        Collective: all ranks must call it.
+        """
         self.unfinished = track
         self._before = self.copies(self.changed_by_round(track))
         self.complete()
@@ -196,7 +204,10 @@ class Averager:
         return [*(self.parameters[name] for name in track.names), *self.module.buffers(), *kept]
 
     def complete(self) -> None:
-        """Run the current round from its beginning. Communicates."""
+        """Run the current round from its beginning.
+
+        Collective: all ranks must call it.
+        """
         assert self.unfinished is not None
         put_back(self._before)
         self.round(self.unfinished)
@@ -216,16 +227,21 @@ class Averager:
         return self._met
 
     def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer. Communicates."""
+        """Average the parameters of one optimizer.
+
+        Collective: all ranks must call it.
+        """
         raise NotImplementedError
 
     # ------------------------------------------------------------------ agreement
 
     def agree(self) -> None:
-        """Average parameters and buffers so that they are the same on all ranks. All ranks call it.
+        """Average parameters and buffers so that they are the same on all ranks.
 
-        For validation, checkpoints and the end of training. Communicates if a rank may have trained by
-        itself since the last time; the schedule of rounds stays as it is.
+        For validation, checkpoints and the end of training. Communicates if the ranks may differ; does not
+        change the schedule of rounds.
+
+        Collective: all ranks must call it.
         """
         if not self._has_diverged:
             return
@@ -234,7 +250,10 @@ class Averager:
         self._has_diverged = False
 
     def settle(self, track: Track) -> None:
-        """Finish a round: treat the optimizer state as its option says, and average buffers. Communicates."""
+        """Finish a round: treat the optimizer state as its option says, and average buffers.
+
+        Collective: all ranks must call it.
+        """
         if self.options.optimizer_state == "reset":
             for name in track.names:
                 track.optimizer.state[self.parameters[name]].clear()
@@ -244,7 +263,10 @@ class Averager:
         self.average_buffers()
 
     def average_buffers(self) -> None:
-        """Average normalization statistics and other floating-point buffers. Communicates."""
+        """Average normalization statistics and other floating-point buffers.
+
+        Collective: all ranks must call it.
+        """
         self.run(lambda: average_buffers(self.channel, self.module))
 
     def run(self, job: Callable[[], None]) -> None:
@@ -264,11 +286,14 @@ class Averager:
         self.part_before = []
 
     def rejoin(self, group: Group) -> None:
-        """Continue with other ranks, after ranks were lost. All of them call it; communicates."""
+        """Continue with the ranks of `group`, after ranks were lost.
+
+        Collective: all ranks must call it.
+        """
         self.group = group
         self.channel = Channel(group, self.channel.device)
         self.wire = PlainWire(self.channel)
-        self._has_diverged = self._is_local  # some may have agreed with ranks that are lost, and others not
+        self._has_diverged = self._is_local  # only some ranks may have averaged with the lost ranks
         self.prepare()
 
     @property
@@ -284,7 +309,7 @@ class Averager:
         """Finish a step or round that was interrupted here after another rank had finished it.
 
         Args:
-            state: from `for_others` of that rank; this one has its parameters already.
+            state: from `for_others` of that rank, whose parameters this rank has already.
         """
         with torch.no_grad():
             for name, value in state["met"].items():
@@ -354,7 +379,7 @@ def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Reject optimizers that cannot be used with local training.
 
     Raises:
-        ConfigurationError: one of them shards its state, or averages parameters itself.
+        ConfigurationError: an optimizer shards its state, or averages parameters itself.
     """
     reasons = {
         "ZeroRedundancyOptimizer": "each rank holds the state of a part of the parameters only, so no rank"
@@ -370,15 +395,17 @@ def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 )
 
 
-# ---------------------------------------------------------------------- what is no parameter
+# ---------------------------------------------------------------------- buffers and optimizer state
 
 
 def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
-    """Average a module's buffers so that they are the same on all ranks. Channel job; communicates.
+    """Average a module's buffers so that they are the same on all ranks, in a job of the channel.
 
     The running variance of a normalization becomes that of all ranks' data taken together: the mean of the
-    variances plus the variance of the means. Other floating-point buffers are averaged; of integers, such as
-    counts of batches, the largest is taken.
+    variances plus the variance of the means. Other floating-point buffers are averaged. Integers, such as
+    counts of batches, become the largest value of all ranks.
+
+    Collective: all ranks must call it.
     """
     means, variances = [], []
     for layer in module.modules():
@@ -406,15 +433,17 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
 def average_optimizer_state(
     channel: Channel, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Average the floating-point tensors that an optimizer keeps for its parameters. Communicates.
+    """Average an optimizer's floating-point state of its parameters, in a job of the channel.
 
-    A job of a channel. Step counts stay. A parameter that had no gradient on some rank has no state there:
-    then the other ranks keep theirs.
+    Step counts are unchanged. If a parameter has no state on some rank, because it had no gradient there,
+    the other ranks keep their state.
+
+    Collective: all ranks must call it.
 
     Args:
         channel: the ranks.
-        optimizer: its state is changed in place.
-        parameters: those of the optimizer, by name, in one order on all ranks.
+        optimizer: optimizer whose state is changed in place.
+        parameters: parameters of the optimizer by name, in the same order on all ranks.
     """
     found = {
         (name, key): value

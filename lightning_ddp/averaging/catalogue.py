@@ -1,4 +1,4 @@
-"""Averagers by name: a specification is checked first, without processes, and built once there is a group."""
+"""Averagers by name: check of a specification without processes, and construction for a group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AveragerPlan:
 
 
 def parse_averager(spec: str | Mapping[str, Any]) -> AveragerPlan:
-    """Check an averager specification and return it as a plan. Does not communicate.
+    """Check an averager specification and return it as a plan, without communication.
 
     >>> parse_averager({"name": "diloco", "period": 50}).options.outer_lr
     0.7
@@ -65,13 +65,15 @@ def build_averager(
     optimizers: Sequence[torch.optim.Optimizer],
     process_group: Any,
 ) -> Averager:
-    """Build an averager. All ranks call it, with the same parameter values; communicates.
+    """Build an averager; the parameters must be the same on all ranks.
+
+    Collective: all ranks must call it.
 
     Args:
-        spec: as for `parse_averager`, or what that returned.
-        module: whose parameters and buffers are averaged; names in its state are those of this module.
-        optimizers: those whose steps are reported with `Averager.step`.
-        process_group: the ranks, or a `Group` on them.
+        spec: specification as for `parse_averager`, or its result.
+        module: module whose parameters and buffers are averaged; its names are those in the state.
+        optimizers: optimizers whose steps are reported with `Averager.step`.
+        process_group: process group of the ranks, or a `Group`.
 
     Raises:
         ConfigurationError: the specification does not fit the ranks, or an optimizer cannot be used.

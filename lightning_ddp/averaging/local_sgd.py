@@ -41,7 +41,7 @@ class PostLocalSGD(Averager):
     options: PostLocalSGDOptions
 
     def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer, including those without a gradient. Communicates."""
+        """Average the parameters of one optimizer, including those without a gradient."""
         tensors = [self.parameters[name] for name in track.names]
         self.run(lambda: average_(self.wire, tensors))
         self.settle(track)
@@ -50,14 +50,14 @@ class PostLocalSGD(Averager):
 class NodeGradients:
     """A communication hook that calls another hook until local training starts.
 
-    All ranks construct it; communicates.
+    Collective: all ranks must construct it.
 
     Args:
-        hook: reduces over all ranks; None for the plain mean.
-        group: all ranks; those of a node are neighbors.
-        node_size: ranks of a node.
-        device: of the gradients.
-        is_global: tells whether gradients are to be averaged over all ranks.
+        hook: hook that reduces over all ranks; None for the plain mean.
+        group: all ranks; ranks of a node must be neighbors.
+        node_size: number of ranks on a node.
+        device: device of the gradients.
+        is_global: returns True while gradients have to be averaged over all ranks.
 
     Raises:
         ConfigurationError: the ranks do not divide into nodes of that size.
@@ -77,7 +77,7 @@ class NodeGradients:
             )
         self._hook = hook
         self.name = f"{hook_name(hook)} in nodes" if hook is not None else "allreduce in nodes"
-        """Of the hook, for errors."""
+        """Name of the hook for error messages."""
         self._is_global = is_global
         self._world = Channel(group, device) if hook is None else None
         self._node = Channel(part_group(group, node_size, device), device)
@@ -94,14 +94,14 @@ class NodeGradients:
 class HierarchicalSGDOptions(AveragerOptions):
     """Options of `hierarchical_sgd`."""
 
-    period: int = field(default=1, init=False)  # `periods` says it
+    period: int = field(default=1, init=False)  # replaced by `periods`
     periods: Mapping[int, int]
     """Mapping from a period in optimizer steps to the number of neighboring ranks that average then; longer
     periods have larger groups. The last group is all ranks: 0 stands for their number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # keys are text where the options come from YAML or JSON, and in the order of the command line there
+        # Options from YAML or JSON have text as keys, in the order of the command line.
         in_order = dict(sorted((int(p), int(n)) for p, n in self.periods.items()))
         object.__setattr__(self, "periods", in_order)
         periods, sizes = list(self.periods), [n or 2**31 for n in self.periods.values()]
@@ -123,9 +123,10 @@ class HierarchicalSGDOptions(AveragerOptions):
 class HierarchicalSGD(Averager):
     """Average parameters among few ranks often and among many ranks rarely.
 
-    At a step that several periods divide, only the largest of them runs, as its group contains the others.
-    After ranks were lost those that are left are neighbors anew, the last group perhaps of fewer. Until the
-    next round of all each is by itself, as they may be at different steps.
+    At a step that several periods divide, only the largest runs, as its group contains the others. After a
+    loss of ranks, the remaining ranks form new groups of neighbors, the last group perhaps with fewer ranks.
+    They average in groups again after the next round of all ranks, as they may be at different steps until
+    then.
     """
 
     name = "hierarchical_sgd"
@@ -134,7 +135,7 @@ class HierarchicalSGD(Averager):
     _waits_for_all = False
 
     def check_ranks(self) -> None:
-        """Reject groups that do not divide the ranks; a single rank, as one that joins, is always a group."""
+        """Reject groups that do not divide the ranks; a single rank, such as a joining one, is allowed."""
         size, sizes = self.group.size, self._sizes()
         require(
             size == 1 or (list(sizes.values())[-1] == size and not any(size % n for n in sizes.values())),
@@ -151,11 +152,11 @@ class HierarchicalSGD(Averager):
             channel.halt()
 
     def _sizes(self) -> dict[int, int]:
-        """Period -> ranks of a group."""
+        """Return the number of ranks in a group, by period."""
         return {period: size or self.group.size for period, size in self.options.periods.items()}
 
     def prepare(self) -> None:
-        """Create the groups of each level. Communicates."""
+        """Create the groups of each level."""
         group = self.group
         self._levels: dict[int, Channel] = {}
         for period, size in self._sizes().items():

@@ -1,4 +1,4 @@
-"""`slowmo` and `diloco`: what the ranks did between two rounds is one gradient for an outer optimizer.
+"""`slowmo` and `diloco`: the change between two rounds is a gradient for an outer optimizer.
 
 Wang, Tantia, Ballas and Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
 Momentum", ICLR 2020, algorithm 1. Douillard et al., "DiLoCo: Distributed Low-Communication Training of
@@ -30,15 +30,15 @@ _INT8_BLOCK = 256
 class OuterAverager(Averager):
     """An averager with an outer optimizer whose parameters and momentum are float32, the same on all ranks.
 
-    Subclasses say in `update` what becomes of a stretch of one parameter.
+    Subclasses implement `update` for a slice of one parameter.
     """
 
     def prepare(self) -> None:
-        """Send outer gradients unencoded. Does not communicate."""
+        """Choose unencoded outer gradients."""
         self.transport: Wire = self.wire
 
     def begin_local_phase(self) -> None:
-        """Copy the parameters, which all ranks share at this moment. Does not communicate."""
+        """Copy the parameters, which are the same on all ranks at this moment."""
         self._anchors = {name: memory_view(p).clone().float() for name, p in self.parameters.items()}
         self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()}
 
@@ -54,7 +54,7 @@ class OuterAverager(Averager):
         raise NotImplementedError
 
     def round(self, track: Track) -> None:
-        """Take one step of the outer optimizer for the parameters of one optimizer. Communicates."""
+        """Take one step of the outer optimizer for the parameters of one optimizer."""
         self.run(lambda: self._exchange(track))
         self.settle(track)
 
@@ -121,7 +121,7 @@ class OuterAverager(Averager):
         return self._anchors if self._is_local else {}
 
     def _keep_met(self) -> None:
-        """Nothing more."""
+        """Keep nothing: the outer parameters are the last synchronized ones."""
 
     def changed_by_round(self, track: Track) -> list[torch.Tensor]:
         outer = [state[name] for state in (self._anchors, self._momenta) for name in track.names]
@@ -207,7 +207,7 @@ class DiLoCo(OuterAverager):
     options: DiLoCoOptions
 
     def prepare(self) -> None:
-        """Choose how outer gradients are sent. Does not communicate."""
+        """Choose the encoding of outer gradients."""
         super().prepare()
         encoding = self.options.encoding
         if encoding != "fp32":

@@ -1,4 +1,4 @@
-"""`streaming_diloco`: DiLoCo a fragment at a time, while training goes on.
+"""`streaming_diloco`: DiLoCo one fragment at a time, while training continues.
 
 Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025,
 algorithm 2.
@@ -48,22 +48,23 @@ class StreamingDiLoCoOptions(DiLoCoOptions):
 
 @dataclass(kw_only=True)
 class _Exchange:
-    """A fragment's exchange under way, or ended and not yet applied."""
+    """The exchange of a fragment, from its start until it is applied."""
 
     names: list[str]
     due: int
-    """Local step after which it is applied."""
+    """Number of the local step after which it is applied."""
     moved: torch.Tensor
-    """What this rank had moved when it began, flat."""
+    """Change of this rank's parameters when the exchange began, 1-D."""
     future: torch.futures.Future[torch.Tensor] | None = None
-    """Of the mean of that; None if it has still to be sent to those that are left of the ranks."""
+    """Future of the mean of `moved`; None if the exchange must be sent again, after a loss of ranks."""
 
 
 class StreamingDiLoCo(DiLoCo):
     """DiLoCo by fragments: each fragment starts its outer step in turn and applies it `delay` steps later.
 
-    What a rank learned meanwhile is not lost: its parameters become a mix of the outer ones and its own. So
-    they agree only where `agree` makes them. The peak of traffic is that of one fragment.
+    Progress of a rank during the exchange is kept: its parameters become a mix of the outer parameters and
+    its own. So parameters are the same on all ranks only after `agree`. The peak of traffic is that of one
+    fragment.
     """
 
     name = "streaming_diloco"
@@ -87,7 +88,7 @@ class StreamingDiLoCo(DiLoCo):
         names = track.names[fragment :: self.options.num_fragments]
         if not names:
             return
-        # a copy: the parameters change while it is sent
+        # Copies, as the parameters change during the exchange.
         views = [memory_view(self.parameters[name]) for name in names]
         deltas = [self._anchors[n] - view for n, view in zip(names, views, strict=True)]
         exchange = _Exchange(
@@ -116,7 +117,7 @@ class StreamingDiLoCo(DiLoCo):
         return super().changed_by_round(replace(track, names=exchange.names))
 
     def round(self, track: Track) -> None:
-        """Finish the outer step of the pending fragment, and mix it in. Communicates."""
+        """Finish the outer step of the pending fragment, and mix it in."""
         self._send_again()
         index = self.tracks.index(track)
         exchange = self._under_way[index]

@@ -1,10 +1,9 @@
-"""Collectives that add up, or take the least or the largest: all_reduce, reduce, reduce_scatter.
+"""Reducing collectives: all_reduce, reduce, reduce_scatter.
 
-Every function here is called by all ranks of the group, in one order, and communicates; what all collectives
-have in common is said of `all_reduce`. bool takes part as
-logical or (sum, max) and logical and (product, min), 8- and 16-bit integers that a backend does not know are
-added as 32-bit ones, complex numbers can only be added and averaged. The mean of integers is computed in
-floating point and written back as integers, as Lightning does.
+All ranks of the group must call these functions in the same order; `all_reduce` documents the common
+arguments. bool is reduced by logical or (sum, max) or logical and (product, min). Integers of 16 bits are
+reduced as 32 bits. Complex numbers support sum and mean only. The mean of integers is computed in floating
+point and written back as integers, as in Lightning.
 """
 
 from __future__ import annotations
@@ -61,20 +60,24 @@ def reduce_op(op: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reduction:
-    """What travels for a tensor, and how it comes back."""
+    """The tensor that is sent for a tensor, and its conversion back."""
 
     sent: torch.Tensor
-    """Contiguous, of a type that backends know; may be a view of the tensor."""
+    """Contiguous tensor of a dtype that backends support; may be a view of the caller's tensor."""
     op: Any
-    """For the backend."""
+    """`ReduceOp` for the backend."""
     is_mean: bool
-    """Whether the sum is divided at the end."""
+    """True if the sum is divided by the number of ranks at the end."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, op: Any, *, in_place: bool = True) -> _Reduction:
-        """Raises ConfigurationError where the operation means nothing for the type."""
+        """Convert a tensor and its operation.
+
+        Raises:
+            ConfigurationError: the operation is not defined for the dtype.
+        """
         resolved = reduce_op(op)
-        # gloo has an average only since torch 2.12, and no backend has one that promotes integers
+        # gloo has an average only since torch 2.12, and no backend promotes integers for it.
         is_mean = bool(resolved == dist.ReduceOp.AVG)
         sent = tensor.detach().contiguous()
         if tensor.dtype == torch.bool:
@@ -93,13 +96,13 @@ class _Reduction:
         return cls(sent=sent, op=dist.ReduceOp.SUM if is_mean else resolved, is_mean=is_mean)
 
     def finish(self, size: int) -> torch.Tensor:
-        """What was sent, reduced."""
+        """Return the reduced tensor, divided if the operation is a mean."""
         if self.is_mean:
             self.sent.copy_(self.sent / size)
         return self.sent
 
     def write_back(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Puts the result into `tensor` and returns that."""
+        """Copy the result to `tensor` and return it."""
         result = self.finish(size)
         return tensor if result.data_ptr() == tensor.data_ptr() else filled(tensor, result)
 
@@ -115,15 +118,17 @@ def all_reduce(
 ) -> Handle[torch.Tensor]:
     """Reduce `tensor` over all ranks in place, in one collective, and return it.
 
+    Collective: all ranks must call it.
+
     Args:
         group: the ranks.
         tensor: any shape; the same shape and dtype on all ranks.
         op: a `ReduceOp` or 'sum', 'mean', 'avg', 'min', 'max', 'product'.
-        timeout: deadline of this call; None for the group's own limit.
-        label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
+        timeout: deadline of this call; None for the group's timeout.
+        label: name of the collective in errors, in the profiler and in reports of what a rank waits for.
 
     Raises:
-        ConfigurationError: the operation is unknown, or means nothing for the type.
+        ConfigurationError: the operation is unknown, or not defined for the dtype.
         CollectiveTimeoutError: the deadline has passed.
         CollectiveError: the backend failed.
     """
@@ -143,8 +148,10 @@ def all_reduce_coalesced(
 ) -> None:
     """Reduce each of `tensors` in place, with one collective per dtype and device.
 
+    Collective: all ranks must call it.
+
     Args:
-        tensors: of the same shapes and dtypes on all ranks, in one order.
+        tensors: the same shapes and dtypes on all ranks, in the same order.
         op: as in `all_reduce`.
 
     Raises:
@@ -170,6 +177,8 @@ def reduce(
     """Reduce `tensor` over all ranks in place on group rank `dst`; other ranks keep their tensor.
 
     On a backend without a reduce it is an all-reduce of a copy.
+
+    Collective: all ranks must call it.
 
     Args:
         tensor: any shape; the same shape and dtype on all ranks.
@@ -205,9 +214,11 @@ def reduce_scatter(
     timeout: timedelta | float | None = None,
     label: str = "reduce_scatter",
 ) -> Handle[torch.Tensor]:
-    """Reduce over all ranks and leave part r of the result on rank r.
+    """Reduce over all ranks; return part r of the result on rank r.
 
-    On a backend without a reduce-scatter it is an all-reduce of which each rank keeps its part.
+    On a backend without a reduce-scatter it is an all-reduce, from which each rank keeps its part.
+
+    Collective: all ranks must call it.
 
     Args:
         tensor: of shape (size * k, ...), whose k rows r * k and following are part r; or a list of `size`
@@ -247,7 +258,7 @@ def reduce_scatter(
 
 
 def _parts(group: Group, tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts of all ranks, in rank order: shape (size, *shape of a part)."""
+    """Return the parts of all ranks, in rank order: shape (size, *shape of a part)."""
     if isinstance(tensor, torch.Tensor):
         if tensor.dim() == 0 or tensor.shape[0] % group.size:
             raise ConfigurationError(

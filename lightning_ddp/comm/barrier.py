@@ -1,8 +1,8 @@
-"""Barriers: one that is a collective, one that knows who is missing, and the first one of a torchrun attempt.
+"""Barriers: a collective, one that names missing ranks, and the rendezvous of a torchrun attempt.
 
-torchrun starts all processes again when one fails, and the new ones get the store of the old ones, with what
-those have written. The number of restarts that it tells them differs between nodes. So rank 0 names each
-attempt, and the others believe the name once rank 0 has answered them.
+torchrun restarts all processes when one fails, and the new processes get the store of the old ones, with its
+contents. The restart count that torchrun passes to them differs between nodes. So rank 0 names each attempt,
+and the other ranks use the name once rank 0 has replied to them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ def barrier(
     timeout: timedelta | float | None = None,
     label: str | None = None,
 ) -> Handle[None]:
-    """Wait until all ranks have called this function. All ranks call it; communicates.
+    """Wait until all ranks have called this function.
+
+    Collective: all ranks must call it.
 
     Args:
-        device: one that the group's backend serves.
-        name: part of the label, if that is not given.
+        device: a device that the group's backend serves.
+        name: part of the label, if `label` is not given.
     """
     call = Call(group=group, device=device, label=label or _label("barrier", name), timeout=timeout)
     token = torch.zeros(1, dtype=torch.int32, device=device)
@@ -61,14 +63,16 @@ def monitored_barrier(
 ) -> Handle[None]:
     """Wait until all ranks have called this function, or name the ranks that have not.
 
-    It goes through the group's key-value store and not through the backend, so that it is the same with
-    every backend and does not harm the group when it fails. The first rank whose deadline passes decides who
-    is missing, for all: also a rank that comes later gets that error; where the store does not answer, each
-    rank gets its own. It does not wait for CUDA devices.
+    It uses the group's key-value store and not the backend, so it works alike with every backend, and the
+    group is usable after a failure. The first rank whose deadline passes decides for all which ranks are
+    missing; a rank that calls later gets the same error. If the store does not reply, each rank raises an
+    error of its own. It does not wait for CUDA devices.
     Costs a few round trips to the store, so it is for set-up and tests, not for every step.
 
+    Collective: all ranks must call it.
+
     Args:
-        name: part of the label, if that is not given.
+        name: part of the label, if `label` is not given.
         timeout: deadline of this call.
 
     Raises:
@@ -77,7 +81,7 @@ def monitored_barrier(
     """
     given = label or _label("monitored_barrier", name)
     limit_s = limit_of(timeout, given)
-    # no deadline of the call's own: when time is up, the ranks decide together who is missing
+    # The call has no deadline of its own: at the deadline the ranks decide together which are missing.
     call = Call(group=group, device=torch.device("cpu"), label=given)
     if group.store is None:
         raise ConfigurationError(
@@ -94,7 +98,7 @@ def monitored_barrier(
         store.compare_set(key("verdict"), "", verdict)
 
     def come(thread: InThread[str]) -> str:
-        """The verdict, the first that a rank has given."""
+        """Report this rank, and return the first verdict of any rank."""
         store.set(key(rank), "came")
         if store.add(key("count"), 1) == size:
             decide(_ALL_CAME)
@@ -143,12 +147,12 @@ def _missing(call: Call, verdict: str) -> CollectiveTimeoutError:
 
 
 def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
-    """Return the part of the torchrun agent's store for this attempt. All ranks call it.
+    """Return the part of the torchrun agent's store for this attempt, once rank 0 knows all ranks.
 
-    It returns once rank 0 knows all.
+    Collective: all ranks must call it.
 
     Raises:
-        RendezvousError: not all ranks have come within the store's timeout.
+        RendezvousError: not all ranks called within the store's timeout.
     """
     timeout = store.timeout
     try:
@@ -164,7 +168,7 @@ def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
 
 @cache
 def _token(rank: int) -> str:
-    """Of this process alone: asked and answered once, it has its answer at once when it asks again."""
+    """Return a random token, cached: a repeated request of this process has its reply already."""
     return secrets.token_hex(8)
 
 
@@ -181,7 +185,7 @@ def _ask(store: Any, rank: int, timeout: timedelta) -> str:
     token, name = _token(rank), ""
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        latest = store.get(_ATTEMPT).decode()  # of the attempt before, perhaps
+        latest = store.get(_ATTEMPT).decode()  # may be the name of the previous attempt
         if latest != name:
             name = latest
             store.set(f"{_ATTEMPT}/{name}/hello/{rank}", token)

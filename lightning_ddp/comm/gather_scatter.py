@@ -1,9 +1,9 @@
-"""Collectives that move tensors as they are: broadcast, all_gather, gather, scatter, all_to_all.
+"""Collectives that move tensors unchanged: broadcast, all_gather, gather, scatter, all_to_all.
 
-Every function here is called by all ranks of the group, in one order, and communicates. Tensors of any dtype
-travel: complex numbers as pairs, and what a backend does not know (bool, int16 ...) as bytes. For `timeout`,
-`label` and the errors of the backend see `all_reduce`; a `src` or `dst` that the group does not have is a
-ConfigurationError.
+All ranks of the group must call these functions in the same order. Tensors may have any dtype: complex
+numbers are sent as pairs, and dtypes that a backend does not support (bool, int16 ...) as bytes. For
+`timeout`, `label` and the errors of the backend see `all_reduce`; a `src` or `dst` that the group does not
+have is a ConfigurationError.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ S = TypeVar("S", bound=torch.Tensor)
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a contiguous tensor as a 1-D view of a type that every backend sends."""
+    """Return the elements of a contiguous tensor as a 1-D view of a dtype that every backend sends."""
     flat = tensor.detach().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -48,7 +48,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def filled(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the tensor once it has these values."""
+    """Copy `values` to `tensor` and return it."""
     tensor.detach().copy_(values)
     return tensor
 
@@ -63,6 +63,8 @@ def broadcast(
     label: str = "broadcast",
 ) -> Handle[torch.Tensor]:
     """Overwrite `tensor` with that of group rank `src` and return it.
+
+    Collective: all ranks must call it.
 
     Args:
         tensor: any shape and strides; the same shape and dtype on all ranks.
@@ -103,10 +105,12 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 def broadcast_coalesced(
     group: Group, tensors: Sequence[torch.Tensor], src: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
-    """Overwrite `tensors` with those of group rank `src`. All ranks call it; communicates.
+    """Overwrite `tensors` with those of group rank `src`.
 
-    They have the same shapes and dtypes on all ranks. Small tensors of one dtype and device travel together
-    in chunks of at most `chunk_bytes`; a contiguous one of 1 MiB or more travels in place, without a copy.
+    Shapes and dtypes must be the same on all ranks. Small tensors of one dtype and device are sent together
+    in chunks of at most `chunk_bytes`; a contiguous tensor of 1 MiB or more is sent in place, without a copy.
+
+    Collective: all ranks must call it.
     """
     with torch.no_grad():
         large = [t for t in tensors if t.is_contiguous() and t.nbytes >= _IN_PLACE_BYTES]
@@ -149,7 +153,7 @@ def start_gather(call: Call, tensor: torch.Tensor) -> Handle[torch.Tensor]:
 
 
 def _numbers_of_all(call: Call, mine: list[int]) -> list[list[int]]:
-    """As many numbers of each rank, in rank order."""
+    """Gather the numbers of all ranks, equally many per rank, in rank order."""
     gathered = start_gather(call, torch.tensor(mine, device=call.device)).wait()
     call.group.wait_device(call.device)
     rows: list[list[int]] = gathered.tolist()
@@ -167,11 +171,13 @@ def all_gather(
 ) -> Handle[torch.Tensor]:
     """Return the tensors of all ranks, stacked: shape (size, *tensor.shape), in rank order.
 
+    Collective: all ranks must call it.
+
     Args:
         tensor: the same shape and dtype on all ranks; see `all_gather_uneven`.
-        sync_grads: whether gradients flow back to the rank that contributed (its backward communicates);
+        sync_grads: True to let gradients flow back to the contributing rank (the backward communicates);
             then `start` waits as well.
-        timeout: deadline of this call, and of its backward; None for the group's own limit.
+        timeout: deadline of this call, and of its backward; None for the group's timeout.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     if sync_grads and torch.is_grad_enabled() and tensor.requires_grad:
@@ -190,16 +196,18 @@ def all_gather_uneven(
 ) -> Handle[list[torch.Tensor]]:
     """Return the tensors of all ranks in rank order; they may differ in shape and number of dimensions.
 
-    Two collectives: the shapes first, for which it waits in `start` as well, then the tensors, padded to
-    the longest.
+    Two collectives: the shapes first, for which `start` waits as well, then the tensors, padded to the
+    longest.
+
+    Collective: all ranks must call it.
 
     Args:
-        tensor: of one dtype on all ranks; up to 16 dimensions.
-        timeout: deadline of both together; None for the group's own limit.
+        tensor: the same dtype on all ranks; up to 16 dimensions.
+        timeout: deadline of both collectives together; None for the group's timeout.
 
     Raises:
         ConfigurationError: more than 16 dimensions.
-        RankMismatchError: the ranks have different dtypes; on all of them.
+        RankMismatchError: the ranks have different dtypes; raised on all ranks.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     shapes = _all_shapes(call, tensor)
@@ -244,9 +252,11 @@ def gather(
 
     On a backend without a gather it is an all-gather.
 
+    Collective: all ranks must call it.
+
     Args:
         tensor: the same shape and dtype on all ranks.
-        dst: the rank that gets them, of shape (size, *tensor.shape).
+        dst: the rank that gets the result, of shape (size, *tensor.shape).
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     check_rank(group, dst, "gather to")
@@ -280,9 +290,11 @@ def scatter(
 
     On a backend without a scatter it is a broadcast of all parts.
 
+    Collective: all ranks must call it.
+
     Args:
         tensor: any shape and strides; the same shape and dtype on all ranks.
-        parts: on `src` one tensor a rank, of the shape and dtype of `tensor`; ignored on the others.
+        parts: on `src` one tensor per rank, of the shape and dtype of `tensor`; ignored on the others.
 
     Raises:
         ConfigurationError: `src` is no rank of the group, or its parts do not fit.
@@ -342,12 +354,14 @@ def all_to_all(
 ) -> Handle[torch.Tensor]:
     """Send each rank its rows of `tensor`; return the rows received from all ranks, in rank order.
 
-    Uneven splits cost an all-gather of the splits first, for which it waits in `start` as well, unless
-    `output_splits` are given too. On a backend without an all-to-all it is an all-gather of everything,
-    padded to the longest, of which each rank keeps its rows.
+    Uneven splits cost an all-gather of the splits first, for which `start` waits as well, unless
+    `output_splits` are given too. On a backend without an all-to-all it is an all-gather of all rows,
+    padded to the longest, from which each rank keeps its rows.
+
+    Collective: all ranks must call it.
 
     Args:
-        tensor: of shape (rows, ...); dtype and the other dimensions are the same on all ranks.
+        tensor: shape (rows, ...); dtype and the other dimensions are the same on all ranks.
         input_splits: rows for rank 0, 1 ... Given on all ranks or on none; None for the same number for all.
         output_splits: rows that come from rank 0, 1 ..., if they are known. Given on all ranks or on none.
 
@@ -383,7 +397,7 @@ def all_to_all(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """As many rows, of a type that every backend sends."""
+    """Return a 2-D view with the same rows, of a dtype that every backend sends."""
     if tensor.numel():
         return numbers(tensor).view(tensor.shape[0], -1)
     return numbers(tensor.new_empty((1, *tensor.shape[1:]))).view(1, -1)[:0]
@@ -419,7 +433,7 @@ def _check_splits(
 
 
 def _from_everything(call: Call, sent: torch.Tensor, table: list[list[int]]) -> Handle[torch.Tensor]:
-    """What row r of the table says that rank r sends to rank 0, 1 ..., out of all that all ranks have."""
+    """Do an all-to-all by an all-gather; row r of `table` has the rows that rank r sends to each rank."""
     padded = sent.new_empty((max(map(sum, table)), *sent.shape[1:]))
     padded[: sent.shape[0]] = sent
     rank = call.group.rank

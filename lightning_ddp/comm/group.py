@@ -1,8 +1,8 @@
-"""Process group wrapper: starts collectives that return works, and waits for them with deadlines.
+"""Process group wrapper that starts collectives and waits for their works with deadlines.
 
-Blocking in C++ until a peer answers hides signals and the failure of other ranks. Everything in this
-package therefore waits in slices: between two slices Python runs signal handlers, and the group's
-`Interrupt` is looked at. What cannot be cut into slices blocks a thread of its own, and that is waited for.
+A wait that blocks in C++ until a peer replies hides signals and the failure of other ranks. So all waits in
+this package are in slices: between two slices Python runs signal handlers and checks the group's `Interrupt`.
+A call that cannot be sliced blocks a separate thread, for which the caller waits in slices.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ OnSlice = Callable[[float], None] | None
 """Function called after each expired slice of a wait with the seconds waited so far; may raise."""
 
 SLICE_S = 0.05
-"""Longest time in seconds between two looks at signals and at the interrupt."""
+"""Longest time in seconds between two checks of signals and of the interrupt."""
 JOB_MARK = "is_lightning_ddp_job"
-"""Attribute of the futures that a thread of this package makes."""
+"""Attribute that marks futures made by threads of this package."""
 
 _SLICE = timedelta(seconds=SLICE_S)
 _POLL_S = 0.0005
 _NO_TIMEOUT = timedelta(0)
 _ANSWER_WAIT_S = 1.0
-"""How long after its time limit the thread of a call may take to say so."""
+"""Seconds that the thread of a call has, after its time limit, to report its timeout."""
 
 
 def span(label: str) -> AbstractContextManager[Any]:
-    """A span of torch.profiler, while it records this thread."""
+    """Return a span of torch.profiler if this thread is profiled, else a null context."""
     return torch.profiler.record_function(f"lightning_ddp::{label}") if is_profiling() else nullcontext()
 
 
 def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on `device`, at its turn in the current stream; the host does not wait.
+    """Copy a CPU tensor to `device` in the order of the current stream, without a wait of the host.
 
-    From pageable memory CUDA copies only when the stream has run so far, and the host waits for it. Pinned
-    memory it reads later; torch keeps that until then.
+    A copy from pageable memory makes the host wait until the stream has reached it. A copy from pinned
+    memory is asynchronous; torch keeps the memory until then.
     """
     if device.type != "cuda":
         return tensor.to(device)
@@ -64,20 +64,20 @@ def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class InThread(Generic[T]):
-    """A call that may block in C++ until another process answers, made in a thread of its own.
+    """A call in a separate thread, as it may block in C++ until another process replies.
 
-    A store answers nobody while its process is stopped (SIGSTOP), and no time limit of torch ends that.
+    A store does not reply while its process is stopped (SIGSTOP), and no timeout of torch applies then.
 
     Args:
-        call: what to call; gets this object, for `until`.
-        limit_s: how many seconds there are for it.
+        call: function to call; gets this object, for `until`.
+        limit_s: time limit in seconds.
     """
 
     def __init__(self, call: Callable[[InThread[T]], T], limit_s: float = float("inf")) -> None:
         self.is_over = threading.Event()
-        """Set once it has returned or raised."""
+        """Set once the call has returned or raised."""
         self.error: Exception | None = None
-        """What it raised, or a TimeoutError where there was no answer in time."""
+        """Error that the call raised, or a TimeoutError after the time limit; None otherwise."""
         self._call = call
         self._limit_s = limit_s
         self._ends_at = time.monotonic() + limit_s
@@ -88,23 +88,23 @@ class InThread(Generic[T]):
     def _run(self) -> None:
         try:
             self._result = self._call(self)
-        except Exception as error:  # noqa: BLE001 (whatever it is, who waits gets it)
+        except Exception as error:  # noqa: BLE001 (any error is passed to the waiting thread)
             self.error = self.error or error
         finally:
             self.is_over.set()
 
     @property
     def result(self) -> T:
-        """What it returned; raises the error where there is one. To be asked for after a wait."""
+        """Value that the call returned, to be read after a wait; raises `error`, if any."""
         if self.error is not None:
             raise self.error
         return self._result
 
     def until(self, done: Callable[[], bool], every_s: float, otherwise: str) -> None:
-        """For the call: polls, often at first and then every `every_s` seconds, until `done` says so.
+        """Poll until `done` is true, often at first, then every `every_s` seconds; for use in the call.
 
         Raises:
-            TimeoutError: the time is over, or nobody waits any more. Its text ends with `otherwise`.
+            TimeoutError: the time is over, or no thread waits any more. Its text ends with `otherwise`.
         """
         pause_s = _POLL_S
         while not done():
@@ -117,11 +117,11 @@ class InThread(Generic[T]):
         return TimeoutError(f"Timed out after {self._limit_s:g} s: {why}")
 
     def wait(self, on_slice: Callable[[float], None]) -> None:
-        """Returns once it is over, or its time is.
+        """Wait until the call has ended, or its time limit has passed.
 
         Args:
-            on_slice: called after each slice with the seconds waited so far; may raise. Unless that is a
-                `CollectiveTimeoutError`, after which a handle may be waited for again, it ends `until`.
+            on_slice: called after each slice with the seconds waited so far; may raise. Any error except a
+                `CollectiveTimeoutError`, after which a handle may be waited for again, stops `until`.
         """
         start = time.monotonic()
         try:
@@ -141,12 +141,12 @@ class InThread(Generic[T]):
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """A view without complex numbers, which most backends do not know."""
+    """Return a view without complex numbers, which most backends do not support."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def options_of(kind: Any, timeout: timedelta | None, **fields: Any) -> Any:
-    """Options of a collective that the backend gives up after `timeout`, such as `dist.ReduceOptions`."""
+    """Make options of a collective, such as `dist.ReduceOptions`; None for the backend's timeout."""
     options = kind()
     if timeout is not None:
         fields["timeout"] = timeout
@@ -159,19 +159,19 @@ class Group:
     """A process group with the operations that the engine needs: collectives, waits, ranks and a store.
 
     Never uses the default group by itself, so ranks may be threads of one process. Methods that start a
-    collective must be called by all ranks of the group in one order. Each wait raises what the interrupt
-    holds, what a signal handler raises, and CollectiveTimeoutError once the deadline of the interrupt has
-    passed.
+    collective must be called by all ranks of the group in the same order. Each wait raises the failure of the
+    interrupt, an error of a signal handler, and CollectiveTimeoutError once the deadline of the interrupt
+    has passed.
 
     Args:
         process_group: a `torch.distributed.ProcessGroup`, or a single backend such as `ProcessGroupGloo`.
-        interrupt: looked at in every slice of a wait; None for none.
-        store: a key-value store that these ranks alone use; None for the one that torch knows of.
+        interrupt: checked in every slice of a wait; None for none.
+        store: a key-value store that only these ranks use; None for the group's store in torch.
         transport: how CPU ranks of one host send gradients and parameters; see `shm.hosts`.
     """
 
     _counts: ClassVar[weakref.WeakKeyDictionary[Any, Counter[Hashable]]] = weakref.WeakKeyDictionary()
-    """Of each process group, which several objects of this class may be of."""
+    """Counters of `next_number`, shared by all `Group` objects of a process group."""
 
     def __init__(
         self,
@@ -184,13 +184,13 @@ class Group:
         self.process_group: Any = process_group
         self.interrupt = interrupt
         self.lane: Lane | None = interrupt.activity.lane(process_group) if interrupt is not None else None
-        """What is noted of this group's collectives; None without an interrupt."""
+        """Record of this group's collectives; None without an interrupt."""
         self.transport = transport
         self._store = store
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.lacking: set[tuple[str, str]] = set()
-        """Methods of the process group, with the type of device, that it turned out not to have."""
+        """Methods, with the type of device, that the process group has turned out not to have."""
         self._names: dict[str, str] = {}
 
     @property
@@ -205,7 +205,10 @@ class Group:
         return known[1] if known else None
 
     def next_number(self, of: Hashable) -> int:
-        """Return a running number of this process group, from 0; the same on ranks that call it alike."""
+        """Return the next number of the counter `of` of this process group, from 0.
+
+        Ranks that make the same calls get the same numbers.
+        """
         counts = self._counts.setdefault(self.process_group, Counter())
         counts[of] += 1
         return counts[of] - 1
@@ -223,7 +226,7 @@ class Group:
         return name
 
     def timeout_s(self, device: torch.device) -> float:
-        """Return the seconds after which the backend that serves `device` gives up a collective."""
+        """Return the timeout in seconds of the backend that serves `device`; infinity if unknown."""
         backend = self.process_group
         if type(backend) is dist.ProcessGroup:
             backend = backend_of(backend, device)
@@ -235,15 +238,15 @@ class Group:
     def announce(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None = None) -> None:
         """Record a collective that is about to start; every method that starts one calls it first.
 
-        With debug="detail" it returns once all ranks are about to start the same one.
+        With debug="detail" it waits until all ranks are about to start the same collective.
 
         Args:
-            kind: its name and what else has to be the same on all ranks, such as the source.
-            tensors: what this rank sends; of the same shapes and dtypes on all ranks.
-            label: what it is for; the same on all ranks.
+            kind: operation with all that must be the same on all ranks, such as the source.
+            tensors: tensors that this rank sends; the same shapes and dtypes on all ranks.
+            label: purpose of the collective; the same on all ranks.
 
         Raises:
-            CollectiveMismatchError: the ranks are about to start different ones.
+            CollectiveMismatchError: the ranks are about to start different collectives.
         """
         lane, interrupt = self.lane, self.interrupt
         if lane is None or interrupt is None:
@@ -262,8 +265,8 @@ class Group:
     ) -> Any:
         """Start an in-place all-reduce; `op` defaults to the sum, `label` names its purpose.
 
-        The tensor is contiguous, or sparse where the backend knows that. Complex numbers travel as pairs.
-        The backend gives it up after `timeout`; None for the group's own.
+        The tensor is contiguous, or sparse where the backend supports that. Complex numbers are sent as
+        pairs. `timeout` is that of the backend; None for the group's.
         """
         kind = "all_reduce" if op is None else f"all_reduce {getattr(getattr(op, 'op', op), 'name', op)}"
         options = options_of(dist.AllreduceOptions, timeout, reduceOp=dist.ReduceOp.SUM if op is None else op)
@@ -330,11 +333,12 @@ class Group:
         """Wait for a work: on the CPU until done, with NCCL until it is queued on the current stream.
 
         Args:
-            work: what a collective of this group returned.
+            work: work that a collective of this group returned.
             device: device of its tensors.
             on_slice: called after each expired slice with the seconds waited so far; may raise.
-            label: what is waited for; None for what it was called when it was started.
-            on_host: with NCCL too, wait here until it has run; else `on_slice` is not called.
+            label: name of the wait; None for the name of the collective.
+            on_host: True to make the host wait until the work has run with NCCL, too; otherwise `on_slice`
+                is not called with NCCL.
 
         Raises:
             RuntimeError: the collective failed, for example as a peer closed its connection.
@@ -346,27 +350,27 @@ class Group:
                 self._in_slices(lambda: self._ends_in_slice(work), on_slice)
             elif backend == "python":
                 self._wait_done(work.get_future(), on_slice)
-                work.wait(_NO_TIMEOUT)  # as torch's C++ code calls it; some works take it without a default
+                work.wait(_NO_TIMEOUT)  # as torch's C++ code calls it; some works have no default
             elif device.type == "cpu" or on_host:
                 self._poll(work.is_completed, on_slice)
                 work.wait()
             else:
                 self.check()
-                work.wait()  # queues a stream wait; passing NCCL a time limit would block and then abort it
+                work.wait()  # queues a stream wait; with a timeout NCCL would block, and then abort
 
     def _ends_in_slice(self, work: Any) -> bool:
         self.check()
         try:
             work.wait(_SLICE)
         except RuntimeError:
-            # gloo raises both for the end of the slice and for a failure; only a failure completes it
+            # gloo raises at the end of the slice and for a failure; only a failure completes the work.
             if not work.is_completed():
                 return False
             try:
                 work.wait()
             except RuntimeError as error:
                 if "timed out" in str(error).lower() and self.interrupt is not None:
-                    self.interrupt.check_deadline(is_over=True)  # the backend's own was sooner
+                    self.interrupt.check_deadline(is_over=True)  # the backend's timeout came first
                 raise
         return True
 
@@ -397,7 +401,7 @@ class Group:
         """Wait until all work queued on the current stream has run; returns at once on the CPU.
 
         Raises:
-            CollectiveError: NCCL has found an error, so that it may have ended half-way.
+            CollectiveError: NCCL has found an error, so results may be incomplete.
         """
         if device.type != "cuda":
             return
@@ -419,14 +423,14 @@ class Group:
                 )
 
     def watch_device(self, device: torch.device, label: str, since: float, on_slice: OnSlice = None) -> None:
-        """Register work queued on the current stream for supervision. Returns at once.
+        """Register the work queued on the current stream with the device watch; do not wait.
 
-        Where waits of this group wait here, or nobody would hear of what is found, it does nothing.
+        Without effect if waits of this group block the host, or if there is no watch.
 
         Args:
-            device: of the stream.
-            label: what is queued there.
-            since: before the first of its collectives was started, of `time.monotonic`.
+            device: device of the stream.
+            label: description of the queued work.
+            since: time before its first collective started, in seconds of `time.monotonic`.
             on_slice: as for `wait`, but called in another thread.
         """
         interrupt = self.interrupt

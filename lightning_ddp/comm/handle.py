@@ -1,9 +1,9 @@
-"""Handle of a collective under way: its label, its deadline, its result.
+"""Handle of a collective in progress: its label, deadline and result.
 
-A deadline is looked at by the rank that waits, so that it raises an error which names the collective. The
-backend gets the same time and a margin, as what it still does for a call that was given up would keep the
-process from ending. After a missed deadline the group is of no more use, as the ranks do not agree on what
-comes next: gloo breaks its connections, and the communicator of NCCL is aborted.
+The waiting rank checks the deadline, so that its error names the collective. The backend gets the same
+timeout plus a margin, because an abandoned collective that still runs would keep the process from exiting.
+After a missed deadline the group cannot be used any more, as the ranks disagree on the next collective: gloo
+breaks its connections, and the communicator of NCCL is aborted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 Wait = Callable[[OnSlice], None]
-"""Waits until something has ended; calls its argument, which may raise, now and then."""
+"""Function that waits for an end; calls its argument, which may raise, after each slice."""
 
 _MARGIN = timedelta(seconds=2)
 _LACKING = ("not support", "not implemented", "unsupported")
@@ -43,7 +43,7 @@ _WORDS_OF_A_TIMEOUT = ("timed out", "timeout")
 
 
 def no_wait(on_slice: OnSlice) -> None:
-    """The wait for what has ended, or never began."""
+    """Return at once: the wait for a collective that has ended, or needs no communication."""
 
 
 def check_rank(group: Group, rank: int, what: str) -> None:
@@ -68,19 +68,19 @@ class Call:
     """A collective that this rank has called.
 
     Raises:
-        ConfigurationError: this rank is not in the group, or the deadline is none.
+        ConfigurationError: this rank is not in the group, or the timeout is invalid.
     """
 
     group: Group
-    """Whose ranks all call it."""
+    """Group whose ranks all call the collective."""
     device: torch.device
-    """Where its tensors are."""
+    """Device of the tensors."""
     label: str
-    """Seen where somebody asks what a rank waits for, in errors and in the profiler."""
+    """Name in errors, in the profiler and in reports of what a rank waits for."""
     timeout: timedelta | float | None = None
-    """How long it may take from now on; None for as long as the backend's own limit is."""
+    """Time limit from the call on; None for the backend's timeout."""
     started_at: float = field(default_factory=time.monotonic)
-    """Of `time.monotonic`."""
+    """Time of the call, in seconds of `time.monotonic`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, Group):
@@ -97,7 +97,7 @@ class Call:
 
     @property
     def backend_timeout(self) -> timedelta | None:
-        """After this the backend gives up what is still under way."""
+        """Timeout passed to the backend: `timeout` and a margin; None for the backend's own."""
         return None if self._limit_s is None else timedelta(seconds=self._limit_s) + _MARGIN
 
     @property
@@ -106,13 +106,13 @@ class Call:
         return {"label": self.label, "timeout": self.backend_timeout}
 
     def options(self, kind: Any, **fields: Any) -> Any:
-        """Options of the backend's collective, such as `dist.ReduceOptions`."""
+        """Make options of the backend's collective, such as `dist.ReduceOptions`."""
         return options_of(kind, self.backend_timeout, **fields)
 
     # ------------------------------------------------------------------ start
 
     def start(self, begin: Callable[[], Any]) -> Any:
-        """Starts what `begin` starts, in a span; returns what it returns."""
+        """Call `begin` in a profiler span; return its result, with errors explained."""
         try:
             with span(self.label), without_engine_context():
                 return begin()
@@ -129,15 +129,16 @@ class Call:
         kind: str | None = None,
         sent: Sequence[torch.Tensor] = (),
     ) -> Any | None:
-        """As `start`, for a method that a process group may lack: then None, on all ranks alike.
+        """Call `begin`, or return None, on all ranks alike, if the process group lacks the method.
 
-        Backends refuse what they do not have before they communicate.
+        Backends refuse unsupported methods before they communicate.
 
         Args:
-            method: name of the method of the process group, which `begin` calls.
-            begin: starts it.
-            kind: what all ranks of the group have to call alike, source included; None for a message.
-            sent: tensors whose shapes and dtypes have to be the same on all ranks.
+            method: name of the method of the process group that `begin` calls.
+            begin: starts the collective.
+            kind: operation with all that must be the same on all ranks, such as the source; None for a
+                point-to-point message.
+            sent: tensors whose shapes and dtypes must be the same on all ranks.
         """
         group = self.group
         key = (method, self.device.type)
@@ -145,7 +146,7 @@ class Call:
             return None
         own = type(group.process_group)
         inherited = getattr(torch.distributed.ProcessGroup, method, None)
-        # a process group in Python has no backend to which the inherited method could turn
+        # A process group in Python has no backend that the inherited method could call.
         if group.backend(self.device) == "python" and getattr(own, method, None) is inherited:
             group.lacking.add(key)
             return None
@@ -162,7 +163,7 @@ class Call:
     # ------------------------------------------------------------------ wait
 
     def wait_for(self, work: Any) -> Wait:
-        """The wait for a work of the group's backend."""
+        """Return the wait for a work of the group's backend."""
 
         def wait(on_slice: OnSlice) -> None:
             try:
@@ -170,14 +171,14 @@ class Call:
             except LightningDDPError:
                 raise
             except RuntimeError as error:
-                if not work.is_completed():  # a signal handler raised it, such as a data loader's
+                if not work.is_completed():  # raised by a signal handler, such as a data loader's
                     raise
                 raise self.explain(error) from error
 
         return wait
 
     def wait_for_thread(self, start: Callable[[], InThread[T]]) -> Callable[[OnSlice], T]:
-        """The wait for what a thread does; `start` is called by who waits, and returns it."""
+        """Return the wait for a call in a thread, which the wait obtains from `start`."""
 
         def wait(on_slice: OnSlice) -> T:
             thread = start()
@@ -194,7 +195,7 @@ class Call:
 
         def look_at_deadlines(_: float) -> None:
             if self._limit_s is not None and self.waited_s >= self._limit_s:
-                if self.device.type != "cpu":  # what the device still does would never end by itself
+                if self.device.type != "cpu":  # the device's kernel would never end by itself
                     threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
                 raise self._timeout_error(
                     f"its deadline of {self._limit_s:g} s",
@@ -222,7 +223,7 @@ class Call:
         )
 
     def explain(self, error: Exception) -> CollectiveError:
-        """The same error of the backend with the name of the collective."""
+        """Convert an error of the backend to one that names the collective."""
         waited_s = self.waited_s
         is_timeout = any(words in str(error).lower() for words in _WORDS_OF_A_TIMEOUT)
         kind = CollectiveTimeoutError if is_timeout else CollectiveError
@@ -237,15 +238,15 @@ class Call:
         )
 
     def handle(self, work: Any, finish: Callable[[], T]) -> Handle[T]:
-        """The handle of a work of the backend; `finish` makes the result once it has ended."""
+        """Return the handle of a work of the backend; `finish` makes the result once it has ended."""
         return Handle(self, self.wait_for(work), finish)
 
 
 class Handle(Generic[T]):
     """A collective in progress, as returned by `start`.
 
-    Tensors that it sends or fills must stay as they are until `wait` has returned. Collectives of a group
-    may be waited for in any order, but are started in the same order on all ranks.
+    Tensors that it sends or fills must not be changed until `wait` has returned. Collectives of a group may
+    be waited for in any order, but must be started in the same order on all ranks.
     """
 
     def __init__(self, call: Call, wait: Wait, finish: Callable[[], T]) -> None:
@@ -257,19 +258,19 @@ class Handle(Generic[T]):
         return self._call.label
 
     def wait(self, timeout: timedelta | float | None = None) -> T:
-        """Wait and return the result, every time the same. Runs signal handlers while waiting.
+        """Wait for the collective and return its result; may be called again.
 
-        On CUDA it waits until the collective is queued on the current stream, as torch does; with a
-        deadline until it has run.
+        Signal handlers run during the wait. On CUDA it waits until the collective is queued on the current
+        stream, as torch does; with a deadline until it has run.
 
         Args:
-            timeout: how long to wait now; None for as long as the deadline of the call allows.
+            timeout: time limit of this wait; None for the deadline of the call.
 
         Raises:
-            CollectiveTimeoutError: the deadline of the call has passed, or `timeout`, after which the
-                collective goes on and `wait` may be called again.
-            CollectiveError: the backend failed, for example as a peer is gone.
-            BaseException: what the group's interrupt holds, such as `PeerFailure`.
+            CollectiveTimeoutError: the deadline of the call has passed; or `timeout`, after which the
+                collective continues and `wait` may be called again.
+            CollectiveError: the backend failed, for example because a peer was lost.
+            BaseException: the failure of the group's interrupt, such as `PeerFailure`.
         """
         self._call.await_(self._wait, None if timeout is None else limit_of(timeout, self.label))
         result = self._finish()
@@ -277,7 +278,7 @@ class Handle(Generic[T]):
         return result
 
     def then(self, change: Callable[[T], S]) -> Handle[S]:
-        """Return a handle of the same collective whose result is computed from this one's."""
+        """Return a handle of this collective whose result is `change` of this handle's result."""
         finish = self._finish
         return Handle(self._call, self._wait, lambda: change(finish()))
 
@@ -286,7 +287,8 @@ class Collective(Generic[P, T]):
     """A collective: a call waits for the result, `start` returns a `Handle` at once.
 
     Args:
-        start: starts it. Its documentation is that of the call: what it returns is the result of the handle.
+        start: function that starts the collective. Its docstring documents the call, which returns the
+            result of the handle.
     """
 
     def __init__(self, start: Callable[P, Handle[T]]) -> None:

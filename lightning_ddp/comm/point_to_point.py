@@ -1,9 +1,9 @@
-"""send and recv: one rank to another. Only those two call them; both communicate.
+"""Point-to-point messages, send and recv, which only the two ranks involved call.
 
-`tag` tells messages between the same ranks apart; `timeout`, of each message, `label` and errors of the
+`tag` distinguishes messages between the same ranks; `timeout`, of each message, `label` and errors of the
 backend are those of `all_reduce`, `device` is that of `objects`. Between two ranks, messages of one tag
 arrive in the order in which they were sent. With NCCL the first message between two ranks sets up a
-connection of their own, and tags are ignored.
+connection for these two, and tags are ignored.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ def send(
     timeout: timedelta | float | None = None,
     label: str = "send",
 ) -> Handle[None]:
-    """Send `tensor` to group rank `dst`, which calls `recv`. Do not change it before the wait returns.
+    """Send `tensor` to group rank `dst`, which must call `recv`.
 
-    On a backend without messages they go through the group's key-value store.
+    Uses the group's key-value store if the backend has no point-to-point messages.
 
     Args:
-        tensor: any shape, strides and dtype.
+        tensor: any shape, strides and dtype; must not be changed before the wait returns.
 
     Raises:
-        ConfigurationError: `dst` is this rank or no rank of the group, or there is neither way to send.
+        ConfigurationError: `dst` is this rank or no rank of the group, or the group has neither messages
+            nor a store.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     _check_peer(call, dst, "send to")
@@ -69,10 +70,11 @@ def recv(
     """Overwrite `tensor` with the tensor that group rank `src` sends, and return it.
 
     Args:
-        tensor: of the shape and dtype that are sent; any strides.
+        tensor: the shape and dtype of the sent tensor; any strides.
 
     Raises:
-        ConfigurationError: `src` is this rank or no rank of the group, or there is no way to receive.
+        ConfigurationError: `src` is this rank or no rank of the group, or the group has neither messages
+            nor a store.
         CollectiveTimeoutError: the deadline has passed.
         CollectiveError: the backend failed, or the message has another size.
     """
@@ -104,7 +106,7 @@ def send_object(
     timeout: timedelta | float | None = None,
     label: str = "send_object",
 ) -> None:
-    """Send an object, pickled, to group rank `dst`, which calls `recv_object`. Two messages."""
+    """Send a pickled object, in two messages, to group rank `dst`, which must call `recv_object`."""
     payload = to_tensor(pickle.dumps(obj), device)
     size = torch.tensor([payload.numel()], device=device)
     send(group, size, dst, tag, timeout=timeout, label=label)
@@ -133,7 +135,10 @@ def recv_object(
 
 
 def _wait_for(call: Call, work: Any) -> Wait:
-    """gloo cannot be asked whether a message is there, and a wait of its that ends breaks the connection."""
+    """Return the wait for a message; with gloo in a thread, as its waits cannot be sliced.
+
+    gloo cannot be polled for a message, and an expired wait breaks its connection.
+    """
     if call.group.backend(call.device) != "gloo":
         return call.wait_for(work)
     limit = call.backend_timeout

@@ -36,7 +36,8 @@ _CHECKED = {
 def check_composed(config: Any) -> None:
     """Check every node with a schema of this package, and hooks and averagers wherever specified.
 
-    Raises ConfigCompositionException, which says where something is wrong and what was probably meant.
+    Raises:
+        ConfigCompositionException: something is wrong; the message has its path and the closest valid name.
     """
     problems = [
         problem for path, node, schema in _our_nodes(config) for problem in _problems(path, node, schema)
@@ -52,7 +53,7 @@ def explain(error: HydraException, groups: Set[str]) -> str | None:
     group = re.match(r"Could not override '((\w+)/[\w/]+)'", str(error))
     if group and group[2] in groups and group[1] not in _SUBGROUPS:
         return f"{group[1]}: there is no such group{closest(group[1], _SUBGROUPS, lists_all=True)}"
-    cause = error.__cause__ or error.__context__  # the second for what a file holds
+    cause = error.__cause__ or error.__context__  # the latter for values in a file
     if not isinstance(cause, OmegaConfBaseException):
         return None
     file = re.match(r"In '([^']+)'", str(error))
@@ -83,7 +84,7 @@ def _explain_value(cause: OmegaConfBaseException) -> str | None:
 
 
 def _our_nodes(config: Any) -> Iterator[tuple[str, DictConfig, Schema]]:
-    """Every node with one of our schemas, and its path, without resolving anything."""
+    """Iterate over nodes with a schema of this package, with their paths; do not resolve anything."""
     for path, node in nodes_of(config):
         schema = None if OmegaConf.is_interpolation(node) else _schema_of(node)
         if schema is not None:
@@ -128,20 +129,20 @@ def _unknown_keys(node: DictConfig, schema: Schema) -> list[str]:
 
 
 def _parse_problem(node: DictConfig, name: str, parse: Any) -> str | None:
-    """What the owner of a specification says about it; None also where it depends on later values."""
+    """Return the error of parsing a specification; None if valid, or dependent on later values."""
     if name not in {*node} or OmegaConf.is_interpolation(node, name):
         return None
     child = None if OmegaConf.is_missing(node, name) else node[name]
     if child is None:
         return None
     if any(_unknown_keys(inner, schema) for _, inner, schema in _our_nodes(node)):
-        return None  # which is reported there
+        return None  # reported for the inner node
     try:
         spec = OmegaConf.to_container(node, resolve=True, throw_on_missing=False)[name]  # type: ignore[index, call-overload]
     except OmegaConfBaseException:
-        return None  # an interpolation that can only be resolved in the job, such as of ${hydra:...}
+        return None  # an interpolation that can be resolved in the job only, such as ${hydra:...}
     if isinstance(spec, dict) and ("_target_" in spec or "???" in spec.values()):
-        return None  # a function of the user's, or a value that is still to be given
+        return None  # a user's function, or a value that is not set yet
     try:
         parse(spec)
     except ConfigurationError as error:

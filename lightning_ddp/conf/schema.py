@@ -1,7 +1,7 @@
 """Typed classes for OmegaConf: for the strategy, the Trainer, each hook and averager.
 
-They are made of options: names, types, defaults and descriptions, read from the code that owns them. They are
-attributes of this module, so that a composed configuration pickles.
+They are made from options: names, types, defaults and descriptions, read from the code that defines them.
+They are attributes of this module, so that a composed configuration pickles.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Option:
 
 
 def _type_of(annotation: Any) -> tuple[Any, tuple[Any, ...], tuple[type, ...]]:
-    """The type for OmegaConf, the choices among its values, and the types to which the choices apply.
+    """Return the type for OmegaConf, the valid values, and the types to which these apply.
 
     >>> _type_of(Literal["a", "b"] | None)
     (str | None, ('a', 'b'), (<class 'str'>,))
@@ -70,7 +70,7 @@ def _type_of(annotation: Any) -> tuple[Any, tuple[Any, ...], tuple[type, ...]]:
     if kind is None:
         if not kinds or not all(kind in _PRIMITIVES for kind in kinds):
             return Any, (), ()
-        if float in kinds and int not in kinds:  # in a union OmegaConf takes no int for a float
+        if float in kinds and int not in kinds:  # in a union OmegaConf does not accept an int as float
             kinds.append(int)
         kind = Union[tuple(kinds)]  # noqa: UP007 (a tuple of types that is not known here)
     choice_types = tuple(t for t in choice_types if t not in plain)
@@ -84,19 +84,19 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _as_config_type(kind: Any) -> Any:
-    """What OmegaConf has for one type; None for nothing."""
+    """Return OmegaConf's type for a single type; None if it has none."""
     if kind in _PRIMITIVES or kind is timedelta:
         return kind
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(origin, type) and all(argument in _PRIMITIVES for argument in arguments):
         if issubclass(origin, Sequence):
             return list[arguments]  # type: ignore[valid-type]  # a type that is not known here
-        if issubclass(origin, Mapping):  # a key is text on the command line, and may be a number in YAML
+        if issubclass(origin, Mapping):  # a key is text on the command line, but may be a number in YAML
             return dict[Any, arguments[1]]  # type: ignore[valid-type]  # the same
     return None
 
 
-# ---------------------------------------------------------------------- where options come from
+# ---------------------------------------------------------------------- sources of options
 
 
 def options_of_signature(owner: type, *, without: Sequence[str] = ()) -> list[Option]:
@@ -141,7 +141,7 @@ def _option(name: str, annotation: Any, default: Any, description: str) -> Optio
 
 
 def _described_arguments(docstring: str) -> dict[str, str]:
-    """Argument -> description, from the `Args:` of a Google docstring.
+    """Return descriptions by argument, from the `Args:` section of a Google docstring.
 
     >>> _described_arguments('''Does.
     ...
@@ -162,7 +162,7 @@ def _described_arguments(docstring: str) -> dict[str, str]:
 
 
 def _described_fields(owner: type) -> dict[str, str]:
-    """Field -> the string that stands below it, of this class alone."""
+    """Return the strings below the fields of this class, without its bases, by field."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef)
     described = {}
@@ -173,7 +173,7 @@ def _described_fields(owner: type) -> dict[str, str]:
     return described
 
 
-# ---------------------------------------------------------------------- classes made of them
+# ---------------------------------------------------------------------- classes made from options
 
 SET_BY_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin")
 """Arguments of the strategy that the Trainer sets, not the user."""

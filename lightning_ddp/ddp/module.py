@@ -1,6 +1,6 @@
 """`BucketedDDP`: data parallelism over processes, with the reducer in Python.
 
-More than 500 lines, as it is all that users call of the engine, and a third of it is what it tells them.
+More than 500 lines, as it holds the whole public interface of the engine; a third are its docstrings.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._options = ReducerOptions(
             caps_bytes=caps_bytes,
             are_caps_default=bucket_cap_mb is None and not bucket_cap_mb_list,
-            # a parameter of low precision cannot hold the gradient in full precision meanwhile
+            # A low-precision parameter cannot hold a gradient in full precision.
             gradient_as_bucket_view=self.gradient_as_bucket_view and not low_dtype,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
@@ -252,7 +252,10 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._log_construction()
 
     def _connect(self, token: str, hosts: Hosts | None) -> None:
-        """Makes what belongs to this process and its group. Communicates where ranks share hosts."""
+        """Make the reducer and the objects tied to this process and group.
+
+        Collective: all ranks must call it, if ranks share hosts.
+        """
         ignored = frozenset(self.parameters_to_ignore)
         named = trainable_parameters(self.module, ignored, may_be_none=True)
         sparse = sparse_parameters(self.module.modules())
@@ -260,7 +263,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._places = ParameterPlaces(self.module, named)
         self._has_prepared = False
         self.authoritative_rank: int | None = None
-        """The rank whose model all took at the end of the last `join()`."""
+        """Rank whose model all ranks copied at the end of the last `join()`; None before."""
         self._forward_notice: tuple[Any, torch.Tensor] | None = None
         self._active_ranks: Any | None = None
         self._divides_by_active = False
@@ -278,14 +281,14 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self.reducer.before_finish = self._mixed.restore_parameters
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to this process: the group, the reducer and its hooks."""
+        """Return the state without what is tied to this process: the group, the reducer and its hooks."""
         return {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a pickled or copied wrapper on the default process group. Does not communicate.
+        """Restore a pickled or copied wrapper on the default process group, without communication.
 
-        All ranks are expected to restore the same. A communication hook has to be registered again, and
-        gradients travel through the process group.
+        All ranks must restore the same state. A communication hook has to be registered again, and gradients
+        are reduced through the process group.
 
         Raises:
             ConfigurationError: there is no default process group.
@@ -297,7 +300,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._log_construction()
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
-        """Refuses synchronized batch normalization on the CPU, at once; torch's name of that check."""
+        """Refuse synchronized batch normalization on the CPU; torch has a check of this name."""
         layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
         if layers and self.device.type == "cpu":
             raise ConfigurationError(
@@ -311,10 +314,12 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return self._group.process_group
 
     def update_process_group(self, process_group: Any) -> None:
-        """Continue with other ranks, for example after a loss. All ranks of the new group call it.
+        """Continue with the ranks of `process_group`, for example after the loss of a rank.
 
-        The buckets are planned again; gradients stay. The ranks must hold the same parameters. Communicates
-        only to share memory. The owner of a communication hook must update the hook.
+        The buckets are planned again; gradients are kept. The ranks must hold the same parameters. The owner
+        of a communication hook must update the hook.
+
+        Collective: all ranks must call it.
         """
         group = Group(process_group, self._group.interrupt, transport=self.transport)
         check_backend(group, self.module, list(zip(self._places.names, self._places.parameters, strict=True)))
@@ -376,12 +381,12 @@ class BucketedDDP(Joinable, torch.nn.Module):
         if replaced:
             self._places.expect_restored(output, replaced, self._group.rank)
         if replaced and len(replaced) == len(self._places.names):
-            return output  # functional_call: none of our parameters takes part
+            return output  # functional_call replaced all parameters, so no gradient reaches ours
         self.prepare_for_backward(output, absent=replaced)
         return output
 
     def _prepare(self) -> None:
-        """Before the first forward."""
+        """Replace torch's optimizers in backward, before the first forward."""
         self._has_prepared = True
         params = self._places.parameters
         if not any(hasattr(p, OPTIMIZERS_IN_BACKWARD) for p in params):
@@ -390,7 +395,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             param_to_optim_hook_handle_map,
         )
 
-        for parameter in params:  # torch would step on the local gradients
+        for parameter in params:  # torch's hooks would step on local gradients
             for handle in param_to_optim_hook_handle_map.get(parameter, []):
                 handle.remove()
         self.reducer.after_bucket = _step_optimizers
@@ -399,7 +404,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """Make the next backward pass a synchronized one, unless inside `no_sync`.
 
         `forward` calls this method. Call it yourself before a backward pass whose loss was not computed by
-        this wrapper's `forward`, as with manual optimization in Lightning. Does not communicate.
+        this wrapper's `forward`, as with manual optimization in Lightning.
 
         Args:
             outputs: Tensors, in nested containers, from which the backward pass starts.
@@ -422,9 +427,11 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self.sync_buffers(has_input=has_input)
 
     def sync_buffers(self, *, has_input: bool = True) -> None:
-        """Copy rank 0's buffers to all ranks now, or run the buffer hook. All ranks call it.
+        """Copy rank 0's buffers to all ranks now, or run the buffer hook.
 
         Inside `join()` they come from the highest rank that has input left (`has_input`).
+
+        Collective: all ranks must call it.
         """
         src = self._agree_on_source(has_input) if is_joining(self) else 0
         self.reducer.futures += self._module_buffers.sync(src)
@@ -498,7 +505,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self._delayed.remove_hooks()
 
     def record_steps(self, num_steps: int = 256) -> StepRecorder:
-        """Keep a record of the last synchronized steps on this rank. Does not communicate.
+        """Keep a record of the last synchronized steps on this rank.
 
         Args:
             num_steps: Largest number of records. A second call drops the records of the first one.
@@ -528,7 +535,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
         A rank that leaves the loop takes part in the others' communication, with zeros, until all have
         left; then all ranks copy the model of the last one. Other collectives of the model, such as those of
-        SyncBatchNorm, are not mirrored: use `throw_on_early_termination` with them. All ranks enter.
+        SyncBatchNorm, are not mirrored: use `throw_on_early_termination` with them. All ranks must enter.
 
         Args:
             divide_by_initial_world_size: If True, divide gradients by the number of ranks; if False, by the
@@ -584,7 +591,10 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._forward_notice = (self._group.all_reduce(notice), notice)
 
     def _agree_on_source(self, is_candidate: bool) -> int:
-        """Return the highest group rank among the candidates. All ranks call it."""
+        """Return the highest group rank among the candidates.
+
+        Collective: all ranks must call it.
+        """
         rank = uploaded(torch.tensor([self._group.rank if is_candidate else -1]), self.device)
         self._group.wait(self._group.all_reduce(rank, dist.ReduceOp.MAX), self.device)
         return int(rank.item())
@@ -600,7 +610,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
     # ------------------------------------------------------------------ logging data
 
     def logging_data(self) -> dict[str, Any]:
-        """Return settings, sizes and mean times of this wrapper. Does not communicate.
+        """Return settings, sizes and mean times of this wrapper on this rank.
 
         Returns:
             Settings and sizes (in bytes) from construction, figures of the last step, and means of how long
@@ -645,7 +655,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return {**data, **self._mean_times()}
 
     def _log_construction(self) -> None:
-        """Begins the logging data; tells them in the log, if `TORCH_DISTRIBUTED_DEBUG` says so."""
+        """Initialize the logging data, and log them if `TORCH_DISTRIBUTED_DEBUG` is set."""
         self._has_joined = False
         self._first_bucket_sizes = self._bucket_sizes()
         if dist.get_debug_level() != dist.DebugLevel.OFF:
@@ -659,7 +669,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
     @contextmanager
     def _errors_noted(self) -> Generator[None, None, None]:
-        """Keeps the text of what is raised in here for the logging data."""
+        """Keep the text of an error raised in this context for the logging data."""
         try:
             yield
         except Exception as error:
@@ -698,13 +708,13 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
 
 class _ShadowSteps(JoinHook):
-    """Mirrors the communication of the wrapper on a rank that has joined, in the wrapper's order."""
+    """Hook that mirrors the communication of the wrapper on a rank that has joined, in its order."""
 
     def __init__(self, wrapper: BucketedDDP) -> None:
         self._wrapper = wrapper
 
     def main_hook(self) -> None:
-        """One forward of the others: buckets planned anew, buffers, then zeros for every bucket."""
+        """Mirror one forward of the others: plan buckets, sync buffers, send zeros for every bucket."""
         wrapper, group = self._wrapper, self._wrapper._group
         notice = torch.zeros(2, device=wrapper.device)
         group.wait(group.all_reduce(notice), wrapper.device)
@@ -717,7 +727,7 @@ class _ShadowSteps(JoinHook):
             wrapper.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have joined: they take the model of the last one."""
+        """Copy the model of the last rank to all ranks, once all have joined."""
         wrapper = self._wrapper
         src = wrapper.authoritative_rank = wrapper._agree_on_source(is_last_joiner)
         broadcast_coalesced(wrapper._group, wrapper.states(), src)
@@ -725,10 +735,10 @@ class _ShadowSteps(JoinHook):
 
 
 def _step_optimizers(bucket: Bucket) -> None:
-    """Steps the optimizers of a reduced bucket's parameters, and frees the gradients that they have used.
+    """Step the optimizers of a reduced bucket's parameters, and free the used gradients.
 
     torch's `_apply_optimizer_in_backward` attaches them. torch steps as soon as the local gradient is there;
-    here that waits for the mean, while later buckets are still on their way.
+    here the step waits for the mean, while later buckets are still being reduced.
     """
     for parameter in bucket.params:
         optimizers = getattr(parameter, OPTIMIZERS_IN_BACKWARD, None)

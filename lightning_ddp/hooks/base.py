@@ -1,4 +1,4 @@
-"""Base classes of communication hooks: one job a bucket, state by parameter name, momentum."""
+"""Base classes of communication hooks: one job per bucket, state by parameter name, momentum."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Part:
     """Gradient divided by the loss scale (1-D), in float32, or in float64 for float64 gradients."""
 
     def slices(self) -> list[torch.Tensor]:
-        """Views of `flat`, one per parameter (1-D)."""
+        """Return views of `flat`, one per parameter (1-D)."""
         return list(self.flat.split(self.sizes))
 
     def present_slices(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Name and slice of each parameter that has a gradient on at least one rank."""
+        """Return name and slice of each parameter that has a gradient on at least one rank."""
         found = zip(self.names, flat.split(self.sizes), self.present, strict=True)
         return [(name, piece) for name, piece, is_present in found if is_present]
 
@@ -68,12 +68,12 @@ class Part:
 class Hook:
     """A communication hook: `hook(state, bucket)` returns a future of the bucket's mean over the ranks.
 
-    To be registered with `BucketedDDP.register_comm_hook(None, hook)` on all ranks. It is called in the
-    thread of backward; the work is done in the thread of its channel. One hook serves one wrapper.
+    Register it with `BucketedDDP.register_comm_hook(None, hook)` on all ranks. It is called in the thread of
+    backward, and reduces in the thread of its channel. One hook serves one wrapper.
 
     Args:
         channel: the ranks, on the device of the gradients.
-        wire: how tensors are sent.
+        wire: sender of tensors.
         options: an instance of the class's `Options`.
     """
 
@@ -89,7 +89,7 @@ class Hook:
         self.wire = wire
         self.options = options
         self.loss_scale: Callable[[], float | torch.Tensor] = lambda: 1.0
-        """Tells the present factor of the loss under mixed precision; read for each bucket, in its job."""
+        """Function that returns the present loss scale of mixed precision; called in each bucket's job."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options})"
@@ -100,10 +100,10 @@ class Hook:
         raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queues the reduction of a full bucket; `state` is not used.
+        """Queue the reduction of a full bucket; `state` is not used.
 
         Raises:
-            ConfigurationError: the bucket does not tell the names of its parameters.
+            ConfigurationError: the bucket has no names of its parameters.
         """
         parameters = bucket.parameters()
         part = Part(
@@ -126,22 +126,22 @@ class Hook:
         return tuple(getattr(bucket, "names", ())) or ("",) * num_parameters
 
     def run(self, part: Part) -> torch.Tensor:
-        """Reduce one bucket and return its buffer. Runs as a job of the channel; communicates."""
+        """Reduce one bucket and return its buffer, in a job of the channel."""
         result = self.wire.mean(part.buffer)
         if result.data_ptr() != part.buffer.data_ptr():
             part.buffer.copy_(result)
         return part.buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `load_state_dict` of this hook on this rank restores. Between steps only."""
+        """Return the state for `load_state_dict` of this hook on this rank; call it between steps only."""
         return {"format": STATE_FORMAT, "name": self.name, "options": asdict(self.options), "step": 0}
 
     def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
         """Restore a state; return one sentence for each item that could not be restored.
 
         Args:
-            state: from `state_dict`, of this rank.
-            names: the names of the parameters; state of others is dropped. Empty: all is kept.
+            state: from `state_dict` of this rank.
+            names: names of the parameters; state of other parameters is dropped. If empty, all is kept.
 
         Raises:
             ConfigurationError: the format is not known.
@@ -160,17 +160,17 @@ class Hook:
 class StatefulHook(Hook):
     """A hook that keeps state from step to step, by parameter name.
 
-    Names survive what bucket numbers do not: the rebuild after the first step, another bucket size, a new
-    process. A step is a transaction. What it would change takes effect once all its buckets were finite on
-    all ranks; otherwise nothing of that bucket is sent, its gradient becomes NaN on every rank, so that all
-    of them skip the step, and the state is what it was. Residuals are kept divided by the loss scale, in
-    float32.
+    Unlike bucket numbers, names are stable: through the rebuild after the first step, another bucket size, a
+    new process. A step is a transaction: its changes take effect if all its buckets are finite on all ranks.
+    Otherwise a bucket that is not finite is not sent, its gradient becomes NaN on every rank, so that all
+    ranks skip the step, and the state does not change. Residuals are kept in float32, divided by the loss
+    scale.
 
-    On the CPU it is known at once what is finite. On a device that stays there: a bucket that is not goes
-    through the same arithmetic as zeros, and the host learns of it in a job after the step, for which no
-    training waits.
+    On the CPU the check for finite values has a result at once. On a device the result stays there: a bucket
+    that is not finite goes through the same arithmetic as zeros, and the host reads the result in a job after
+    the step, for which training does not wait.
 
-    Subclasses implement `reduce`, read with `recall`, write with `remember` and hand what has arrived to
+    Subclasses implement `reduce`, read with `recall`, write with `remember` and pass received values to
     `check_finite`.
     """
 
@@ -180,29 +180,31 @@ class StatefulHook(Hook):
     def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
         super().__init__(channel, wire, options)
         self.step = 0
-        """Number of the present synchronized backward, of those whose gradients were finite."""
+        """Number of synchronized backwards with finite gradients so far."""
         self._state: dict[str, dict[str, torch.Tensor]] = {}
         self._pending: dict[str, dict[str, torch.Tensor]] = {}
         self._previous_index = -1
         self.is_deferred = channel.device.type != "cpu"
-        """Whether the host learns only after a step whether all of it was finite."""
+        """True if the host knows only after a step whether all values were finite."""
         self._is_spoiled: bool | torch.Tensor = False
-        """Whether something of this step was not finite; where the host learns that later, a tensor."""
+        """True if a value of this step was not finite; a tensor if the host knows that later."""
         self._is_bucket_spoiled = torch.zeros((), dtype=torch.bool)
-        """The same of the present bucket; only used there."""
+        """Tensor that is True if a value of the present bucket was not finite; used if `is_deferred`."""
         self._settling: torch.futures.Future[torch.Tensor] | None = None
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queues the reduction of a full bucket; `state` is not used. Raises as `Hook` does."""
+        """Queue the reduction of a full bucket; `state` is not used. Raises as `Hook` does."""
         future = super().__call__(state, bucket)
         if self.is_deferred and bucket.is_last():
             self._settling = self.channel.submit(self._settle)
         return future
 
     def reduce(self, part: Part) -> torch.Tensor:
-        """Average `part.flat` over the ranks, compressed. Communicates; all values are finite.
+        """Average `part.flat`, whose values are finite, over the ranks with compression.
 
-        Positions that are not `part.present` hold zeros and must keep their state.
+        Parameters that are not `part.present` hold zeros and must keep their state.
+
+        Collective: all ranks must call it.
 
         Raises:
             NonFinitePayload: from `check_finite`.
@@ -210,10 +212,10 @@ class StatefulHook(Hook):
         raise NotImplementedError
 
     def check_finite(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return `payload`, the same on all ranks; raise `NonFinitePayload` if a value is not finite.
+        """Check that `payload`, the same on all ranks, is finite, and return it.
 
         Raises:
-            NonFinitePayload: it is not, and the host knows.
+            NonFinitePayload: a value is not finite; not raised if `is_deferred`.
         """
         if self.is_deferred:
             self._is_bucket_spoiled |= ~_is_finite(payload)
@@ -224,7 +226,7 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ memory
 
     def recall(self, name: str, key: str, numel: int | None = None) -> torch.Tensor | None:
-        """Return the value that the last finished step kept; None if there is none of this size."""
+        """Return the value that the last finished step kept; None if there is no value of this size."""
         value = self._state.get(name, {}).get(key)
         if value is None or (numel is not None and value.numel() != numel):
             return None
@@ -259,9 +261,9 @@ class StatefulHook(Hook):
         return tuple(names)
 
     def run(self, part: Part) -> torch.Tensor:
-        """Reduce one bucket, unless a rank has a non-finite gradient. A job of the channel; communicates."""
+        """Reduce one bucket, unless a rank has a non-finite gradient, in a job of the channel."""
         if part.index <= self._previous_index:
-            self._end_step()  # the last bucket of the step before was not launched
+            self._end_step()  # the last bucket of the previous step was not launched
         self._previous_index = part.index
         dtype = part.buffer.dtype
         part.flat = part.buffer.to(torch.promote_types(dtype, torch.float32), copy=True)
@@ -290,13 +292,13 @@ class StatefulHook(Hook):
         return part.buffer
 
     def _agree(self, part: Part) -> None:
-        """Learns which parameters some rank has a gradient for, and whether all gradients are finite.
+        """Exchange which parameters have a gradient on some rank, and whether all gradients are finite.
 
         Raises:
-            NonFinitePayload: they are not, and the host knows.
+            NonFinitePayload: a gradient is not finite; not raised if `is_deferred`.
         """
         has_gradient = [position not in part.absent for position in range(len(part.names))]
-        # a gradient from backwards without synchronization counts, though none came in this one
+        # A gradient accumulated without synchronization counts, though this backward gave none.
         earlier = {p: piece.any() for p, piece in enumerate(part.slices()) if p in part.absent}
         is_finite = _is_finite(part.flat)
         if self.is_deferred:
@@ -312,7 +314,7 @@ class StatefulHook(Hook):
         if self.is_deferred:
             self._is_bucket_spoiled = flags[0].bool()
             part.flat.masked_fill_(self._is_bucket_spoiled, 0)
-            # what this rank has a gradient for is present; for the rest the host has to wait for the device
+            # Without absent parameters on this rank all are present, and the host need not wait.
             present = flags[1:].tolist() if part.absent else has_gradient
         else:
             is_spoiled, *present = flags.tolist()
@@ -321,12 +323,12 @@ class StatefulHook(Hook):
         part.present = tuple(map(bool, present))
 
     def _settle(self) -> None:
-        """Ends a step that is not over yet. A job of the channel."""
+        """End a step that has not ended yet, in a job of the channel."""
         if self._previous_index >= 0:
             self._end_step()
 
     def _end_step(self) -> None:
-        """Makes what the step remembered the state, or forgets it. If that was deferred, a part of a job."""
+        """Commit the remembered values of the step, or drop them; if deferred, within a job."""
         is_spoiled = self._is_spoiled
         if isinstance(is_spoiled, torch.Tensor):
             is_spoiled = bool(self.channel.read(is_spoiled))
@@ -341,12 +343,12 @@ class StatefulHook(Hook):
         self._previous_index = -1
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Make the values of a finite step the state, in new mappings: `mark` keeps the old mappings."""
+        """Add the values of a finite step to the state, in new mappings, as `mark` keeps the old ones."""
         changed = {name: {**self._state.get(name, {}), **values} for name, values in pending.items()}
         self._state = {**self._state, **changed}
 
     def _wait_until_settled(self) -> None:
-        """Between steps: what the last one remembered is the state, or forgotten, when this returns."""
+        """Wait until the values of the last step are committed or dropped; for use between steps."""
         if not self.is_deferred:
             self._settle()
         else:
@@ -359,20 +361,20 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ undo
 
     def mark(self) -> Any:
-        """Return the state after the last step for `restore`, by reference: no step writes to its tensors."""
+        """Return the state after the last step for `restore`; not a copy, as steps do not change tensors."""
         self._wait_until_settled()
         return self.step, self._state
 
     def restore(self, mark: Any) -> None:
-        """Undo all changes since `mark`. No job may run."""
+        """Undo all changes since `mark`; no job may run."""
         self.step, self._state = mark
         self._forget_step()
 
     def finish(self, shared: Mapping[str, Any]) -> None:
-        """Finish a step that was interrupted here after another rank had finished it. No job may run.
+        """Finish a step that was interrupted here after another rank had finished it; no job may run.
 
         Args:
-            shared: from `state_dict` of that rank, with what is the same on all ranks.
+            shared: state that is the same on all ranks, from `state_dict` of that rank.
         """
         if self.step < shared["step"]:
             self.commit(self._pending)
@@ -388,7 +390,7 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step and tensors by parameter name, copied to the CPU. Between steps only."""
+        """Return step and tensors by parameter name, copied to the CPU; call it between steps only."""
         self._wait_until_settled()
         tensors = {
             name: {key: value.detach().cpu().clone() for key, value in values.items()}
@@ -450,10 +452,9 @@ class MomentumOptions(HookOptions):
 class MomentumHook(StatefulHook):
     """A hook that replaces the gradient g by a velocity u = m u + g for each parameter.
 
-    Applied before compression, so that what is sent late still has the weight it should have: Lin et al.,
-    "Deep Gradient Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok, "Communication-Efficient
-    Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019, algorithm 2. Subclasses implement
-    `compress`.
+    Applied before compression, so that delayed values have their correct weight: Lin et al., "Deep Gradient
+    Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok, "Communication-Efficient Distributed
+    Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019, algorithm 2. Subclasses implement `compress`.
     """
 
     Options = MomentumOptions
@@ -471,7 +472,7 @@ class MomentumHook(StatefulHook):
         raise NotImplementedError
 
     def _add_momentum(self, part: Part) -> torch.Tensor:
-        """Turns the flat gradient into what the velocity makes of it; remembers and returns the velocity."""
+        """Apply momentum to the flat gradient; remember and return the velocity."""
         momentum, velocity = self.options.momentum, part.flat.clone()
         for name, piece in part.present_slices(velocity):
             before = self.recall(name, "velocity", piece.numel())
@@ -486,7 +487,7 @@ class MomentumHook(StatefulHook):
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether all elements are finite, on their device. One pass without a temporary."""
+    """Return a bool tensor on the device, True if all elements are finite; one pass, no temporary."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     low, high = torch.aminmax(tensor)
@@ -494,7 +495,7 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of a dense tensor in the order in which its dimensions lie in memory, slowest first.
+    """Return the sizes of a dense tensor in the order of its dimensions in memory, slowest first.
 
     >>> _memory_shape(torch.empty(3, 5).t())
     (3, 5)

@@ -1,4 +1,4 @@
-"""`sign`: one bit an element, with error feedback.
+"""`sign`: one bit per element, with error feedback.
 
 Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
 ICML 2019, algorithm 1 (EF-signSGD), with the blocks and the momentum of Zheng, Huang and Kwok,
@@ -47,7 +47,7 @@ class Sign(MomentumHook):
 
         def decoded(scales: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
             signs = unpack_signs(bits, numel).to(part.flat.dtype)
-            # the host would wait for the device to learn the size of the result
+            # Without `output_size` the host would wait for the device.
             return signs.mul_(scales.repeat_interleave(lengths, output_size=numel))
 
         scales, bits = self._scales(part), pack_signs(part.flat)
@@ -70,7 +70,7 @@ class Sign(MomentumHook):
         ]
 
     def _scales(self, part: Part) -> torch.Tensor:
-        """The mean absolute value of each block; 0 for a parameter that no rank has a gradient for."""
+        """Return the mean absolute value of each block; 0 for parameters without a gradient anywhere."""
         scales = []
         for piece, is_present in zip(part.slices(), part.present, strict=True):
             sizes = piece.abs() if is_present else torch.zeros_like(piece)

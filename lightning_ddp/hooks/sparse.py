@@ -1,4 +1,4 @@
-"""`topk` and `randomk`: a part of the elements of each parameter; the others wait, with their momentum.
+"""`topk` and `randomk`: some elements of each parameter; the others are delayed, with their momentum.
 
 Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for
 Distributed Training", ICLR 2018, section 3 and algorithm 1. Stich, Cordonnier and Jaggi, "Sparsified SGD with
@@ -18,7 +18,7 @@ from lightning_ddp.errors import require
 from lightning_ddp.hooks.base import MomentumHook, MomentumOptions, Part
 
 _WARMUP_FACTOR = 0.25
-"""The first warm-up ratio, and the factor between two of them."""
+"""First warm-up ratio, and the factor between successive ratios."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,11 @@ class SparseHook(MomentumHook):
         return self.exchange(part, indices, sent)
 
     def choose(self, name: str, piece: torch.Tensor, count: int) -> torch.Tensor:
-        """Choose `count` different positions in one parameter's gradient (1-D), as many on all ranks."""
+        """Choose `count` different positions in one parameter's gradient (1-D)."""
         raise NotImplementedError
 
     def exchange(self, part: Part, indices: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-        """Average `part.flat`, of which each rank sends the elements at its `indices`. Communicates."""
+        """Average `part.flat`, of which each rank sends the elements at its `indices`."""
         raise NotImplementedError
 
 
@@ -121,10 +121,10 @@ class TopK(SparseHook):
     def exchange(self, part: Part, indices: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
         values = self.check_finite(self.wire.gather(sent))
         positions = self.channel.all_gather(indices.to(torch.int32))
-        # where the wire rounds, what it rounded off stays here
+        # Keep the rounding error of the wire for later steps.
         part.flat[indices] = sent - values[self.channel.rank].to(sent.dtype)
         mean = torch.zeros_like(part.flat)
-        # rank by rank: the positions of one rank differ, so the order of every sum is the same everywhere
+        # One rank at a time: positions of a rank are distinct, so all ranks add in the same order.
         for row, where in zip(values.unbind(0), positions.unbind(0), strict=True):
             mean[where.long()] += row.to(mean.dtype)
         return mean.div_(self.channel.size)
@@ -157,7 +157,7 @@ class RandomK(SparseHook):
         generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
         if 4 * count >= size:
             return torch.randperm(size, generator=generator)[:count]
-        # drawing again what was drawn twice costs far less than a permutation of a large tensor
+        # Drawing duplicates again costs far less than a permutation of a large tensor.
         found: torch.Tensor = torch.randint(size, (count,), generator=generator).unique()
         while found.numel() < count:
             more = torch.randint(size, (count - found.numel(),), generator=generator)

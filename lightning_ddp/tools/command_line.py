@@ -1,4 +1,4 @@
-"""Options that the tools share, and what they print: tables, ratios of paired rounds, the progress bar."""
+"""Shared options of the tools, and their output: tables, ratios of paired rounds, the progress bar."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def _number(kind: type, least: float, expected: str) -> Callable[[str], Any]:
 
 
 positive_int = _number(int, 1, "an integer of at least 1")
-"""Parse a number of things for argparse."""
+"""Parser for argparse of a positive integer."""
 positive_float = _number(float, 5e-324, "a number above 0")
-"""Parse a finite quantity for argparse."""
+"""Parser for argparse of a finite positive number."""
 
 
 def existing_file(text: str) -> str:
-    """Parse a file to read; refuses one that is not there."""
+    """Parse the path of a file to read; refuse a missing file."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
     return str(Path(text).resolve())
 
 
 def output_path(text: str) -> Path:
-    """Parse a file to write, and refuse one whose folder is missing before anything long has run."""
+    """Parse the path of a file to write; refuse a missing folder early."""
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {text!r}")
@@ -54,7 +54,7 @@ def output_path(text: str) -> Path:
 
 
 def picture_path(text: str) -> Path:
-    """Parse a picture to draw, and refuse one that could not be drawn before anything long has run."""
+    """Parse the path of a picture to draw; refuse an unsupported format or a missing library early."""
     path = output_path(text)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise argparse.ArgumentTypeError(f"expected {one_of(PICTURE_SUFFIXES)}, got {text!r}")
@@ -83,11 +83,11 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         {"choices": MODEL_NAMES, "metavar": "MODEL", "help": f"any of {', '.join(MODEL_NAMES)}"},
     ),
 }
-"""Option -> its names and what argparse is told."""
+"""Names and arguments for argparse, by option."""
 
 
 def add_shared(parser: Any, **defaults: Any) -> None:
-    """Declare some of the options that several tools have: name -> default; a list takes several values."""
+    """Declare shared options with the given defaults; a list as default accepts several values."""
     for name, default in defaults.items():
         names, options = _SHARED[name]
         if isinstance(default, list):
@@ -99,7 +99,7 @@ def add_shared(parser: Any, **defaults: Any) -> None:
 
 
 def add_choices(parser: Any, option: str, choices: Sequence[str], default: Sequence[str], what: str) -> None:
-    """Declare an option that takes some of several names; the help says which there are."""
+    """Declare an option that accepts some of several names, listed in its help."""
     shown = "all" if tuple(default) == tuple(choices) else " ".join(default)
     text = f"{what}, any of {', '.join(choices)} (default: {shown})"
     parser.add_argument(
@@ -108,10 +108,9 @@ def add_choices(parser: Any, option: str, choices: Sequence[str], default: Seque
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Median over rounds of `numerator / denominator`.
+    """Return the median over rounds of `numerator / denominator`.
 
-    Pairing by round cancels what changed between rounds (clock speed, other load); the ratio of two medians
-    does not.
+    Unlike the ratio of two medians, pairing by round cancels changes between rounds, such as other load.
 
     >>> paired_ratio([2.0, 20.0, 3.0], [4.0, 40.0, 4.0])
     0.5
@@ -149,7 +148,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[str | int | flo
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution; None where it is not installed, such as in a source tree."""
+    """Return the version of a distribution; None if it is not installed, such as in a source tree."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -157,5 +156,5 @@ def installed_version(name: str) -> str | None:
 
 
 def progress_bar(total: int, label: str, *, is_shown: bool = True) -> tqdm[None]:
-    """Make a progress bar on standard error; it stays silent where that is no terminal."""
+    """Make a progress bar on standard error, silent if that is no terminal."""
     return tqdm(total=total, desc=label, file=sys.stderr, disable=None if is_shown else True, leave=False)

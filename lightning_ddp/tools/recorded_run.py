@@ -1,7 +1,7 @@
 """Commands about recorded steps: `timeline` draws the last ones, `report` writes a page about the run.
 
-Both read the folder that `CommunicationMonitor(timeline=folder)` has written. Without one, `timeline` records
-a model of `bench step` in processes of its own.
+Both read the folder that `CommunicationMonitor(timeline=folder)` has written. Without a folder, `timeline`
+records a model of `bench step` in new processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_ddp.tools.models import MODEL_NAMES, OURS, TrainingRun, build_wor
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Name -> step and value."""
+"""Steps and values, by name of the series."""
 
 _NS_PER_MS, _US_PER_MS, _MB = 1e6, 1e3, 1e6
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 920, 220, 70, 10, 40
@@ -55,7 +55,7 @@ _NUM_WARMUP_STEPS = 5
 
 
 def changes_of(recordings: Sequence[Recording]) -> Sequence[Change]:
-    """When the run went on with other ranks: what the rank has that was there longest."""
+    """Return the changes of ranks in a run, from the recording with the most changes."""
     return max((recording.changes for recording in recordings), key=len)
 
 
@@ -86,7 +86,7 @@ class Timeline:
         add_shared(parser, world_size=2, device="cpu", timeout_s=300.0)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Write trace and picture, and say in a line a rank what they show; returns the exit status, 0."""
+        """Write trace and picture, and print one line per rank; return the exit status 0."""
         with tempfile.TemporaryDirectory() as scratch:
             folder = args.folder
             if folder is None:
@@ -117,21 +117,23 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings:
-    """What `record_steps` trains."""
+    """Settings of `record_steps`."""
 
     model: str
     folder: str
-    """Where each rank leaves its file."""
+    """Folder for the files of the ranks."""
     num_steps: int
-    """Steps that are kept."""
+    """Number of recorded steps."""
     communicates: bool = True
-    """Whether gradients are averaged; else the recording is of what each rank computes."""
+    """True to average gradients; False to record the computation of each rank alone."""
 
 
 def record_steps(context: RankContext, settings: RecordSettings) -> list[list[tuple[int, ...]]]:
-    """Train, and write the last steps of this rank; all ranks, communicates.
+    """Train, and write the last steps of this rank.
 
-    Returns the shapes of the parameters of each bucket, where gradients are not averaged.
+    Returns the shapes of the parameters of each bucket, if gradients are not averaged.
+
+    Collective: all ranks must call it.
     """
     training = TrainingRun(OURS, build_workload(settings.model, rank=context.rank), context.device)
     wrapped: Any = training.wrapped
@@ -171,7 +173,7 @@ class Report:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Write the page; returns the exit status, 0."""
+        """Write the page; return the exit status 0."""
         recordings = load_folder(args.folder)
         if not all(recording.steps for recording in recordings):
             raise ToolError(f"{args.folder}: a rank has recorded no step")
@@ -181,7 +183,7 @@ class Report:
 
 
 def page(recordings: Sequence[Recording], *, title: str) -> str:
-    """The page about a run, of the recordings of its ranks, with a step each."""
+    """Return the HTML page of a run from its ranks' recordings, which must each have a step."""
     ranks = recordings[:_MOST_RANKS]
     late = _late_ms(recordings)
     first, last = recordings[0].steps[0].step, recordings[0].steps[-1].step
@@ -222,7 +224,7 @@ def _times_ms(recording: Recording) -> list[tuple[int, float]]:
 
 
 def _late_ms(recordings: Sequence[Recording]) -> dict[int, list[tuple[int, float]]]:
-    """Rank -> step and how much later than the first rank it had its gradients."""
+    """Return steps and delays of each rank's gradients after the first rank's, in ms, by rank."""
     common = sorted(set.intersection(*({step.step for step in r.steps} for r in recordings)))
     slacks = {r.rank: {s.step: s.slack_ns for s in r.steps} for r in recordings}
     us = {r: [v and v // 1000 for v in (by[n] for n in common)] for r, by in slacks.items()}
@@ -255,7 +257,7 @@ def _table(recordings: Sequence[Recording], late: Mapping[int, Sequence[tuple[in
 
 
 def _history(changes: Sequence[Change]) -> str:
-    """The ranks that were lost and have joined, a row for each time that the run went on."""
+    """Return a table of lost and joined ranks, with a row per change."""
     if not changes:
         return ""
     rows = []
@@ -273,7 +275,7 @@ def _history(changes: Sequence[Change]) -> str:
 
 
 def _chart(title: str, unit: str, series: Series, changes: Sequence[int] = ()) -> str:
-    """A line for each series over the steps, and a dashed one where the ranks have changed."""
+    """Return a chart with a line per series over the steps, and a dashed line at changes of ranks."""
     points = [point for values in series.values() for point in values]
     if not points:
         return ""
@@ -309,7 +311,7 @@ def _chart(title: str, unit: str, series: Series, changes: Sequence[int] = ()) -
 
 
 def _timeline(lanes: Sequence[Lane]) -> str:
-    """The last steps: of each rank a row of what it computes, and rows of buckets."""
+    """Return a picture of the last steps, with a row of computation and rows of buckets per rank."""
     whole = max((span.end_ns for lane in lanes for span in lane.spans), default=0)
     if not whole:
         return ""

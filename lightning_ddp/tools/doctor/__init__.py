@@ -109,12 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, print on rank 0 (on every rank that could not meet the others), return 0 or 1."""
+    """Run the checks, print on rank 0 (and on ranks without a connection), and return 0 or 1."""
     examination = _Examination(args)
     with _stdout_kept_for_json() if args.json else contextlib.nullcontext():
         examination.examine()
     status = examination.report(as_json=args.json)
-    if examination.is_stuck:  # destructors would wait for what is blocked
+    if examination.is_stuck:  # destructors would wait for the blocked thread
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stdout_kept_for_json() -> Generator[None, None, None]:
-    """Sends to stderr what anything else writes meanwhile, such as gloo, which tells of connections."""
+    """Redirect other output in this context to stderr, such as gloo's lines about connections."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -136,7 +136,7 @@ def _stdout_kept_for_json() -> Generator[None, None, None]:
 
 
 class _Examination:
-    """This process, what has been found so far, and the ways to find more."""
+    """Checks of this process, with the findings so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -145,7 +145,7 @@ class _Examination:
         self._findings: list[Finding] = list(self._here.findings)
         self._answers: list[Any] = []
         self.is_stuck = False
-        """Whether a step is still blocked in a thread of this process."""
+        """True if a step is still blocked in a thread of this process."""
 
     def _add(self, level: Level, check: str, message: str) -> None:
         self._findings.append(Finding(level, check, message))
@@ -155,7 +155,7 @@ class _Examination:
         return worst(self._findings) == "FAIL"
 
     def examine(self) -> None:
-        """Look at this machine, or at all ranks, as the options and the variables say."""
+        """Check this machine or all ranks, depending on the options and environment variables."""
         plan = Plan(
             largest_bytes=int(self._args.max_mb * (1 << 20)),
             timeout_s=self._args.timeout_s,
@@ -210,7 +210,7 @@ class _Examination:
             what = "measuring with the other ranks"
             self._answers = within(4 * plan.timeout_s, what, together)
         except (RuntimeError, OSError) as error:
-            self.is_stuck = True  # a group whose peers are gone waits for them when it is freed
+            self.is_stuck = True  # the destructor of the group would wait for lost peers
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._add(
                 "FAIL",
@@ -222,7 +222,7 @@ class _Examination:
             )
 
     def _choose_interface(self) -> str | None:
-        """The user's interface, or the one that leads to the master; adds a finding about it."""
+        """Return the user's interface, or that of the route to the master; add a finding about it."""
         named = self._env.get(_INTERFACE_VARIABLE) or None
         if self._has_failed:
             return named
@@ -240,7 +240,7 @@ class _Examination:
         return chosen if chosen in found else None
 
     def _meet(self) -> Any | None:
-        """The store of the ranks; None, with a finding, if it cannot be had."""
+        """Connect to the store of the ranks; return None, and add a finding, if that fails."""
         if self._here.rank == 0 and not self._here.has_agent_store:
             return self._host_store()
         address = self._find_master()
@@ -259,7 +259,7 @@ class _Examination:
 
     def _open_store(self, address: str, *, is_host: bool) -> Any:
         port, timeout_s = self._here.master_port, self._args.timeout_s
-        assert port is not None  # the findings would say so
+        assert port is not None  # a missing port is a finding already
         limit = timedelta(seconds=timeout_s)
         step = partial(dist.TCPStore, address, port, is_master=is_host, wait_for_workers=False, timeout=limit)
         try:
@@ -289,7 +289,7 @@ class _Examination:
         return store
 
     def _find_master(self) -> str | None:
-        """The address of rank 0 once it listens; None, with a finding, if it does not within the deadline."""
+        """Wait until rank 0 listens and return its address; after the deadline add a finding, return None."""
         here, timeout_s = self._here, self._args.timeout_s
         assert here.master_addr is not None  # the findings would say so
         assert here.master_port is not None
@@ -309,7 +309,7 @@ class _Examination:
         return None
 
     def report(self, *, as_json: bool) -> int:
-        """Check what was gathered and print it, unless another rank does; returns the exit status."""
+        """Check the gathered facts and print them, unless another rank does; return the exit status."""
         is_silent = len(self._answers) > 1 and self._here.rank > 0 and self._args.processes is None
         here = self._here
         answers = self._answers or [gather_facts(self._env, rank=here.rank, local_rank=here.local_rank)]
@@ -328,7 +328,7 @@ class _Examination:
 
 
 def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -> dict[str, Any]:
-    """What a process of `--processes` runs."""
+    """Run the measurements in a process of `--processes`."""
     options: dict[str, Any] = {"world_size": context.world_size, "advance": context.advance}
     return examine(context.store, *settings, rank=context.rank, local_rank=context.rank, **options)
 
@@ -336,7 +336,7 @@ def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -
 def format_report(
     answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None, findings: Sequence[Finding]
 ) -> str:
-    """Ranks, times and the line through them, then the findings; the last line is the verdict."""
+    """Format ranks, times with the fitted line, and findings; the last line is the verdict."""
     parts = [_ranks(answers)]
     if timings:
         parts.append(_times(answers, timings, line))

@@ -1,4 +1,4 @@
-"""Checks of what was gathered: pure functions that end in findings, PASS, WARN or FAIL with what to do."""
+"""Checks of gathered facts: pure functions that return findings (PASS, WARN or FAIL) with remedies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_ddp.tools.doctor.machine import Finding, Level
 from lightning_ddp.tools.doctor.measure import Line
 
 Answer = Mapping[str, Any]
-"""What `measure.examine` returns for a rank, or `gather_facts` where it is alone."""
+"""Facts of a rank from `measure.examine`, or from `gather_facts` of a single process."""
 
 _LEAST_SHARED_MEMORY = 1 << 30
 _LEAST_OPEN_FILES = 4096
@@ -21,7 +21,7 @@ _MUST_AGREE = ("torch", "pytorch-lightning", "lightning", "lightning_ddp")
 
 
 def check_answers(answers: Sequence[Answer]) -> list[Finding]:
-    """All that is checked on every rank and between them."""
+    """Run all checks of each rank and between ranks."""
     return [
         *_check_versions(answers),
         *_check_devices(answers),
@@ -35,7 +35,7 @@ def check_answers(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words.
+    """Format ranks for a message.
 
     >>> name_ranks([0]), name_ranks([3, 0, 1, 2, 7])
     ('rank 0', 'ranks 0-3, 7')
@@ -51,7 +51,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _differing(answers: Sequence[Answer], key: Callable[[Answer], Hashable]) -> str | None:
-    """What each rank has, in words; None where all have the same."""
+    """Describe the values of all ranks for a message; return None if they are equal."""
     found: dict[Any, list[int]] = defaultdict(list)
     for answer in answers:
         found[key(answer)].append(answer["rank"])
@@ -138,7 +138,7 @@ def _check_clocks(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
-    """What the other ranks have found on their way to rank 0, whose own findings are known."""
+    """Return findings of the other ranks on their way to rank 0 that rank 0 does not have."""
     own = answers[0].get("findings", [])
     found: dict[tuple[Level, str, str], list[int]] = defaultdict(list)
     for answer in answers[1:]:
@@ -159,7 +159,7 @@ def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
 def _on_each_host(
     answers: Sequence[Answer], check: str, look: Callable[[Answer], tuple[Level, str]]
 ) -> list[Finding]:
-    """One finding for all hosts where the same was found."""
+    """Check each host; return one finding for all hosts with the same result."""
     seen: dict[tuple[Level, str], list[str]] = defaultdict(list)
     for answer in answers:
         hosts = seen[look(answer)]
@@ -174,7 +174,7 @@ def _on_each_host(
 
 
 def check_shared_memory(answer: Answer) -> tuple[Level, str]:
-    """Workers of data loaders pass batches through it."""
+    """Check the size of /dev/shm, through which workers of data loaders pass batches."""
     memory = answer["shared_memory"]
     if memory is None:
         return "PASS", "no /dev/shm on this system"
@@ -188,7 +188,7 @@ def check_shared_memory(answer: Answer) -> tuple[Level, str]:
 
 
 def check_limits(answer: Answer) -> tuple[Level, str]:
-    """Soft limits of the process."""
+    """Check the soft limits of the process."""
     limits = answer["limits"]
     found = ", ".join(f"{name} {'unlimited' if value is None else value}" for name, value in limits.items())
     files, locked = limits["open files"], limits["locked memory"]
@@ -203,7 +203,7 @@ def check_limits(answer: Answer) -> tuple[Level, str]:
 
 
 def check_variables(answer: Answer) -> tuple[Level, str]:
-    """Settings that switch off what people then miss."""
+    """Check for environment variables that disable something useful."""
     variables = answer["variables"]
     if variables.get("LIGHTNING_DDP_SUPERVISION") == "0":
         return "WARN", "LIGHTNING_DDP_SUPERVISION=0: when a rank fails, the others will wait for it. Unset it"
@@ -218,9 +218,9 @@ def check_variables(answer: Answer) -> tuple[Level, str]:
 def check_interface(
     named: str | None, route: str | None, found: Mapping[str, str], *, num_nodes: int, variable: str
 ) -> Finding:
-    """The interface by which ranks will send: `named` by the user's variable, or the route to the master.
+    """Check the interface of the ranks: `named` by the user's variable, or the route to the master.
 
-    `found` are the interfaces of this host, with their addresses.
+    `found` has the interfaces of this host with their addresses.
     """
     listed = ", ".join(f"{name} ({address})" for name, address in found.items())
     chosen = named or route
@@ -246,7 +246,7 @@ def check_interface(
 
 
 def check_line(line: Line | None, *, world_size: int, num_hosts: int) -> Finding:
-    """Whether the times of the all-reduces make sense."""
+    """Check that the times of the all-reduces are plausible."""
     if line is None:
         message = (
             "the times do not increase with the size, so no line fits. Measure again when the machine is idle"
