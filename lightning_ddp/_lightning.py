@@ -98,7 +98,7 @@ _OTHERS = {
 
 
 def process_arguments(launch: types.FrameType) -> list[Any]:
-    """Return the arguments for each process after its number, from a frame of Lightning's `launch`."""
+    """Return the arguments of each process, without its number, from a frame of `launch`."""
     if "process_args" not in launch.f_locals:
         raise UnsupportedVersionError("this Lightning starts processes with other arguments")
     return list(launch.f_locals["process_args"])
@@ -134,7 +134,7 @@ def _root_of(owner: object) -> str | None:
 
 
 def lightnings(name: str, root: str | None = None) -> Any:
-    """Return Lightning's object for one of the names above; `root` is None for the namespace in use.
+    """Return Lightning's object for a name above, from the namespace `root` or that in use.
 
     Raises:
         UnsupportedVersionError: this Lightning lacks one of the names.
@@ -498,7 +498,7 @@ def forget_loaders(trainer: Trainer) -> None:
 
 
 def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:
-    """Set `max_batches` of the present epoch after `num_used` batches, and the validation interval."""
+    """Set `max_batches` of the epoch after `num_used` batches, and the validation interval."""
     loop: Any = trainer.fit_loop
     limit = trainer.limit_train_batches
     num_batches = num_used + max(len(loader) for loader in loaders_of(loop))
@@ -531,7 +531,7 @@ def set_saved_last(callback: Any, step: int) -> None:
 
 
 def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
-    """Drop prefetched batches; continue after `num_fetched` batches with the samplers' present order."""
+    """Drop prefetched batches; continue after `num_fetched` with the samplers' present order."""
     fetcher = _get(trainer.fit_loop, "_data_fetcher")
     limit_epoch(trainer, num_fetched)
     iter(fetcher)
@@ -558,7 +558,7 @@ def callback_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore a checkpoint of `dump_checkpoint` after the strategy's `setup`: `_checkpoint_connector`."""
+    """Restore a checkpoint of `dump_checkpoint`, after `setup`: `_checkpoint_connector`."""
     connector = _get(trainer, "_checkpoint_connector")
     _set(connector, "_loaded_checkpoint", checkpoint)
     connector.restore_model()
@@ -569,7 +569,7 @@ def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_loops(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Set the counters of the training loops to a state inside an epoch, which continues from there.
+    """Set the counters of the training loops to a state inside an epoch, to continue from there.
 
     Without Lightning's handling of a resume (`_restarting` and so on of each loop).
     """
@@ -627,7 +627,7 @@ def finish_step(trainer: Trainer) -> None:
 
 
 def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -> None:
-    """Set the counters so that a run that resumes from them continues after the last optimizer step.
+    """Set the counters so that a resumed run continues after the last optimizer step.
 
     They become those that Lightning saves in `on_train_batch_end`, in an interrupted validation, which
     starts again, or at the begin or end of an epoch.
@@ -706,7 +706,7 @@ def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def loader_states(trainer: Trainer) -> list[Any]:
-    """Return the states of training dataloaders with a state, for a checkpoint: `_combined_loader`."""
+    """Return the states of training dataloaders, for a checkpoint: `_combined_loader`."""
     states: list[Any] = _get(trainer.fit_loop, "_combined_loader")._state_dicts()
     return states
 
@@ -723,7 +723,7 @@ def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[s
 
 
 def batches_that_stepped(trainer: Trainer) -> int:
-    """Return the step for logging, with several optimizers counted as one: `_batches_that_stepped`."""
+    """Return the step for logging, which counts several optimizers as one."""
     number: int = _get(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
     return number
 
@@ -856,5 +856,5 @@ def choose_backend(strategy: Any) -> str:
 
 
 def check_can_start_children(launcher: SubprocessScriptLauncher) -> None:
-    """Refuse to start processes in a process that was started itself: `_check_can_spawn_children`."""
+    """Refuse to start processes in a started process: `_check_can_spawn_children`."""
     _get(launcher, "_check_can_spawn_children")()

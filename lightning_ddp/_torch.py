@@ -95,7 +95,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a module with its own dicts and without parameters; `nn.LSTM` and others override this."""
+    """Copy a module with its own dicts and no parameters; `nn.LSTM` and others override this."""
     replica: torch.nn.Module = module._replicate_for_data_parallel()
     replica.__dict__.pop("_compiled_call_impl", None)  # of `module.compile()`: bound to the original
     return replica
@@ -115,7 +115,10 @@ def known_groups() -> Mapping[Any, tuple[str, Any]]:
 
 
 def never_destroy(objects: Iterable[object]) -> None:
-    """Keep objects beyond the end of the interpreter: in a fork torch's destructors wait for lost threads."""
+    """Keep objects beyond the interpreter's exit.
+
+    In a fork torch's destructors would wait for threads that do not exist there.
+    """
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
@@ -134,7 +137,7 @@ def name_of_group(process_group: Any) -> str:
 
 
 def count_groups_anew() -> None:
-    """Give the next default group the name of the first; torch does so only after a destroyed group.
+    """Give the next default group the name of the first, as after a destroyed group.
 
     Otherwise a process in which the creation of a group failed would give the next group another name
     than the other processes.

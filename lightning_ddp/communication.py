@@ -326,7 +326,9 @@ class Communication:
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state that differs between ranks: residuals; in local training optimizers, loss scale.
+        """Return the state that differs between ranks: residuals, and state of local training.
+
+        The latter has optimizers and loss scale.
 
         In local training each rank skips the steps in which its own gradients overflow, so each has a
         separate loss scale; sharing it would cost a collective per step.

@@ -55,7 +55,7 @@ def one_of(choices: Iterable[str]) -> str:
 
 
 def closest(found: str, known: Iterable[str], *, lists_all: bool = False) -> str:
-    """Return the end of a message about an unknown name: the closest known name, or all names, or both.
+    """Return the end of a message about an unknown name: the closest name, all names, or both.
 
     >>> closest("rnak", ["rank", "seed"]), closest("x", ["rank", "seed"]), closest("x", [])
     ("; did you mean 'rank'?", '; expected rank or seed', '; it has none')
@@ -245,7 +245,7 @@ def fits_a_screen(text: str) -> bool:
 
 
 def cause_of(failure: Any, *, is_whole: bool = True) -> str:
-    """Describe the cause of a `PeerFailure` or its record; if not whole, use one line of a long message."""
+    """Describe the cause of a `PeerFailure`; if not whole, with one line of a long message."""
     message: str = failure.message
     if not is_whole and not fits_a_screen(message):
         message = message.partition("\n")[0][:200] + " ..."
@@ -324,7 +324,7 @@ class PeerFailure(LightningDDPError, RuntimeError):
         return _rebuild, (PeerFailure, {name: getattr(self, name) for name in _FIELDS})
 
     def like(self) -> PeerFailure:
-        """Return this failure as an instance of the original exception's class too, for `except` clauses.
+        """Return this failure as an instance of the original exception's class, too.
 
         Returns itself if this process does not have that class, or Python cannot combine the two.
         """

@@ -341,10 +341,10 @@ def scatter_kwargs(
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
-    """Concatenate the replicas' outputs along `dim` on `device`, in nested containers; differentiable.
+    """Concatenate the replicas' outputs along `dim` on `device`, in nested containers.
 
-    Outputs are alike but for the tensors' size along `dim`. Tensors without dimensions become a vector, with
-    a warning. What is no tensor must be the same in all. As device an int is a CUDA device.
+    Differentiable. Outputs may differ only in the tensors' size along `dim`. Tensors without dimensions
+    become a vector, with a warning. Other objects must be equal. As device an int is a CUDA device.
 
     Raises:
         ConfigurationError: no outputs, or outputs that differ in structure or in something else than tensors.
@@ -355,7 +355,7 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
 
 
 def _open(obj: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | None:
-    """Return a container's items with the text of their access, and its rebuild function; None for a leaf."""
+    """Return a container's items by their access text, and its rebuild function; None for a leaf."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):  # a namedtuple
         return {f".{name}": getattr(obj, name) for name in obj._fields}, type(obj)._make  # type: ignore[attr-defined]
     if isinstance(obj, (list, tuple)):

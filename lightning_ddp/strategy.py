@@ -794,7 +794,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         )
 
     def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
-        """Reduce over all ranks; in a step in which ranks have no batch, over the ranks that have one."""
+        """Reduce over all ranks, or in a step with uneven inputs over the ranks with a batch."""
         if self._lockstep is not None and self._lockstep.is_partial:
             self._lockstep.reduce(group, tensors, reduce_op)
         else:
@@ -810,7 +810,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                     tensor.copy_(value)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return True if all ranks, or any, decide so. A rank that repeats its last batch has no vote."""
+        """Return True if all ranks, or any, decide so; a rank that repeats a batch has no vote."""
         if self._lockstep is None or not self._lockstep.is_partial:
             return super().reduce_boolean_decision(decision, all)
         vote = torch.tensor(int(decision), device=self.root_device)

@@ -144,7 +144,7 @@ def _arguments_of(strategy: type) -> list[str]:
 
 
 def _join(module: Any, registry: str, strategy: type) -> None:
-    """Register all variants with a namespace that has just been imported; `module` is its `strategies`."""
+    """Register all variants with a newly imported namespace; `module` is its `strategies`."""
     accept_strategies(module)
     for name in _variants:
         _add(name, getattr(module, registry), strategy)

@@ -25,7 +25,7 @@ def available_averagers() -> dict[str, str]:
 
 
 def averager_options() -> dict[str, type[AveragerOptions]]:
-    """Return the options of each averager by its name: a dataclass whose `init` fields are the options.
+    """Return the options of each averager, a dataclass with options as `init` fields, by name.
 
     >>> averager_options()["diloco"](period=50).outer_lr
     0.7

@@ -135,7 +135,7 @@ class HierarchicalSGD(Averager):
     _waits_for_all = False
 
     def check_ranks(self) -> None:
-        """Reject groups that do not divide the ranks; a single rank, such as a joining one, is allowed."""
+        """Reject groups that do not divide the ranks, unless there is one rank, as while joining."""
         size, sizes = self.group.size, self._sizes()
         require(
             size == 1 or (list(sizes.values())[-1] == size and not any(size % n for n in sizes.values())),

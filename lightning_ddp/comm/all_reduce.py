@@ -174,7 +174,7 @@ def reduce(
     timeout: timedelta | float | None = None,
     label: str = "reduce",
 ) -> Handle[torch.Tensor]:
-    """Reduce `tensor` over all ranks in place on group rank `dst`; other ranks keep their tensor.
+    """Reduce `tensor` in place on group rank `dst`; other ranks keep their tensor.
 
     On a backend without a reduce it is an all-reduce of a copy.
 

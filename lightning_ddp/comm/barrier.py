@@ -147,7 +147,7 @@ def _missing(call: Call, verdict: str) -> CollectiveTimeoutError:
 
 
 def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
-    """Return the part of the torchrun agent's store for this attempt, once rank 0 knows all ranks.
+    """Return this attempt's part of torchrun's store, once rank 0 knows all ranks.
 
     Collective: all ranks must call it.
 

@@ -207,7 +207,7 @@ class DeviceWatch:
 
 
 def _let_others_capture() -> None:
-    """Let queries of this thread not invalidate a graph capture of another, as torch's watchdog does."""
+    """Keep queries of this thread from invalidating a graph capture, as torch's watchdog does."""
     exchange = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)
     if exchange is not None:
         exchange(ctypes.byref(ctypes.c_int(_CAPTURE_OF_THIS_THREAD)))

@@ -40,7 +40,7 @@ S = TypeVar("S", bound=torch.Tensor)
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a contiguous tensor as a 1-D view of a dtype that every backend sends."""
+    """View a contiguous tensor's elements in 1-D, with a dtype that every backend sends."""
     flat = tensor.detach().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -194,7 +194,7 @@ def all_gather_uneven(
     timeout: timedelta | float | None = None,
     label: str = "all_gather_uneven",
 ) -> Handle[list[torch.Tensor]]:
-    """Return the tensors of all ranks in rank order; they may differ in shape and number of dimensions.
+    """Return the tensors of all ranks, which may differ in shape and dimensions, in rank order.
 
     Two collectives: the shapes first, for which `start` waits as well, then the tensors, padded to the
     longest.
@@ -286,7 +286,7 @@ def scatter(
     timeout: timedelta | float | None = None,
     label: str = "scatter",
 ) -> Handle[torch.Tensor]:
-    """Overwrite `tensor` on rank r with part r of the tensors of group rank `src`, and return it.
+    """Overwrite `tensor` on rank r with part r of group rank `src`, and return it.
 
     On a backend without a scatter it is a broadcast of all parts.
 
@@ -352,7 +352,7 @@ def all_to_all(
     timeout: timedelta | float | None = None,
     label: str = "all_to_all",
 ) -> Handle[torch.Tensor]:
-    """Send each rank its rows of `tensor`; return the rows received from all ranks, in rank order.
+    """Send each rank its rows of `tensor`; return the rows from all ranks, in rank order.
 
     Uneven splits cost an all-gather of the splits first, for which `start` waits as well, unless
     `output_splits` are given too. On a backend without an all-to-all it is an all-gather of all rows,
@@ -433,7 +433,7 @@ def _check_splits(
 
 
 def _from_everything(call: Call, sent: torch.Tensor, table: list[list[int]]) -> Handle[torch.Tensor]:
-    """Do an all-to-all by an all-gather; row r of `table` has the rows that rank r sends to each rank."""
+    """Do an all-to-all by an all-gather; row r of `table` has rank r's numbers of rows to send."""
     padded = sent.new_empty((max(map(sum, table)), *sent.shape[1:]))
     padded[: sent.shape[0]] = sent
     rank = call.group.rank

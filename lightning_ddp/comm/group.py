@@ -53,7 +53,7 @@ def span(label: str) -> AbstractContextManager[Any]:
 
 
 def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to `device` in the order of the current stream, without a wait of the host.
+    """Copy a CPU tensor to `device` in the current stream, without a wait of the host.
 
     A copy from pageable memory makes the host wait until the stream has reached it. A copy from pinned
     memory is asynchronous; torch keeps the memory until then.
@@ -101,7 +101,7 @@ class InThread(Generic[T]):
         return self._result
 
     def until(self, done: Callable[[], bool], every_s: float, otherwise: str) -> None:
-        """Poll until `done` is true, often at first, then every `every_s` seconds; for use in the call.
+        """Poll in the call until `done`, often at first, then every `every_s` seconds.
 
         Raises:
             TimeoutError: the time is over, or no thread waits any more. Its text ends with `otherwise`.
@@ -214,7 +214,7 @@ class Group:
         return counts[of] - 1
 
     def backend(self, device: torch.device) -> str:
-        """Return the backend that serves `device`: 'gloo', 'nccl' and so on; 'python' for one in Python."""
+        """Return the backend for `device`: 'gloo', 'nccl' and so on; 'python' for one in Python."""
         name = self._names.get(device.type)
         if name is None:
             pg = self.process_group
@@ -330,7 +330,7 @@ class Group:
         *,
         on_host: bool = False,
     ) -> None:
-        """Wait for a work: on the CPU until done, with NCCL until it is queued on the current stream.
+        """Wait for a work: on the CPU until done, with NCCL until queued on the current stream.
 
         Args:
             work: work that a collective of this group returned.

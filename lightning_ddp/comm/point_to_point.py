@@ -106,7 +106,7 @@ def send_object(
     timeout: timedelta | float | None = None,
     label: str = "send_object",
 ) -> None:
-    """Send a pickled object, in two messages, to group rank `dst`, which must call `recv_object`."""
+    """Send a pickled object in two messages to group rank `dst`, which calls `recv_object`."""
     payload = to_tensor(pickle.dumps(obj), device)
     size = torch.tensor([payload.numel()], device=device)
     send(group, size, dst, tag, timeout=timeout, label=label)

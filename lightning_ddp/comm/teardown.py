@@ -125,7 +125,7 @@ def _knock(address: Any, num_peers: int) -> None:
 
 
 def _opened_since(before: dict[int, str]) -> dict[int, str]:
-    """Return new connections, except those accepted by a server of this process, such as the store's.
+    """Return new connections, except those accepted by servers here, such as the store.
 
     Socket pairs are left out, too: they belong to other threads, which start processes meanwhile.
     """
@@ -178,7 +178,7 @@ _COMMUNICATE = tuple(os.path.dirname(path) + os.sep for path in (str(dist.__file
 
 
 def retire_groups(beside: Iterable[Any] = ()) -> None:
-    """Make collectives of all groups raise, and destroy the groups in threads; call before destruction.
+    """Make collectives of all groups raise, and destroy the groups in threads.
 
     gloo's destructor waits for the threads of the group. A thread may wait for the rest of a message whose
     sender was lost; gloo wakes only threads that wait for a message that has not begun, and others after the
@@ -250,7 +250,7 @@ def are_let_go() -> bool:
 
 
 def wait_until_let_go(longest_s: float = _LONGEST_WAIT_S) -> bool:
-    """Wait until `are_let_go`, for at most `longest_s` seconds, without the GIL; return the result."""
+    """Wait until `are_let_go`, for at most `longest_s`, without the GIL; return the result."""
     deadline = time.monotonic() + longest_s
     while not are_let_go():
         if time.monotonic() > deadline:
@@ -261,7 +261,7 @@ def wait_until_let_go(longest_s: float = _LONGEST_WAIT_S) -> bool:
 
 @atexit.register
 def _part() -> None:
-    """Wait at exit until gloo's threads have released all tensors and do not need the GIL any more."""
+    """Wait at exit until gloo's threads have released all tensors and the GIL."""
     deadline = time.monotonic() + _LONGEST_WAIT_S
     num_idle = 0
     while _sent and num_idle < 2 and time.monotonic() < deadline:

@@ -203,7 +203,7 @@ class Bucket:
         self._buffer = self.flat
 
     def open(self) -> None:
-        """Let autograd add the small gradients of this backward into the buffer, which saves their copy.
+        """Let autograd add the small gradients into the buffer, which saves their copy.
 
         `.grad` of their parameters becomes a view that holds zeros, if none of them has a gradient yet. Only
         on the CPU: on other devices one copy of many gradients costs less than one addition per gradient.
@@ -297,7 +297,7 @@ class Bucket:
             view.mul_(scale)
 
     def take_absent(self, position: int, is_used: bool) -> None:
-        """Set `.grad` of an absent parameter to the mean if some rank used it; else leave it unchanged."""
+        """Set `.grad` of an absent parameter to the mean if some rank used it; else keep it."""
         saved = self._saved.pop(position, None)
         if is_used:
             self._give(position)

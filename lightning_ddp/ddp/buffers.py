@@ -40,7 +40,7 @@ _BATCH_NORMS = (
 
 @contextmanager
 def unseen_by_autograd(tensors: Sequence[torch.Tensor]) -> Generator[None, None, None]:
-    """Hide writes to `tensors` in this context from autograd, so that a backward may still follow."""
+    """Hide writes to `tensors` in this context from autograd; a backward may still follow."""
     with torch.no_grad(), preserve_version_counters(tuple(tensors)):
         yield
 

@@ -57,7 +57,7 @@ class MissingGradients:
         self._prefix = f"lightning_ddp/missing/{token}"
 
     def is_skipped(self, step: int) -> bool:
-        """Return True if no rank got any gradient; every rank without gradients must call it, and waits.
+        """Return True if no rank got a gradient; all ranks without gradients must call it.
 
         The result is the same on all ranks that call it. False: another rank has gradients, or did not call.
         """
@@ -198,7 +198,7 @@ class BackwardFailures:
     def missing(
         self, step: int, late: Sequence[int], num_launched: int, *, is_first: bool
     ) -> MissingGradientError | None:
-        """Handle missing gradients: exchange them through the store; return the error, or give a warning.
+        """Exchange missing gradients through the store; return the error, or give a warning.
 
         All ranks that miss a gradient must call it. torch's DDP reports in the next backward what was missing
         in this one. Where all ranks miss the same gradients in their first backward, the means of all others

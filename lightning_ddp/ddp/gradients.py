@@ -24,7 +24,7 @@ from lightning_ddp.errors import BackwardOrderError, MissingGradientError
 
 
 def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
-    """Find the tensors in nested lists, tuples, dicts, dataclasses, local RRefs and registered pytrees.
+    """Find tensors in nested lists, tuples, dicts, dataclasses, local RRefs and pytrees.
 
     >>> [int(t) for t in find_tensors({"a": torch.tensor(1), "b": (torch.tensor(2), "text", [None])})]
     [1, 2]

@@ -70,7 +70,7 @@ class HookAgreement:
 
     @contextmanager
     def launching(self, on_slice: OnSlice) -> Generator[None, None, None]:
-        """Compare the hook's actions in this context with those on other ranks; waits call `on_slice`.
+        """Compare the hook's actions in this context between ranks; waits call `on_slice`.
 
         Raises:
             Disagreement: the actions differ, or the hook raised on another rank.

@@ -227,7 +227,7 @@ class BucketLayout:
         self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
 
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
-        """Plan the buckets for gradients that become ready in `order`, a permutation of all parameters."""
+        """Plan buckets for gradients that become ready in `order`, a permutation of parameters."""
         return plan_buckets(self._specs, order, caps_bytes=self._options.caps_bytes)
 
     def holds(self, plan: Sequence[BucketSpec]) -> bool:

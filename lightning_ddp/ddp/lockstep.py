@@ -179,14 +179,14 @@ class Lockstep:
     # ------------------------------------------------------------------ a step
 
     def begin(self) -> None:
-        """Make the first fetched step the present one; further calls before the next fetch do nothing."""
+        """Make the first fetched step the present one, once per fetch."""
         if self._is_due and self._turns:
             self.turn = self._turns.popleft()
             self._is_due = False
 
     @contextmanager
     def step(self, module: torch.nn.Module) -> Generator[None, None, None]:
-        """Run the forward of a step in this context; a replay restores `module`'s buffers and metrics.
+        """Run a step's forward in this context; a replay restores `module`'s buffers and metrics.
 
         RNG states are not restored, so that ranks that were seeded alike continue to draw alike.
         """
@@ -199,12 +199,12 @@ class Lockstep:
             self.restore()
 
     def restore(self) -> None:
-        """Restore buffers and metrics after a backward, which may have run parts of the forward again."""
+        """Restore buffers and metrics after a backward, which may have repeated forwards."""
         if self._kept is not None and not self._is_stepping:
             self._kept.restore()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` with a backward that scales gradients by the weight of this rank in this step."""
+        """Return `loss` with a backward that scales gradients by this rank's weight in this step."""
         if self.turn.is_replay:
             factor = 0.0
         elif self._counts_all or self.turn.num_active == self._group.size:

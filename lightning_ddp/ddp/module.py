@@ -281,7 +281,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self.reducer.before_finish = self._mixed.restore_parameters
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what is tied to this process: the group, the reducer and its hooks."""
+        """Return the state without parts tied to this process: group, reducer and hooks."""
         return {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -296,7 +296,7 @@ class ParameterPlaces:
         return [i for i in gone if id(self._places[i][2]) not in found]
 
     def expect_restored(self, outputs: Any, replaced: Sequence[int], rank: int) -> None:
-        """Make a backward from `outputs` raise an error if the parameters are still replaced by then."""
+        """Make a backward from `outputs` raise if the parameters are still replaced by then."""
 
         def check(_grad: torch.Tensor) -> None:
             gone = [self.names[i] for i in sorted(set(replaced).intersection(self.replaced()))]

@@ -274,7 +274,7 @@ class Reducer:
             bucket.armed = False
 
     def _abandon(self, state: BackwardState, *, waits: bool) -> None:
-        """Clean up after a failed backward; with `waits`, wait for its reductions, which are not used."""
+        """Clean up after a failed backward; with `waits`, wait for its unused reductions."""
         for bucket in self.buckets[: state.num_taken] if waits else ():
             if bucket.work is not None:
                 with suppress(CommHookError):

@@ -163,7 +163,7 @@ class Reduction:
         return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def wait(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
-        """Wait until the flat buffer of a launched bucket holds the result; call `on_slice` meanwhile.
+        """Wait until a launched bucket's flat buffer holds the result; call `on_slice` meanwhile.
 
         Raises:
             CommHookError: the hook's future failed, or holds no flat gradient.

@@ -41,7 +41,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        """Decode uint8 (k, number of bytes) to float32 (k, numel); non-finite values remain non-finite."""
+        """Decode uint8 (k, number of bytes) to float32 (k, numel), non-finite values included."""
         ...
 
 
@@ -144,7 +144,7 @@ class Wire(Protocol):
     """Sender of flat tensors; all ranks must call its methods in the same order, in jobs of a channel."""
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return `count` 1-D tensors of `numel` elements that `begin` sends best, for one job at a time."""
+        """Return `count` 1-D tensors that `begin` sends best, for one job at a time."""
         ...
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -152,7 +152,7 @@ class Wire(Protocol):
         ...
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the ranks of a 1-D tensor, bitwise the same on all; may reuse its memory."""
+        """Return the mean of a 1-D tensor, bitwise the same on all ranks; may reuse its memory."""
         ...
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
@@ -297,7 +297,7 @@ def exchange(
     pack: Callable[[Segment, torch.Tensor], object],
     unpack: Callable[[Segment, torch.Tensor], object],
 ) -> None:
-    """Average the values that `pack` makes of tensors over the ranks, and pass the means to `unpack`.
+    """Average the values that `pack` makes of tensors; pass the means to `unpack`.
 
     Called in a job of a channel.
 

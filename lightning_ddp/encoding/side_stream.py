@@ -74,7 +74,7 @@ class Channel:
         return result
 
     def submit(self, job: _Job) -> torch.futures.Future[torch.Tensor]:
-        """Queue a job and return the future of its result; all ranks queue the same jobs in the same order.
+        """Queue a job, in the same order on all ranks; return the future of its result.
 
         On CUDA the job runs on the channel's stream, after the work queued on the current stream. A stream
         that waits for the future continues after all work that the job has queued, independent of its result:
@@ -212,7 +212,7 @@ class Channel:
         return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stacked contiguous tensors of all ranks, in rank order: shape (size, *tensor.shape)."""
+        """Return the stacked tensors of all ranks, in rank order: shape (size, *tensor.shape)."""
         return self.start_all_gather(tensor)()
 
     def read(self, tensor: torch.Tensor) -> Any:

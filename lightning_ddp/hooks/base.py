@@ -361,7 +361,7 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ undo
 
     def mark(self) -> Any:
-        """Return the state after the last step for `restore`; not a copy, as steps do not change tensors."""
+        """Return the state for `restore`, not a copy, as steps do not change tensors."""
         self._wait_until_settled()
         return self.step, self._state
 
@@ -468,7 +468,7 @@ class MomentumHook(StatefulHook):
         return self.compress(part, velocity)
 
     def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
-        """Compress and average `part.flat`, with momentum and residuals included; may change the velocity."""
+        """Compress and average `part.flat`, residuals included; may change the velocity."""
         raise NotImplementedError
 
     def _add_momentum(self, part: Part) -> torch.Tensor:

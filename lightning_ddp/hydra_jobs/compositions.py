@@ -204,7 +204,7 @@ def _asked_by_error(error: BaseException, repository: Any, overrides: Any) -> Se
 
 
 def _asked_by_nothing(found: Any, repository: Any) -> Set[str]:
-    """Return the package's groups that the defaults name without a choice, as in `strategy: null`."""
+    """Return the package's groups named without a choice, as in `strategy: null`."""
     choices = found.overrides.known_choices.items()
     groups = [key.partition("@")[0] for key, choice in choices if choice in (None, "???")]
     return {top for group in groups if not repository.group_exists(group) for top in _top_of_ours(group)}

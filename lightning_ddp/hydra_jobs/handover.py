@@ -130,7 +130,7 @@ def attach(config: Any, cache: JobCache | None = None) -> JobCache:
 
 
 def detach(config: Any) -> None:
-    """Restore OmegaConf's own kind of cache in a configuration, with the values that it would hold."""
+    """Restore OmegaConf's own cache in a configuration, with the values that it would hold."""
     known = {name: dict(values) for name, values in attach(config).items()}
     config._metadata.resolver_cache = defaultdict(dict, known)
 
@@ -234,7 +234,7 @@ class Handover:
     """Compositions, in the order in which the parent process made them."""
 
     def to_file(self) -> IO[bytes]:
-        """Write an anonymous file that children inherit; it is deleted when the last process closes it."""
+        """Write an anonymous file for the children; the last process to close it deletes it."""
         file = tempfile.TemporaryFile(prefix="lightning_ddp-job-")  # noqa: SIM115 (the launcher closes it)
         # Not as an object of a class of the package: pickle would import the package to find it.
         file.write(pickle.dumps((None if self.job is None else vars(self.job), self.compositions)))

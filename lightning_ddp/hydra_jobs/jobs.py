@@ -72,9 +72,9 @@ class Jobs:
         self.withheld: tuple[Any, Any] | None = None
         """Hydra's settings of files, removed on ranks other than 0 until the job begins; else None."""
         self.compositions: list[Composition] | None = None
-        """In a child: compositions of the parent that were not requested yet. None in other processes."""
+        """Compositions of the parent that a child has not requested yet; None in other processes."""
         self.open_store: Callable[[timedelta], Any] | None = None
-        """In a process that has joined its run: opens the store with later compositions. Else None."""
+        """Function that opens the store with later compositions, in a process that joined; else None."""
         self._composed: list[tuple[str | None, list[str], Any]] = []
         self._late: Any = None
         self._end_run: Callable[[BaseException | None], BaseException | None] | None = None
@@ -90,7 +90,7 @@ class Jobs:
         self._variables = {name: os.environ.get(name) for name in _SEEDS}
 
     def begin_late(self, result: Any, task: Any) -> None:
-        """Record the begin of a job that has imported this package, and whose end is not reported either.
+        """Record the begin of a job that imported this package and whose end is not reported.
 
         `result` is Hydra's result of the job, whose status shows the end.
         """
@@ -102,7 +102,7 @@ class Jobs:
         attach(result.cfg, answers)  # the user's copy of the configuration
 
     def end(self, error: BaseException | None) -> BaseException | None:
-        """Record the end of a job, and end its run; return the error with which the job fails, or None."""
+        """End a job and its run; return the error with which the job fails, or None."""
         if self._end_run is not None:
             error = self._end_run(error)
         self.is_running, self.task = False, None
@@ -133,7 +133,7 @@ class Jobs:
             self._publish(self._next_key(config_name, overrides), _pack(*composed)[2])
 
     def handed(self, config_name: str | None, overrides: list[str]) -> Any:
-        """Return the parent's result of the same `hydra.compose` call; None outside a child, or without."""
+        """Return the parent's result of this `hydra.compose` call in a child, or None."""
         if self.compositions is None:
             return None
         for composition in self.compositions:
@@ -155,7 +155,7 @@ class Jobs:
             return None
 
     def _next_key(self, config_name: str | None, overrides: list[str]) -> str:
-        """Return the key in the store for the next result of this `hydra.compose` call after the launch."""
+        """Return the key in the store for the next result of this `hydra.compose` call."""
         call = repr((config_name, list(overrides)))
         self._num_since_launch[call] += 1
         place = f"{self._num_since_launch[call]} {call}"
@@ -169,7 +169,7 @@ class Jobs:
     # ------------------------------------------------------------------ for the launcher
 
     def handover(self, end_run: Callable[[BaseException | None], BaseException | None]) -> Handover | None:
-        """Return the job and compositions for the children of this process; None if Hydra is not used.
+        """Return the job and compositions for the children; None if Hydra is not used.
 
         Args:
             end_run: called at the end of the present job with its error or None; returns the error with
@@ -215,7 +215,7 @@ class Jobs:
         return config
 
     def program(self) -> tuple[str, str] | None:
-        """Return the user's program if this process runs another, as ("script", path) or ("module", name).
+        """Return the user's program, ("script", path) or ("module", name), if this process runs another.
 
         That is so in a worker of hydra-joblib-launcher or hydra-submitit-launcher, which unpickles the job's
         function.
@@ -279,7 +279,7 @@ def share_job(store: Any, *, rank: int) -> None:
 
 
 def agree_before_job(config: Any, *, is_sweep: bool) -> None:
-    """Prepare a job: only rank 0 writes its files, and under torchrun all ranks use rank 0's values.
+    """Prepare a job: let only rank 0 write files; under torchrun use rank 0's values.
 
     Communicates under torchrun only; raises as `share_job` does.
 

@@ -181,7 +181,7 @@ _libc, _libc_without_gil = _load()
 
 
 def are_semaphores_available() -> bool:
-    """Return True if the C library has process-shared semaphores with waits by the monotonic clock."""
+    """Return True if the C library has shared semaphores with waits by the monotonic clock."""
     return _libc is not None
 
 

@@ -209,7 +209,7 @@ class SharedMemory:
             self._on_slice = None
 
     def _sum_over_hosts(self, calls: Sequence[tuple[int, ...]]) -> None:
-        """Sum the hosts' sums, each in the first contributing rank's tensor; copy the total to all ranks."""
+        """Sum the hosts' sums, which are in the first contributing rank's tensor; copy the total."""
         views = [self._view(index, call) for index, call in enumerate(calls)]
         contributions = [view for view in views if view is not None]
         if self._leaders is not None:
@@ -505,7 +505,7 @@ os.register_at_fork(after_in_child=lambda: Worker.workers.clear())
 
 @atexit.register
 def _end_all() -> None:
-    """Stop all workers at exit: a thread inside a torch operation at finalization aborts the process."""
+    """Stop all workers at exit: a thread in a torch operation would abort the process."""
     Worker.is_ending.set()
     for worker in list(Worker.workers):
         worker.end()

@@ -356,7 +356,7 @@ def _compute(step: StepRecord) -> Iterable[tuple[str, int, int]]:
 
 
 def chrome_trace(lanes: Sequence[Lane]) -> Mapping[str, Any]:
-    """Return a document for chrome://tracing and Perfetto, with a process per rank, a thread per row."""
+    """Return a document for chrome://tracing and Perfetto: a process per rank, a thread per row."""
     events: list[dict[str, Any]] = []
 
     def describe(kind: str, pid: int, tid: int, title: str, index: int) -> None:
@@ -411,7 +411,7 @@ _NARROWEST_TEXT = 0.045  # fraction of the width that a name needs
 
 
 def draw(lanes: Sequence[Lane], path: Path) -> None:
-    """Draw all lanes, from the top down, to a file whose suffix is the format, such as .png or .svg.
+    """Draw all lanes, from the top down, to a file whose suffix is the format, such as .png.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -181,10 +181,10 @@ def run_to_fault(
     accelerator: str = "cpu",
     preload: str | None = None,
 ) -> FailedRun:
-    """Train with one of `STRATEGIES` until the victim fails ("exception" or "kill") and all have exited.
+    """Train with one of `STRATEGIES` until the victim fails and all processes have exited.
 
-    There are `timeout_s` seconds to reach the fault, and as many from there. Each rank runs the file
-    `preload` first. Leaves no process.
+    The fault is "exception" or "kill". There are `timeout_s` seconds to reach it, and as many from there.
+    Each rank runs the file `preload` first. Leaves no process.
 
     Raises:
         ToolError: the script did not reach the fault.
