@@ -95,8 +95,10 @@ class StrategyCore:
         check_transport(given["transport"])
         if given["process_group_backend"] is not None:
             require_backend(given["process_group_backend"])
-        durations = ("timeout", "heartbeat_timeout_s", "failure_grace_s", "stall_timeout")
-        seconds = {name: in_seconds(name, given[name]) for name in durations if given[name] is not None}
+        timeout_s, stall_timeout_s = (
+            None if given[name] is None else in_seconds(name, given[name])
+            for name in ("timeout", "stall_timeout")
+        )
         for name, choices in _CHOICES.items():
             if given.get(name, choices[0]) not in choices:
                 raise ConfigurationError(f"{name}={given[name]!r}: expected {one_of(map(repr, choices))}")
@@ -104,11 +106,11 @@ class StrategyCore:
         check_meeting_place(given["init_method"], given["store"], sent_by)
         check_broadcast_buffers(given["broadcast_buffers"])
         bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # raises early
-        self._group_timeout = timedelta(seconds=seconds["timeout"]) if "timeout" in seconds else None
+        self._group_timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._reconcile_settings = ReconcileSettings(
-            heartbeat_timeout_s=seconds["heartbeat_timeout_s"],
-            failure_grace_s=seconds["failure_grace_s"],
-            stall_timeout_s=seconds.get("stall_timeout"),
+            heartbeat_timeout_s=in_seconds("heartbeat_timeout_s", given["heartbeat_timeout_s"]),
+            failure_grace_s=in_seconds("failure_grace_s", given["failure_grace_s"]),
+            stall_timeout_s=stall_timeout_s,
             recovery=parse_on_failure(given.get("on_failure", "stop")),
             preemption=parse_on_preemption(given.get("on_preemption", "stop")),
         )
