@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import timedelta
 
 import pytest
 import pytorch_lightning as pl
@@ -156,6 +157,7 @@ def test_a_notebook_is_told_the_variant_for_notebooks(monkeypatch) -> None:
         ({"process_group_backend": "glo"}, "unknown backend 'glo'; expected "),
         ({"timeout": "60"}, "timeout='60': expected a datetime.timedelta or seconds"),
         ({"stall_timeout": math.nan}, "stall_timeout=nan: expected a datetime.timedelta or seconds"),
+        ({"failure_grace_s": None}, "failure_grace_s=None: expected a datetime.timedelta or seconds"),
         ({"debug": "info"}, "debug='info': expected None or 'detail'"),
         ({"uneven_inputs": "joined"}, "uneven_inputs='joined': expected None, 'error' or 'join'"),
         ({"divide_by_initial_world_size": False}, "divide_by_initial_world_size=False needs uneven_inputs="),
@@ -168,6 +170,18 @@ def test_a_notebook_is_told_the_variant_for_notebooks(monkeypatch) -> None:
 def test_arguments_that_cannot_take_effect_raise(arguments, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         CustomDDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize("duration", [90, 90.0, timedelta(seconds=90)])
+def test_a_duration_is_a_timedelta_or_seconds(duration) -> None:
+    names = ("timeout", "heartbeat_timeout_s", "failure_grace_s", "stall_timeout")
+    strategy = CustomDDPStrategy(
+        **dict.fromkeys(names, duration), on_failure={"name": "replace", "wait_s": duration}
+    )
+    settings = strategy._reconcile_settings
+    assert strategy._group_timeout == strategy._timeout == timedelta(seconds=90)
+    assert settings.heartbeat_timeout_s == settings.failure_grace_s == settings.stall_timeout_s == 90
+    assert settings.recovery.wait_s == 90
 
 
 @pytest.mark.parametrize(
