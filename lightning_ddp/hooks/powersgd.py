@@ -198,7 +198,7 @@ class PowerSGD(StatefulHook):
 
 
 def orthonormalise(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Orthonormalize the columns of matrices (n x r, n >= r), whose span includes the given columns.
+    """Orthonormalize the columns of matrices (n x r, n >= r), keeping their span.
 
     Householder reflections replace dependent columns by new directions instead of noise, so that a factor
     that lost rank regains it. Matrices of one shape are factored together.

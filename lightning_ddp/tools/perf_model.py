@@ -155,7 +155,7 @@ def _is_complete(step: StepRecord) -> bool:
 
 
 def _moments(step: StepRecord) -> list[float]:
-    """Return start and end of backward, the time after the collectives, and each `ready`, in seconds."""
+    """Return begin, end of backward, time after the collectives, and each `ready`, in seconds."""
     end = max(step.backward_end, *(bucket.done for bucket in step.buckets))
     moments = [step.backward_start, step.backward_end, *(bucket.ready for bucket in step.buckets)]
     start, backward_end, *ready = ((moment - step.forward_start) / _NS_PER_S for moment in moments)
@@ -707,7 +707,7 @@ def best_boundaries(
     *,
     tolerance: float = _TOLERANCE,
 ) -> tuple[int, ...]:
-    """Find the fastest plan of at most 64 buckets; of equally fast plans that with the fewest buckets.
+    """Find the fastest plan of at most 64 buckets; with equal times, that with the fewest.
 
     A bucket can be launched once its last gradient is computed, and buckets are reduced one after the other:
     small buckets start early, large buckets have less overhead per byte. Dynamic programming over the

@@ -117,7 +117,7 @@ def draw_bars(result: Result, path: Path, *, unit: str, title: str) -> None:
 def save_panels(
     path: Path, panels: Mapping[str, Callable[[Any], None]], *, title: str, height: float = 4.5
 ) -> None:
-    """Draw panels of `height` inches in two columns, each by a function of its axes; save the picture."""
+    """Draw panels in two columns, each by a function of its axes, and save the picture."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
 
     num_columns = min(_NUM_COLUMNS, len(panels))

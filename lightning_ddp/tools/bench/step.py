@@ -367,7 +367,7 @@ def _peak_bytes(device: Any) -> int:
 
 
 def _kib_of_others() -> int:
-    """Return the KiB of shared memory that count for other processes; a page is split among its users."""
+    """Return the KiB of shared memory that count for other users of its pages."""
     total, is_shared = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, rest = line.partition(" ")

@@ -289,7 +289,7 @@ class _Examination:
         return store
 
     def _find_master(self) -> str | None:
-        """Wait until rank 0 listens and return its address; after the deadline add a finding, return None."""
+        """Wait for rank 0 and return its address; after the deadline add a finding, return None."""
         here, timeout_s = self._here, self._args.timeout_s
         assert here.master_addr is not None  # the findings would say so
         assert here.master_port is not None

@@ -275,7 +275,7 @@ def _compare_gradients(
 def _compare_with_torch(
     ranks: Ranks, verdict: Verdict, where: str, found: Tensor, expected: Tensor, scale: float
 ) -> None:
-    """Compare to torch: equal bits for up to two ranks, whose sums have one order; else with a bound.
+    """Compare to torch: equal bits for up to two ranks, whose sums have one order; else a bound.
 
     The bound is relative to `scale`, the largest number of the kind, as terms of a sum may cancel.
     """
@@ -343,7 +343,7 @@ def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
 
 @contextmanager
 def _overflow(wrapper: nn.Module, *, is_here: bool) -> Iterator[None]:
-    """Make the gradient of the first parameter, in the last bucket, infinite on this rank if `is_here`."""
+    """Make the first parameter's gradient, in the last bucket, infinite if `is_here`."""
     first = next(iter(wrapper.parameters()))
     handle = first.register_hook(lambda gradient: gradient * math.inf) if is_here else None
     yield
