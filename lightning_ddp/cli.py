@@ -81,7 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, command in _COMMANDS.items():
         _add_command(commands, name, command, (inspect.getdoc(command) or "").partition("\n")[0])
-    bench = commands.add_parser("bench", help="Measure this package beside torch and Lightning.")
+    summary = "Measure this package beside torch and Lightning."
+    bench = commands.add_parser("bench", help=summary, description=summary)
     benches = bench.add_subparsers(dest="bench", metavar="benchmark", required=True)
     for benchmark in _BENCHMARKS:
         _add_command(benches, benchmark.name, benchmark, benchmark.summary)

@@ -126,7 +126,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return wrapper, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer of a model that was set up without it.
+        """Return `optimizer` unchanged, for a model that was set up without it.
 
         Raises:
             ConfigurationError: there is an averager, which would not know to which model it belongs.

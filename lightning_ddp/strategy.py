@@ -98,18 +98,18 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         start_method: How the processes of a node start: 'popen', 'spawn', 'fork' or 'forkserver'. 'popen'
             runs the script again in child processes; the others run the Trainer's function in new
             processes.
-        bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB, and by
-            default less between CPU ranks on several hosts.
+        bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has at most 1 MiB;
+            with None, less between CPU ranks on several hosts.
         gradient_as_bucket_view: If True, `.grad` is a view of the bucket after backward.
         find_unused_parameters: If True, search in every step for parameters that take no part in the loss.
         static_graph: If True, every step must have the graph of the first step, unused parameters included.
         broadcast_buffers: When rank 0's buffers are copied to all ranks: 'auto' before a forward that reads
-            them, True before each forward, False never.
+            them, True before each forward, False never. With False wrapping does not copy them either.
         init_sync: If True, wrapping compares the models of the ranks and broadcasts rank 0's state.
-        forward_sync_buffers: Like `broadcast_buffers`, except that wrapping always copies the buffers; None
-            to use `broadcast_buffers`.
-        bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; None to
-            use `bucket_cap_mb`.
+        forward_sync_buffers: True or False as in `broadcast_buffers`, which it replaces: with False wrapping
+            still copies the buffers; None to use `broadcast_buffers`.
+        bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; the last
+            one holds for all further buckets. None to use `bucket_cap_mb`.
         batched_grad_copy: True to copy the gradients of a bucket together, False to copy each gradient by
             itself, None to choose by size.
         skip_all_reduce_unused_params: With `find_unused_parameters`, skip buckets whose parameters are all
@@ -128,18 +128,19 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         failure_grace_s: Seconds that a process has to exit after a failure, before its stacks are printed
             and it is killed.
         stall_timeout: Longest time without progress of a rank that waits for no other rank, after which it
-            counts as failed; None for no limit. Such a rank is stopped, or its data loader hangs. A
-            `timedelta` or seconds; must be longer than the longest step.
+            counts as failed; None for no limit. For example, its process is suspended or its data loader
+            hangs. A `timedelta` or seconds; must be longer than the longest step, validation batch or
+            checkpoint.
         model_averaging: Local training with averaged parameters: a name of `averaging.available_averagers`,
             or a mapping with `name` and options; None to average gradients in every step.
         transport: How gradients and averaged parameters of CPU ranks travel: 'auto', 'shared_memory' or
-            'gloo'. 'auto' uses shared memory within a host, and gloo between one rank per host; gloo alone
-            where shared memory is not available. 'shared_memory' is the same, or an error. 'gloo' never uses
-            shared memory.
+            'gloo'. 'auto' uses shared memory within a host, and gloo among one rank of each host; gloo alone
+            where shared memory is not available. 'shared_memory' does the same, but raises an error there.
+            'gloo' never uses shared memory.
         init_method: Address at which the processes rendezvous; None for the launcher's own store, or
             `env://` under torchrun and SLURM. `tcp://host:port` names the first node and a port there that
             the launcher listens on, instead of MASTER_ADDR and MASTER_PORT. `file:///path` is a file that
-            all processes reach, a new one for each run: a file that a crashed run has left is an error that
+            all processes reach, a new one for each run: if a crashed run left the file behind, an error
             names it. (Several nodes also need MASTER_ADDR and MASTER_PORT, for the control channel.)
         store: A `torch.distributed.Store` that all processes reach, made by the script in each process; None
             to use `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
@@ -153,13 +154,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             epoch redistributed over the ranks. A mapping with `name` and options: `min_world_size`,
             `max_recoveries`, `batch`, `exceptions`; of 'replace' also `wait_s`.
         on_preemption: What happens when a rank gets SIGTERM: 'stop' or 'leave'. 'stop' stops all ranks at a
-            step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue. They
-            continue as `on_failure` says, and no step is repeated. A mapping with `name` and the option
-            `signal`, such as 'SIGUSR1'.
-        emergency_checkpoint: If True, the lowest remaining rank saves the last committed step before a
-            failure ends a fit; a path is the folder to save to. The file `emergency-step=N.ckpt` is named in
-            the failure report. True uses the folder of the Trainer's checkpoints, if it makes any. On CUDA
-            this needs another `on_failure` than 'stop'.
+            step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue. It
+            needs `on_failure` 'shrink' or 'replace'; no step is repeated. A mapping with `name` and `signal`:
+            the signal to react to instead of SIGTERM, such as 'SIGUSR1'.
+        emergency_checkpoint: If True, save the last step that all ranks completed before a failure ends a
+            fit; a path is the folder to save to. The lowest remaining rank saves it, and the failure report
+            names the file `emergency-step=N.ckpt`. True uses the folder of the Trainer's checkpoints, and
+            saves nothing if the Trainer makes none. On CUDA this needs `on_failure` 'shrink' or 'replace'.
 
     Raises:
         ConfigurationError: An argument cannot be used.
@@ -485,7 +486,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ training steps
 
     def process_dataloader(self, dataloader: object) -> object:
-        """With `uneven_inputs`, end the training dataloader on all ranks at once (then communicates).
+        """Return the dataloader; with `uneven_inputs`, wrapped to end on all ranks at the same step.
 
         Raises:
             ConfigurationError: there are several training dataloaders, or only some ranks know the length of
@@ -507,7 +508,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device; a training batch starts the step."""
+        """Move a batch to the device; with `uneven_inputs`, exchange first which ranks have a batch."""
         if self._lockstep is not None and self._is_training():
             self._lockstep.begin()
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -516,7 +517,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self.lightning_module is not None and self.lightning_module.trainer.training
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Record each batch before it is used."""
+        """Keep the batch, so that its step can be repeated after a rank was lost."""
         if self._recovery is not None:
             self._recovery.batch = batch
         super().on_train_batch_start(batch, batch_idx)
@@ -642,7 +643,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ evaluation and end of training
 
     def on_validation_start(self) -> None:
-        """Synchronize the model before validation.
+        """In local training, average the parameters and buffers over all ranks before validation.
 
         Collective: all ranks must call it.
         """
@@ -669,7 +670,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return super().predict_step(*args, **kwargs)
 
     def on_train_end(self) -> None:
-        """Synchronize the model, BatchNorm statistics included, on all ranks.
+        """In local training, average the parameters; then make the buffers those of rank 0 on all ranks.
 
         Collective: all ranks must call it.
         """
@@ -810,7 +811,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                     tensor.copy_(value)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return True if all ranks, or any, decide so; a rank that repeats a batch has no vote."""
+        """Return True if all ranks (any, with `all=False`) passed True; repeated batches have no vote."""
         if self._lockstep is None or not self._lockstep.is_partial:
             return super().reduce_boolean_decision(decision, all)
         vote = torch.tensor(int(decision), device=self.root_device)

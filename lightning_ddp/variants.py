@@ -152,7 +152,7 @@ def _join(module: Any, registry: str, strategy: type) -> None:
 
 
 def available_variants() -> dict[str, str]:
-    """Return the names registered for `CustomDDPStrategy` with their descriptions, sorted by name."""
+    """Return the registered strategy names with their descriptions, sorted by name."""
     return {
         name: entry["description"]
         for name, entry in sorted(_registries()[0].items())

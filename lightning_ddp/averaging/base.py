@@ -123,7 +123,7 @@ class Averager:
         """
 
     def prepare(self) -> None:
-        """Set up groups and channels of the subclass, at the end of construction.
+        """Create the process groups and communication threads of the subclass; called by the constructor.
 
         Collective: all ranks must call it.
         """
@@ -185,7 +185,7 @@ class Averager:
             self.begin_round(track)
 
     def begin_round(self, track: Track) -> None:
-        """Start a round of all ranks.
+        """Save the values that a round changes, if failed rounds are repeated, and run it (`complete`).
 
         Collective: all ranks must call it.
         """
@@ -194,7 +194,7 @@ class Averager:
         self.complete()
 
     def copies(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return tensors with copies of their values, if a failed round may have to be undone."""
+        """Return pairs of a tensor and a copy of it; an empty list if failed rounds are not repeated."""
         return [(tensor, tensor.detach().clone()) for tensor in tensors if self.keeps_rounds]
 
     def changed_by_round(self, track: Track) -> list[torch.Tensor]:
@@ -204,7 +204,7 @@ class Averager:
         return [*(self.parameters[name] for name in track.names), *self.module.buffers(), *kept]
 
     def complete(self) -> None:
-        """Run the current round from its beginning.
+        """Run the current round to its end, from the values before it if an earlier attempt failed.
 
         Collective: all ranks must call it.
         """
@@ -223,11 +223,11 @@ class Averager:
             self._met = {name: memory_view(p).clone() for name, p in self.parameters.items()}
 
     def met(self) -> dict[str, torch.Tensor]:
-        """Return the parameters (each 1-D) of the last synchronization in local training."""
+        """Return the values (1-D) that parameters had after the last round, by name; empty if not needed."""
         return self._met
 
     def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer.
+        """Average the parameters of one optimizer: the part of a round that each subclass implements.
 
         Collective: all ranks must call it.
         """
@@ -270,17 +270,17 @@ class Averager:
         self.run(lambda: average_buffers(self.channel, self.module))
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job of the channel and wait for it."""
+        """Run a function in the communication thread and wait until it has returned."""
         self.channel.wait(self.channel.submit(job))
 
     # ------------------------------------------------------------------ other ranks
 
     def halt(self) -> None:
-        """Stop all jobs, after ranks were lost; return once none runs."""
+        """Stop the communication of this averager after ranks were lost; return once none is in progress."""
         self.channel.halt()
 
     def leave_part(self) -> None:
-        """Skip the current round of a part of the ranks, after ranks were lost."""
+        """Undo the current round of a subgroup of the ranks, after ranks were lost."""
         self.halt()
         put_back(self.part_before)
         self.part_before = []
@@ -298,7 +298,7 @@ class Averager:
 
     @property
     def keeps_parameters(self) -> bool:
-        """True if a rank that is one round behind ends that round with its own parameters."""
+        """True if a rank that missed the end of a round keeps its own parameters."""
         return False
 
     def for_others(self) -> dict[str, Any]:
@@ -322,7 +322,7 @@ class Averager:
         self.take_outer(state["outer"])
 
     def take_outer(self, outer: dict[str, Any]) -> list[str]:
-        """Adopt the state that all ranks share; return the parameters without such state."""
+        """Load the state of the outer optimizer; return the names of parameters for which it has none."""
         return []
 
     # ------------------------------------------------------------------ checkpoint

@@ -148,7 +148,7 @@ class SlowMoOptions(AveragerOptions):
 
 
 class SlowMo(OuterAverager):
-    """Take local steps, and every `period` move the parameters by a slow momentum of their mean.
+    """Take local steps; every `period` steps apply a momentum step to the change of the mean parameters.
 
     With the learning rate lr of the round: u = b u + (x_old - mean(x)) / lr, x_old = x_old - a lr u. Where
     lr is 0 the mean is taken as it is, and u stays.
@@ -171,7 +171,7 @@ class DiLoCoOptions(AveragerOptions):
     """Options of `diloco`."""
 
     period: int = 100
-    """Number of optimizer steps between two rounds; 500 in the paper."""
+    """Number of optimizer steps between two synchronizations; the DiLoCo paper uses 500."""
     outer_lr: float = 0.7
     """Learning rate of the outer optimizer."""
     outer_momentum: float = 0.9

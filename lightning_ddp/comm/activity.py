@@ -275,7 +275,7 @@ class Interrupt:
             raise self.error
 
     def check_deadline(self, *, is_over: bool = False) -> None:
-        """Raise if the calling thread has waited too long and the control channel can explain why.
+        """Raise if a wait has passed its timeout and the other ranks have reported what they do instead.
 
         Args:
             is_over: True if the backend's own timeout has passed already.

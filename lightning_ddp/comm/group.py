@@ -205,7 +205,7 @@ class Group:
         return known[1] if known else None
 
     def next_number(self, of: Hashable) -> int:
-        """Return the next number of the counter `of` of this process group, from 0.
+        """Return the next value, from 0, of the counter named `of` of this process group.
 
         Ranks that make the same calls get the same numbers.
         """
@@ -310,7 +310,7 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Start a collective of the process group that sends `tensors`; return its work."""
+        """Call `begin`, which starts a collective that sends `tensors`; return torch's `Work` for it."""
         self.announce(kind, tensors, label)
         note_sent(tensors)
         with without_engine_context():
@@ -423,7 +423,7 @@ class Group:
                 )
 
     def watch_device(self, device: torch.device, label: str, since: float, on_slice: OnSlice = None) -> None:
-        """Register the work queued on the current stream with the device watch; do not wait.
+        """Let a thread watch the work queued on the current stream, and report if it never ends; do not wait.
 
         Without effect if waits of this group block the host, or if there is no watch.
 

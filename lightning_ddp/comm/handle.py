@@ -243,7 +243,7 @@ class Call:
 
 
 class Handle(Generic[T]):
-    """A collective in progress, as returned by `start`.
+    """A collective in progress, as returned by `start` of a collective (`all_reduce.start`).
 
     Tensors that it sends or fills must not be changed until `wait` has returned. Collectives of a group may
     be waited for in any order, but must be started in the same order on all ranks.
@@ -278,7 +278,7 @@ class Handle(Generic[T]):
         return result
 
     def then(self, change: Callable[[T], S]) -> Handle[S]:
-        """Return a handle of this collective whose result is `change` of this handle's result."""
+        """Return a handle of the same collective whose result is `change(result)`."""
         finish = self._finish
         return Handle(self._call, self._wait, lambda: change(finish()))
 

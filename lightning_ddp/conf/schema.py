@@ -185,9 +185,13 @@ class Duration:
 
     _target_: str = "lightning_ddp.conf.schema.duration"
     days: float | None = None
+    """Days of the duration; None for 0."""
     hours: float | None = None
+    """Hours of the duration; None for 0."""
     minutes: float | None = None
+    """Minutes of the duration; None for 0."""
     seconds: float | None = None
+    """Seconds of the duration; None for 0."""
 
 
 def duration(**parts: float | None) -> timedelta | None:
@@ -286,7 +290,7 @@ DURATION = Schema(
     name="duration",
     cls=Duration,
     options=tuple(option for option in options_of_dataclass(Duration) if option.name != "_target_"),
-    description="A time span.",
+    description="A duration, as a value of `timeout` and `stall_timeout`.",
 )
 
 

@@ -335,7 +335,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self._delayed.group = self._group
 
     def states(self) -> list[torch.Tensor]:
-        """Return the parameters that are the same on all ranks."""
+        """Return the parameters that this wrapper keeps equal on all ranks: all but the ignored ones."""
         ignored = self.parameters_to_ignore
         return [p for name, p in self.module.named_parameters() if name not in ignored]
 
@@ -466,7 +466,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients without communication, for backward passes of forwards in this context."""
+        """Return a context in which forwards, and their backward passes, accumulate gradients locally."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -505,7 +505,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self._delayed.remove_hooks()
 
     def record_steps(self, num_steps: int = 256) -> StepRecorder:
-        """Keep a record of the last synchronized steps on this rank.
+        """Record the times of computation and communication of the last synchronized steps on this rank.
 
         Args:
             num_steps: Largest number of records. A second call drops the records of the first one.
@@ -610,7 +610,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
     # ------------------------------------------------------------------ logging data
 
     def logging_data(self) -> dict[str, Any]:
-        """Return settings, sizes and mean times of this wrapper on this rank.
+        """Return a dict of settings, sizes (bytes) and mean times (seconds) of this wrapper on this rank.
 
         Returns:
             Settings and sizes (in bytes) from construction, figures of the last step, and means of how long
@@ -680,7 +680,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Former name of `forward_sync_buffers`."""
+        """True if forwards copy rank 0's buffers to all ranks; the name that torch has for it."""
         return self.forward_sync_buffers
 
     @property

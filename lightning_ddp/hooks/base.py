@@ -96,7 +96,7 @@ class Hook:
 
     @staticmethod
     def make_codec(options: Any) -> Codec:
-        """Make the codec of this hook, for its own values or those of the hook that it wraps."""
+        """Return the encoder and decoder of the values that this hook, or the hook it wraps, sends."""
         raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -126,7 +126,7 @@ class Hook:
         return tuple(getattr(bucket, "names", ())) or ("",) * num_parameters
 
     def run(self, part: Part) -> torch.Tensor:
-        """Reduce one bucket and return its buffer, in a job of the channel."""
+        """Reduce one bucket and return its buffer; called in the communication thread."""
         result = self.wire.mean(part.buffer)
         if result.data_ptr() != part.buffer.data_ptr():
             part.buffer.copy_(result)
@@ -200,7 +200,7 @@ class StatefulHook(Hook):
         return future
 
     def reduce(self, part: Part) -> torch.Tensor:
-        """Average `part.flat`, whose values are finite, over the ranks with compression.
+        """Average the gradients `part.flat` of a bucket over the ranks, compressed; return the mean.
 
         Parameters that are not `part.present` hold zeros and must keep their state.
 
@@ -212,7 +212,7 @@ class StatefulHook(Hook):
         raise NotImplementedError
 
     def check_finite(self, payload: torch.Tensor) -> torch.Tensor:
-        """Check that `payload`, the same on all ranks, is finite, and return it.
+        """Return `payload`, values received from the ranks; raise if one of them is not finite.
 
         Raises:
             NonFinitePayload: a value is not finite; not raised if `is_deferred`.
@@ -261,7 +261,7 @@ class StatefulHook(Hook):
         return tuple(names)
 
     def run(self, part: Part) -> torch.Tensor:
-        """Reduce one bucket, unless a rank has a non-finite gradient, in a job of the channel."""
+        """Reduce one bucket in the communication thread; to NaN on all ranks if a gradient is not finite."""
         if part.index <= self._previous_index:
             self._end_step()  # the last bucket of the previous step was not launched
         self._previous_index = part.index
@@ -361,17 +361,17 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ undo
 
     def mark(self) -> Any:
-        """Return the state for `restore`, not a copy, as steps do not change tensors."""
+        """Return the state for `restore`; not a copy, because steps replace tensors and never modify them."""
         self._wait_until_settled()
         return self.step, self._state
 
     def restore(self, mark: Any) -> None:
-        """Undo all changes since `mark`; no job may run."""
+        """Return to the state of `mark`; call it only while no bucket is being reduced."""
         self.step, self._state = mark
         self._forget_step()
 
     def finish(self, shared: Mapping[str, Any]) -> None:
-        """Finish a step that was interrupted here after another rank had finished it; no job may run.
+        """Finish a step that another rank has finished; call it only while no bucket is being reduced.
 
         Args:
             shared: state that is the same on all ranks, from `state_dict` of that rank.

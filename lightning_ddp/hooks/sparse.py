@@ -85,8 +85,8 @@ class TopKOptions(SparseOptions):
     """Options of `topk`."""
 
     warmup_steps: int = 0
-    """Number of steps after `start_step` over which the fraction falls to `ratio`: in equal intervals it is a
-    quarter, a sixteenth and so on."""
+    """Number of steps after `start_step` in which the fraction falls to `ratio`. They are divided into equal
+    intervals with the fractions 1/4, 1/16 and so on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +107,7 @@ class TopKOptions(SparseOptions):
 
 
 class TopK(SparseHook):
-    """Send the elements of each parameter with the largest accumulated velocity; keep the rest.
+    """Send the elements of each parameter that are largest in magnitude; keep the rest for later steps.
 
     Values and positions of all ranks go to all ranks, so the traffic grows with their number.
     """

@@ -14,7 +14,7 @@ from typing import Any, Final
 from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
 from lightning_ddp.errors import one_of
-from lightning_ddp.tools.models import MODEL_NAMES
+from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP
 
 PICTURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
@@ -80,7 +80,7 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     ),
     "models": (
         ("--models", "--model"),
-        {"choices": MODEL_NAMES, "metavar": "MODEL", "help": f"any of {', '.join(MODEL_NAMES)}"},
+        {"choices": MODEL_NAMES, "metavar": "MODEL", "help": MODELS_HELP},
     ),
 }
 """Names and arguments for argparse, by option."""

@@ -84,6 +84,11 @@ WORKLOADS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 """Constructors of the models and shapes of their batches, by name."""
 
 MODEL_NAMES = tuple(WORKLOADS)
+MODELS_HELP: Final = (
+    "500 small layers (linear500), 16 large ones (linear16), a transformer (transformer6) or convolutions"
+    " with BatchNorm (convbn40)"
+)
+"""Text of the options that name models."""
 """Names of the models, in the order of measurement."""
 
 

@@ -34,7 +34,7 @@ from lightning_ddp.telemetry.timeline import (
 )
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import add_shared, output_path, positive_int
-from lightning_ddp.tools.models import MODEL_NAMES, OURS, TrainingRun, build_workload
+from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP, OURS, TrainingRun, build_workload
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
@@ -63,7 +63,7 @@ def changes_of(recordings: Sequence[Recording]) -> Sequence[Change]:
 
 
 class Timeline:
-    """Draw recorded steps: what each rank computes, which buckets are on their way, and what nothing hides.
+    """Draw recorded steps: computation of each rank, buckets in transit, and exposed communication.
 
     Writes a trace for chrome://tracing or Perfetto, and a PNG or SVG.
     """
@@ -71,7 +71,10 @@ class Timeline:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `timeline`."""
         parser.add_argument(
-            "folder", nargs="?", type=Path, help="folder with the recordings of a run, one file per rank"
+            "folder",
+            nargs="?",
+            type=Path,
+            help="folder that CommunicationMonitor(timeline=FOLDER) has written",
         )
         for name, default, what in (
             ("--trace", Path("timeline.json"), "Chrome trace file to write"),
@@ -81,7 +84,7 @@ class Timeline:
             parser.add_argument(name, type=output_path, default=default, metavar="PATH", help=text)
         text = "number of last steps to show, common to all ranks (default: %(default)s)"
         parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help=text)
-        text = "model to train without a folder (default: %(default)s)"
+        text = f"without a folder, the model to train: {MODELS_HELP} (default: %(default)s)"
         parser.add_argument("--model", choices=MODEL_NAMES, default="linear16", help=text)
         add_shared(parser, world_size=2, device="cpu", timeout_s=300.0)
 
@@ -165,7 +168,7 @@ class Report:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `report`."""
         parser.add_argument(
-            "folder", type=Path, help="folder with the recordings of a run, one file per rank"
+            "folder", type=Path, help="folder that CommunicationMonitor(timeline=FOLDER) has written"
         )
         text = "HTML page to write (default: %(default)s)"
         parser.add_argument(

@@ -112,7 +112,8 @@ _KILLED: Final = "loss to next step"
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=3, world_size=3, timeout_s=120.0)
-    add_choices(parser, "--contenders", CONTENDERS, CONTENDERS, "what is killed")
+    what = "ways to recover (stalled: the rank is stopped, not killed; cold: replaced without a fork)"
+    add_choices(parser, "--contenders", CONTENDERS, CONTENDERS, what)
 
 
 def _measure_recovery(args: argparse.Namespace) -> Result:
@@ -272,7 +273,7 @@ def _draw_recovery(result: Result, path: Path, *, unit: str, title: str) -> None
 
 RECOVERY: Final = Benchmark(
     name="recovery",
-    summary="Time from a kill to the next committed step, beside restarts by torchrun.",
+    summary="Time from a kill to the end of the next step, beside restarts by torchrun.",
     unit="s",
     options=_options,
     measure=_measure_recovery,

@@ -50,7 +50,13 @@ print(json.dumps([between - start, time.perf_counter() - start]))
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=10, world_size=[2], timeout_s=120.0)
-    add_choices(parser, "--parts", PARTS, PARTS, "what is measured")
+    add_choices(
+        parser,
+        "--parts",
+        PARTS,
+        PARTS,
+        "what to measure: the time to the first training batch, the time of `import lightning_ddp`",
+    )
 
 
 def _measure(args: argparse.Namespace) -> Result:

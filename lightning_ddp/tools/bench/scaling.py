@@ -75,7 +75,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--from-timeline",
         type=Path,
         metavar="FOLDER",
-        help="recordings of a run of yours, instead of a model; needs --latency-us and --gbit",
+        help="folder that CommunicationMonitor(timeline=FOLDER) has written, instead of a model; needs"
+        " --latency-us and --gbit",
     )
     subject.add_argument(
         "--steps", type=positive_int, default=10, metavar="N", help="recorded steps (default: %(default)s)"
@@ -107,7 +108,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=positive_int,
         metavar="N",
-        help="numbers of ranks (default: powers of two up to 4096; for buckets, the recorded number)",
+        help="numbers of ranks (default: powers of two up to 4096; with --bucket-caps-mb, the recorded"
+        " number)",
     )
     contenders = parser.add_argument_group("contenders, as NAME or NAME:option=value,option=value")
     for name, kinds, what in (("--hooks", _HOOKS, "hooks"), ("--averagers", _AVERAGERS, "averagers")):
@@ -122,8 +124,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--bucket-caps-mb",
         nargs="+",
         type=positive_float,
-        metavar="MB",
-        help="bucket plans to compare (default: the recorded plan)",
+        metavar="MIB",
+        help="values of bucket_cap_mb, in MiB, to compare (default: the recorded buckets)",
     )
 
 

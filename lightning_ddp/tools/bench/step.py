@@ -66,6 +66,10 @@ SCRIPT = TRAINING
 """Script that is started for each turn of a Trainer."""
 
 _NUM_TRAINER_STEPS: Final = 8  # times --steps: a script's start is long, so that it is used for more of them
+_CONTENDERS_HELP: Final = (
+    "wrappers: this package's, torch's (view: gradients are bucket views; flags: for static models), none"
+    " (bare)"
+)
 _TOLERANCE: Final = 1e-3  # relative; rounding stays far below, no communication is 5 to 1000 times above
 _MOST_COMPARED: Final = 8192
 _MIB: Final = 2**20
@@ -73,7 +77,7 @@ _MIB: Final = 2**20
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=30, world_size=None, timeout_s=1800.0, models=list(MODEL_NAMES), device="cpu")
-    add_choices(parser, "--contenders", tuple(CONTENDERS), DEFAULT_CONTENDERS, "contenders to measure")
+    add_choices(parser, "--contenders", tuple(CONTENDERS), DEFAULT_CONTENDERS, _CONTENDERS_HELP)
     parser.add_argument(
         "--links",
         nargs="+",

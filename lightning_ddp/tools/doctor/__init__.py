@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     for name, text in (
         ("--processes", "start N ranks on this machine and measure them"),
-        ("--nodes", "number of nodes, on each of which this command is run by hand"),
+        ("--nodes", "number of nodes; run this command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK"),
     ):
         where.add_argument(name, type=positive_int, metavar="N", help=text)
     for name, metavar, default, text in (
