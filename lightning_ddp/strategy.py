@@ -122,7 +122,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             leaves buffers and torchmetrics as they were. Layers and user code that communicate, such as
             SyncBatchNorm, see the repeated batch; so do values that are logged on_step without sync_dist.
             With 'error' all ranks raise at that step. Both cost one small all-reduce per step, for which the
-            host waits. With None nothing is checked, and ranks with different numbers of batches hang.
+            CPU thread waits. With None nothing is checked, and ranks with different numbers of batches hang.
         divide_by_initial_world_size: With uneven_inputs='join', divide gradients by the number of all ranks;
             if False, by the number of ranks that still have batches.
         heartbeat_timeout_s: Seconds without a heartbeat after which a node counts as lost (at least 2).
@@ -130,24 +130,24 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             and it is killed.
         stall_timeout: Longest time without progress of a rank that waits for no other rank, after which it
             counts as failed; None for no limit. Such a rank is stopped, or its data loader hangs. A
-            `timedelta` or seconds; must be longer than the longest step.
+            `timedelta` or seconds; must be longer than the longest step, validation batch or checkpoint.
         model_averaging: Local training with averaged parameters: a name of `averaging.available_averagers`,
             or a mapping with `name` and options; None to average gradients in every step.
         transport: How gradients and averaged parameters of CPU ranks travel: 'auto', 'shared_memory' or
             'gloo'. 'auto' uses shared memory within a host, and gloo between one rank per host; gloo alone
             where shared memory is not available. 'shared_memory' is the same, or an error. 'gloo' never uses
             shared memory.
-        init_method: Address at which the processes rendezvous; None for the launcher's own store, or
-            `env://` under torchrun and SLURM. `tcp://host:port` names the first node and a port there that
-            the launcher listens on, instead of MASTER_ADDR and MASTER_PORT. `file:///path` is a file that
-            all processes reach, a new one for each run: a file that a crashed run has left is an error that
-            names it. (Several nodes also need MASTER_ADDR and MASTER_PORT, for the control channel.)
+        init_method: Address at which the processes rendezvous; None for the store of the launching process,
+            or `env://` under torchrun and SLURM. `tcp://host:port` names the first node and a port there that
+            the launching process listens on, instead of MASTER_ADDR and MASTER_PORT. `file:///path` is a file
+            that all processes reach, a new one for each run: a file that a crashed run has left is an error
+            that names it. (Several nodes also need MASTER_ADDR and MASTER_PORT, for the control channel.)
         store: A `torch.distributed.Store` that all processes reach, made by the script in each process; None
             to use `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
         debug: 'detail' compares every collective across ranks before it starts (purpose, shapes, dtypes,
-            order); None compares only after a collective has passed its `timeout`. With 'detail' a difference
-            is an error on all ranks before any data moves, at the cost of a round trip over the control
-            channel per collective.
+            order); None compares only collectives in which ranks have waited for 5 s. With 'detail' a
+            difference is an error on all ranks before any data moves, at the cost of a round trip over the
+            control channel per collective.
         on_failure: What happens when a rank is lost: 'stop', 'shrink' or 'replace'. 'stop' ends the run on
             all ranks, 'shrink' continues the same `fit` with the remaining ranks, 'replace' also starts a new
             process for each lost rank. Training continues from the interrupted step, with the rest of the

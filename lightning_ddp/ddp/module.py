@@ -311,7 +311,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return self._group.process_group
 
     def update_process_group(self, process_group: Any) -> None:
-        """Continue with other ranks, for example after a loss. All ranks of the new group call it.
+        """Continue with other ranks, for example after losing a rank. All ranks of the new group call it.
 
         The buckets are planned again; gradients stay. The ranks must hold the same parameters. Communicates
         only to share memory. The owner of a communication hook must update the hook.
