@@ -121,7 +121,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             leaves buffers and torchmetrics as they were. Layers and user code that communicate, such as
             SyncBatchNorm, see the repeated batch; so do values that are logged on_step without sync_dist.
             With 'error' all ranks raise at that step. Both cost one small all-reduce per step, for which the
-            host waits. With None nothing is checked, and ranks with different numbers of batches hang.
+            CPU thread waits. With None nothing is checked, and ranks with different numbers of batches hang.
         divide_by_initial_world_size: With uneven_inputs='join', divide gradients by the number of all ranks;
             if False, by the number of ranks that still have batches.
         heartbeat_timeout_s: Seconds without a heartbeat after which a node counts as lost (at least 2).
@@ -137,17 +137,17 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             'gloo'. 'auto' uses shared memory within a host, and gloo among one rank of each host; gloo alone
             where shared memory is not available. 'shared_memory' does the same, but raises an error there.
             'gloo' never uses shared memory.
-        init_method: Address at which the processes rendezvous; None for the launcher's own store, or
+        init_method: Address at which the processes rendezvous; None for the launching process's store, or
             `env://` under torchrun and SLURM. `tcp://host:port` names the first node and a port there that
-            the launcher listens on, instead of MASTER_ADDR and MASTER_PORT. `file:///path` is a file that
+            that process listens on, instead of MASTER_ADDR and MASTER_PORT. `file:///path` is a file that
             all processes reach, a new one for each run: if a crashed run left the file behind, an error
             names it. (Several nodes also need MASTER_ADDR and MASTER_PORT, for the control channel.)
         store: A `torch.distributed.Store` that all processes reach, made by the script in each process; None
             to use `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
         debug: 'detail' compares every collective across ranks before it starts (purpose, shapes, dtypes,
-            order); None compares only after a collective has passed its `timeout`. With 'detail' a difference
-            is an error on all ranks before any data moves, at the cost of a round trip over the control
-            channel per collective.
+            order); None compares only collectives in which ranks have waited for 5 s. With 'detail' a
+            difference is an error on all ranks before any data moves, at the cost of a round trip over the
+            control channel per collective.
         on_failure: What happens when a rank is lost: 'stop', 'shrink' or 'replace'. 'stop' ends the run on
             all ranks, 'shrink' continues the same `fit` with the remaining ranks, 'replace' also starts a new
             process for each lost rank. Training continues from the interrupted step, with the rest of the

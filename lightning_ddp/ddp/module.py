@@ -314,7 +314,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return self._group.process_group
 
     def update_process_group(self, process_group: Any) -> None:
-        """Continue with the ranks of `process_group`, for example after the loss of a rank.
+        """Continue with the ranks of `process_group`, for example after losing a rank.
 
         The buckets are planned again; gradients are kept. The ranks must hold the same parameters. The owner
         of a communication hook must update the hook.
