@@ -571,6 +571,26 @@ def test_a_process_that_has_finished_may_end(how) -> None:
         assert record.rank == 2
 
 
+def test_that_all_have_ended_a_run_is_known_before_a_failure_after_it() -> None:
+    """Although the thread that leaves is slower than the failure."""
+    with running(2) as run:
+        run.connect_all()
+        first, second = run.watches
+        known_before: list[FailureRecord | None] = []
+
+        def end() -> None:
+            second.post(Active(is_active=False, run=1, name="fit"))
+            assert second.wait_for_verdict(DEADLINE_S) is not None
+
+        when_all_left = lambda: known_before.append(second.failure)  # noqa: E731
+        thread = threading.Thread(target=second.leave_run, args=(end, DEADLINE_S, when_all_left))
+        thread.start()
+        leave(first)
+        first.report(raised(0), is_echo=False)
+        thread.join()
+        assert known_before == [None]
+
+
 @pytest.mark.parametrize("how", ["fails", "dies"])
 def test_nobody_leaves_a_run_before_all_have_ended_it(how) -> None:
     with running(2) as run:

@@ -257,10 +257,11 @@ def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, numbe
 
 
 BETWEEN_RUNS = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import pytorch_lightning as pl
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
+from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.session import session_of_process
 
 def state():
@@ -293,6 +294,9 @@ victim, how, has_more = int(sys.argv[1]), sys.argv[2], sys.argv[3] != "end"
 heard = []
 if sys.argv[3] == "handle":
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+if sys.argv[3] == "slow" and rank != victim:
+    leave = Inspector.leave
+    Inspector.leave = lambda self: (leave(self), time.sleep(1))
 try:
     fit()
     if rank == victim:
@@ -347,13 +351,22 @@ def test_a_failure_between_two_runs_is_heard_of_at_once(victim) -> None:
 )
 def test_who_fails_between_two_runs_is_named(victim, how, has_more, words) -> None:
     """At the beginning of the next one, or at the end of the launching process."""
-    arguments = [str(victim), how, "more" if has_more else "end"]
+    check_between_runs(victim, how, "more" if has_more else "end", words)
+
+
+def test_a_rank_that_is_slow_to_leave_a_run_has_left_it_once_all_have_ended_it() -> None:
+    """It learns of what another rank does after that in its next run."""
+    check_between_runs(0, "raise", "slow", "ValueError: no such column: 'age'")
+
+
+def check_between_runs(victim: int, how: str, then: str, words: str) -> None:
+    arguments = [str(victim), how, then]
     result = run_script(BETWEEN_RUNS, arguments, timeout_s=DEADLINE_S)
     context = f"{result.stdout}\n{result.stderr}"
     assert f"rank {1 - victim}, validated: as before" in result.stdout, context
-    if has_more:
+    if then != "end":
         assert f"heard rank {victim} (host " in result.stdout, context
-    assert result.stdout.count("ended well") == (not has_more), context
+    assert result.stdout.count("ended well") == (then == "end"), context
     if victim == 0 and how != "raise":
         assert result.returncode == (3 if how == "leave" else -signal.Signals[how]), context
         return

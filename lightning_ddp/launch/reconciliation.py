@@ -292,7 +292,8 @@ class Reconciliation:
         stall_s, grace_s = self._settings.stall_timeout_s, self._settings.failure_grace_s
         with self._limiting:
             if stall_s is not None and self._depth > 0 and self._ends_at is None:
-                limit_last_words(stall_s + max(grace_s, stall_s / REPORTS_A_TIMEOUT))
+                # later than the others find out, up to two reports after the limit, and ask for the stack
+                limit_last_words(stall_s + max(grace_s, 2 * stall_s / REPORTS_A_TIMEOUT) + _LATER_S)
         activity = self.interrupt.activity
         return replace(self._position(), waits_for=activity.label, count=activity.count)
 
@@ -439,7 +440,10 @@ class Reconciliation:
     def _leave_together(self) -> None:
         """Waits until the run has ended on all ranks: what this one does next may build on that."""
         if self.watch is not None and self._depth == 1:
-            self.watch.leave_run(self.inspector.leave, min(self.interrupt.deadline_s, _LONGEST_END_S))
+            limit_s = min(self.interrupt.deadline_s, _LONGEST_END_S)
+            self.watch.leave_run(self.inspector.leave, limit_s, self.alarm.silence)
+            if self.alarm.is_silent:  # all ranks have ended the run: a failure after that is not part of it
+                return
         self.check_end()  # it was told of a failure a moment ago, perhaps
         self.interrupt.check()
 
