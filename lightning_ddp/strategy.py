@@ -98,13 +98,14 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         start_method: How the processes of a node start: 'popen', 'spawn', 'fork' or 'forkserver'. 'popen'
             runs the script again in child processes; the others run the Trainer's function in new
             processes.
-        bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has at most 1 MiB;
-            with None, less between CPU ranks on several hosts.
+        bucket_cap_mb: Largest size of a bucket in MiB; None for 25, or a smaller size between CPU ranks
+            on several hosts. The first bucket has at most 1 MiB.
         gradient_as_bucket_view: If True, `.grad` is a view of the bucket after backward.
         find_unused_parameters: If True, search in every step for parameters that take no part in the loss.
         static_graph: If True, every step must have the graph of the first step, unused parameters included.
         broadcast_buffers: When rank 0's buffers are copied to all ranks: 'auto' before a forward that reads
-            them, True before each forward, False never. With False wrapping does not copy them either.
+            them, True before each forward, False never. BatchNorm reads its buffers in eval mode only. With
+            False wrapping does not copy them either.
         init_sync: If True, wrapping compares the models of the ranks and broadcasts rank 0's state.
         forward_sync_buffers: True or False as in `broadcast_buffers`, which it replaces: with False wrapping
             still copies the buffers; None to use `broadcast_buffers`.
@@ -138,10 +139,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             where shared memory is not available. 'shared_memory' does the same, but raises an error there.
             'gloo' never uses shared memory.
         init_method: Address at which the processes rendezvous; None for the launching process's store, or
-            `env://` under torchrun and SLURM. `tcp://host:port` names the first node and a port there that
-            that process listens on, instead of MASTER_ADDR and MASTER_PORT. `file:///path` is a file that
-            all processes reach, a new one for each run: if a crashed run left the file behind, an error
-            names it. (Several nodes also need MASTER_ADDR and MASTER_PORT, for the control channel.)
+            `env://` under torchrun and SLURM. `tcp://host:port`: the first node listens there, instead of at
+            MASTER_ADDR and MASTER_PORT. `file:///path` is a file that all processes reach, a new one for each
+            run: if a crashed run left the file behind, an error names it. On several nodes every form also
+            needs MASTER_ADDR and MASTER_PORT, for the control channel.
         store: A `torch.distributed.Store` that all processes reach, made by the script in each process; None
             to use `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
         debug: 'detail' compares every collective across ranks before it starts (purpose, shapes, dtypes,
@@ -670,7 +671,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return super().predict_step(*args, **kwargs)
 
     def on_train_end(self) -> None:
-        """In local training, average the parameters; then make the buffers those of rank 0 on all ranks.
+        """Make the buffers those of rank 0 on all ranks; in local training, average the parameters first.
 
         Collective: all ranks must call it.
         """

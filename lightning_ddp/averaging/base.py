@@ -194,7 +194,7 @@ class Averager:
         self.complete()
 
     def copies(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of a tensor and a copy of it; an empty list if failed rounds are not repeated."""
+        """Copy the given tensors: pairs (tensor, copy); an empty list if failed rounds are not repeated."""
         return [(tensor, tensor.detach().clone()) for tensor in tensors if self.keeps_rounds]
 
     def changed_by_round(self, track: Track) -> list[torch.Tensor]:

@@ -205,7 +205,7 @@ class Group:
         return known[1] if known else None
 
     def next_number(self, of: Hashable) -> int:
-        """Return the next value, from 0, of the counter named `of` of this process group.
+        """Count the calls with the name `of` in this process, from 0; return the count.
 
         Ranks that make the same calls get the same numbers.
         """

@@ -505,7 +505,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self._delayed.remove_hooks()
 
     def record_steps(self, num_steps: int = 256) -> StepRecorder:
-        """Record the times of computation and communication of the last synchronized steps on this rank.
+        """Start recording computation and communication times of synchronized steps on this rank.
 
         Args:
             num_steps: Largest number of records. A second call drops the records of the first one.

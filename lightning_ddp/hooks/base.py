@@ -245,7 +245,7 @@ class StatefulHook(Hook):
             foreach_add_([piece for piece, _ in found], [error for _, error in found])
 
     def remember_slices(self, part: Part, key: str, flat: torch.Tensor) -> None:
-        """Keep a flat tensor of this step, such as its residual, for the parameters with a gradient."""
+        """Split a flat tensor, such as the residual, by parameter; remember the slices with a gradient."""
         for name, piece in part.present_slices(flat):
             self.remember(name, key, piece)
 
@@ -343,7 +343,7 @@ class StatefulHook(Hook):
         self._previous_index = -1
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Add the values of a finite step to the state, in new mappings, as `mark` keeps the old ones."""
+        """Store the values that a step without NaN or infinity remembered; earlier marks stay valid."""
         changed = {name: {**self._state.get(name, {}), **values} for name, values in pending.items()}
         self._state = {**self._state, **changed}
 
@@ -371,7 +371,7 @@ class StatefulHook(Hook):
         self._forget_step()
 
     def finish(self, shared: Mapping[str, Any]) -> None:
-        """Finish a step that another rank has finished; call it only while no bucket is being reduced.
+        """Commit an interrupted step that another rank has committed; call it while no bucket is reduced.
 
         Args:
             shared: state that is the same on all ranks, from `state_dict` of that rank.

@@ -47,8 +47,8 @@ class RecoverySettings:
     """Batch size that stays the same when ranks are lost: that of each rank ('rank') or of all ranks
     ('global')."""
     exceptions: bool = False
-    """If True, also recover from exceptions in user code, without the rank that raised; if False, an
-    exception ends the run."""
+    """If True, also recover from exceptions in user code, as from the loss of the rank that raised; if
+    False, an exception ends the run."""
 
     def __post_init__(self) -> None:
         _check_number("min_world_size", self.min_world_size, 1)

@@ -94,14 +94,14 @@ def add_shared(parser: Any, **defaults: Any) -> None:
             options = {**options, "nargs": "+"}
         if default is not None:
             shown = " ".join(map(str, default)) if isinstance(default, list) else default
-            options = {**options, "help": f"{options['help'].partition(' (')[0]} (default: {shown})"}
+            options = {**options, "help": f"{options['help'].partition(' (default')[0]} (default: {shown})"}
         parser.add_argument(*names, default=default, **options)
 
 
 def add_choices(parser: Any, option: str, choices: Sequence[str], default: Sequence[str], what: str) -> None:
     """Declare an option that accepts some of several names, listed in its help."""
     shown = "all" if tuple(default) == tuple(choices) else " ".join(default)
-    text = f"{what}, any of {', '.join(choices)} (default: {shown})"
+    text = f"{what}; any of: {', '.join(choices)} (default: {shown})"
     parser.add_argument(
         option, nargs="+", choices=tuple(choices), default=list(default), metavar="NAME", help=text
     )

@@ -67,8 +67,8 @@ SCRIPT = TRAINING
 
 _NUM_TRAINER_STEPS: Final = 8  # times --steps: a script's start is long, so that it is used for more of them
 _CONTENDERS_HELP: Final = (
-    "wrappers: this package's, torch's (view: gradients are bucket views; flags: for static models), none"
-    " (bare)"
+    "wrappers (ours_gloo: transport='gloo', view: gradients are bucket views, flags: for static models, bare:"
+    " no wrapper)"
 )
 _TOLERANCE: Final = 1e-3  # relative; rounding stays far below, no communication is 5 to 1000 times above
 _MOST_COMPARED: Final = 8192
