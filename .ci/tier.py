@@ -18,16 +18,16 @@ import sys
 from pathlib import Path
 
 OUT = Path(".ci/out")
-"""`NAME.log`, with the duration of each test, and the names of those that have failed once."""
+"""Folder of `NAME.log`, with the duration of each test, and of the names of tests that failed once."""
 FAILED_ONCE = OUT / "failed_once"
 RECORD = Path(".pytest_cache/v/cache/lastfailed")
 NUM_REPEATED = 3
 NUM_SHOWN = 50
-"""Of the durations, the longest first; the log has all."""
+"""Number of durations to print, longest first; the log has all."""
 
 
 def run(name: str, command: str, arguments: list[str]) -> int:
-    """The exit code: 0 if all tests passed, or up to three only when they ran again."""
+    """Run a tier; return 0 if all tests passed, or at most three only when they ran again."""
     OUT.mkdir(parents=True, exist_ok=True)
     RECORD.unlink(missing_ok=True)  # of an earlier run
     code = run_logged(command, OUT / f"{name}.log")
@@ -46,7 +46,7 @@ def run(name: str, command: str, arguments: list[str]) -> int:
 
 
 def run_logged(command: str, log: Path) -> int:
-    """Runs a command of the shell; what it prints goes to the screen and, with all durations, to `log`."""
+    """Run a shell command; copy its output to the screen and, with all durations, to `log`."""
     options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --durations=0".strip()
     process = subprocess.Popen(
         ["bash", "-c", command],
@@ -69,14 +69,14 @@ def run_logged(command: str, log: Path) -> int:
 
 
 def failed_tests() -> list[str]:
-    """What pytest has noted; xdist writes the group of a test behind its name."""
+    """Return the failed tests in pytest's record, without the groups that xdist appends to names."""
     if not RECORD.exists():
         return []
     return sorted(re.sub(r"@[^]@]*$", "", test) for test in json.loads(RECORD.read_text()))
 
 
 def summary() -> str:
-    """The line at the end."""
+    """Return the last line of the output."""
     tests = FAILED_ONCE.read_text().splitlines() if FAILED_ONCE.exists() else []
     return f"failed once: {len(tests)}" + (f" ({'; '.join(tests)})" if tests else "")
 

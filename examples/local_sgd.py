@@ -23,7 +23,7 @@ class DigitNet(pl.LightningModule):
         return cross_entropy(self.layers(images), labels)
 
     def on_train_batch_end(self, *args: object) -> None:
-        """Shows how far the processes are from each other: a collective, for this example alone."""
+        """Print the distance of the processes' models, by a collective for this example only."""
         models = self.all_gather(parameters_to_vector(self.parameters()).detach())
         apart = (models - models.mean(0)).norm(dim=1).mean()
         if self.trainer.is_global_zero and self.global_step in (20, 21, 24, 27, 28, 29, 35, 36, 37):

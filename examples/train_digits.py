@@ -119,7 +119,7 @@ class DigitNet(pl.LightningModule):
 
 
 def read_curve(path: Path) -> dict[str, list[float]]:
-    """The columns of Lightning's metrics.csv, which has training and validation on lines of their own."""
+    """Read the columns of Lightning's metrics.csv, which has separate lines for validation."""
     rows = list(csv.DictReader(path.open()))
     return {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
 

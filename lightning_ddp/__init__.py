@@ -50,16 +50,16 @@ _LATER = {
         ("DataParallel", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"), "replicas"
     ),
 }
-"""Public name -> file that has it."""
+"""Modules of public names that are imported on first access, by name."""
 
 
-if not TYPE_CHECKING:  # a checker that saw it would accept any name
+if not TYPE_CHECKING:  # a type checker would accept any name because of it
 
     def __getattr__(name: str) -> Any:
-        """The engine and the catalogues, imported when they are asked for.
+        """Import the engine and the catalogues on first access.
 
-        The process that starts the others would import them before it does so; and many a script that imports
-        this package for its variants, or to read a configuration, trains nothing.
+        Otherwise the launching process would import them before it starts the other processes, and scripts
+        that do not train, but use the variants or read a configuration, would import them, too.
         """
         if name in _CATALOGUES:
             return importlib.import_module(f"lightning_ddp.{name}")

@@ -1,13 +1,12 @@
-"""The one place that knows the names of Lightning's modules and all of its private names, and so it is long.
+"""All names of Lightning's modules and all of its private names, in this file only, which makes it long.
 
 Lightning comes as `pytorch_lightning` and as `lightning.pytorch`, with separate classes and registries.
-Neither is imported here: the classes below stand for Lightning's until it is known which one is used, and
-what is made of a class that derives from them has Lightning's own below it (`bind`).
+Neither is imported here: the classes below are placeholders for Lightning's classes until it is known which
+package is used. `bind` makes a class with Lightning's own bases from a class that derives from placeholders.
 
-What is said here of private names holds for Lightning 2.5 to 2.6, as `tests/test_private_names.py` tells. One
-that is gone is an `UnsupportedVersionError`: of a module where a namespace is used for the first time, of an
-object where it is asked for. Methods that Lightning itself calls (`_configure_launcher` ...) are overridden
-where they belong.
+The private names are those of Lightning 2.5 to 2.6; `tests/test_private_names.py` checks them. A missing name
+is an `UnsupportedVersionError`: for a module at the first use of its namespace, for an object at the access.
+Methods that Lightning itself calls (`_configure_launcher` ...) are overridden in their classes.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=type)
 
 ROOTS = ("pytorch_lightning", "lightning.pytorch")
-"""The namespaces of Lightning."""
+"""Namespaces of Lightning."""
 FABRICS = {"lightning_fabric": ROOTS[0], "lightning.fabric": ROOTS[1]}
-"""Those of Fabric, which each of the others builds on."""
+"""Namespaces of Fabric, each with the namespace of Lightning that builds on it."""
 
-# our name -> (module below the root, name there); "fabric:" is the other package of the same family
+# By our name: module below the root, and its name there; "fabric:" is the Fabric package of the same family.
 _BASES = {
     "Callback": ("callbacks", "Callback"),
     "DDPStrategy": ("strategies", "DDPStrategy"),
@@ -99,14 +98,14 @@ _OTHERS = {
 
 
 def process_arguments(launch: types.FrameType) -> list[Any]:
-    """What `MultiProcessingLauncher.launch`, whose frame this is, gives each process after its number."""
+    """Return the arguments of each process, without its number, from a frame of `launch`."""
     if "process_args" not in launch.f_locals:
         raise UnsupportedVersionError("this Lightning starts processes with other arguments")
     return list(launch.f_locals["process_args"])
 
 
 def read_rank_again(rank: int, local_rank: int) -> None:
-    """Gives Lightning and torchmetrics the rank that they read when they are imported."""
+    """Set the rank that Lightning and torchmetrics have read when they were imported."""
     told = {"lightning_utilities.core.rank_zero": rank, "torchmetrics.utilities.prints": local_rank}
     for name, number in told.items():
         if name in sys.modules:
@@ -114,19 +113,19 @@ def read_rank_again(rank: int, local_rank: int) -> None:
 
 
 def loaded_roots() -> list[str]:
-    """The namespaces that this process has imported."""
+    """Return the namespaces that this process has imported."""
     return [root for root in ROOTS if hasattr(sys.modules.get(root), "Trainer")]
 
 
 def _root_in_use() -> str:
-    """The namespace that has been imported, `pytorch_lightning` if both or none have."""
+    """Return the imported namespace; `pytorch_lightning` if both or none were imported."""
     for root in loaded_roots():
         return root
     return ROOTS[0] if importlib.util.find_spec(ROOTS[0]) else ROOTS[1]
 
 
 def _root_of(owner: object) -> str | None:
-    """The namespace that an object's class comes from, or the first of its bases that comes from one."""
+    """Return the namespace of an object's class or of its first base with one; None without any."""
     for kind in type(owner).__mro__:
         for name, root in {**dict(zip(ROOTS, ROOTS, strict=True)), **FABRICS}.items():
             if f"{kind.__module__}.".startswith(f"{name}."):
@@ -135,10 +134,10 @@ def _root_of(owner: object) -> str | None:
 
 
 def lightnings(name: str, root: str | None = None) -> Any:
-    """What Lightning calls by one of the names above, in a namespace; None for the one that is used.
+    """Return Lightning's object for a name above, from the namespace `root` or that in use.
 
     Raises:
-        UnsupportedVersionError: this Lightning has not all of them.
+        UnsupportedVersionError: this Lightning lacks one of the names.
     """
     return _names_of(root or _root_in_use())[name]
 
@@ -154,7 +153,7 @@ def _names_of(root: str) -> dict[str, Any]:
 
 
 def _import(module: str, name: str) -> Any:
-    """A name of one of Lightning's modules."""
+    """Import an object from one of Lightning's modules."""
     try:
         return getattr(importlib.import_module(module), name)
     except (AttributeError, ImportError) as error:
@@ -169,13 +168,14 @@ def _unsupported(where: str, name: str, root: str | None = None) -> UnsupportedV
     root = root or _root_in_use()
     package = root.partition(".")[0].replace("_", "-")
     return UnsupportedVersionError(
-        f"{package} {_version(root)} has no `{name}` in {where}. lightning_ddp builds on it, and knows"
-        f" Lightning 2.5 to 2.6: pip install '{package}>=2.5,!=2.6.2,!=2.6.3,<2.7', or a newer lightning_ddp"
+        f"{package} {_version(root)} has no `{name}` in {where}, which lightning_ddp needs. Lightning 2.5"
+        f" and 2.6 are supported: pip install '{package}>=2.5,!=2.6.2,!=2.6.3,<2.7', or use a newer"
+        " lightning_ddp"
     )
 
 
 def _get(owner: Any, name: str) -> Any:
-    """A private attribute of one of Lightning's objects."""
+    """Return a private attribute of an object of Lightning."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -183,32 +183,31 @@ def _get(owner: Any, name: str) -> Any:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Changes a private attribute; one that Lightning does not have would change nothing."""
+    """Set an existing private attribute; a new one would have no effect on Lightning."""
     _get(owner, name)
     setattr(owner, name, value)
 
 
-# ---------------------------------------------------------------------- classes that stand for Lightning's
+# ---------------------------------------------------------------------- placeholders for Lightning's classes
 
 
 class _Unbound(ABC):
-    """Base of what stands for a base class. Its subclasses are written once, for both namespaces.
+    """Base of placeholders for base classes, whose subclasses are written once, for both namespaces.
 
-    What is made by calling such a subclass is of the class that `bind` makes of it, and so is what a pickle
-    restores.
+    Calling such a subclass makes an instance of the class that `bind` makes from it; so does unpickling.
     """
 
     _root: str | None = None
-    """The namespace of a class that `bind` has made, and of those below it."""
+    """Namespace of a class that `bind` has made, and of its subclasses; None for other classes."""
     _written: Any
-    """Of a class that `bind` has made: the one that it was made of."""
+    """Original class of a class that `bind` has made."""
     _stands_for: str
-    """Of what stands for a class: its name in `_BASES`."""
+    """Name in `_BASES` of a placeholder."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         parameters = inspect.signature(cls.__init__).parameters if kwargs else {}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            known = list(parameters)[1:]  # less `self`
+            known = list(parameters)[1:]  # without `self`
             for argument in kwargs:
                 if argument not in known:
                     raise unknown_argument(f"{cls.__name__}()", argument, known)
@@ -229,9 +228,9 @@ def _restore(written: type, root: str) -> Any:
 
 
 def bind(cls: C, root: str) -> C:
-    """A class with those of a namespace in the place of what stands for them; it is made once."""
+    """Return a class with the bases of a namespace instead of placeholders; made once."""
     written: Any = vars(cls).get("_written", cls)
-    if written._root is not None:  # a user's, below one that is bound
+    if written._root is not None:  # a user's subclass of a bound class
         return cls
     return _bind(written, root)  # type: ignore[no-any-return]
 
@@ -248,14 +247,14 @@ def _bind(written: Any, root: str) -> Any:
 
 
 def bind_like(owner: object, cls: C) -> C:
-    """A class, bound to the namespace that `owner` comes from."""
+    """Return a class bound to the namespace of `owner`."""
     return bind(cls, _root_of(owner) or _root_in_use())
 
 
 def adopt(strategy: Any, by: object) -> None:
-    """Makes a strategy one of the namespace that `by` comes from: the Trainer's, which uses it.
+    """Bind a strategy to the namespace of `by`, an object of the Trainer that uses it.
 
-    It may have been made for the other one, where both have been imported.
+    It may have been made for the other namespace if both have been imported.
     """
     root = _root_of(by)
     if root is not None:
@@ -263,19 +262,20 @@ def adopt(strategy: Any, by: object) -> None:
 
 
 def accept_strategies(module: Any) -> None:
-    """Has a namespace, whose `strategies` this is, take our strategies for its own, and their class."""
+    """Make a namespace, whose module `strategies` is given, accept this package's strategies."""
     is_fabrics = module.__name__.partition(".strategies")[0] in FABRICS
     module.DDPStrategy.register(FabricDDPStrategy if is_fabrics else DDPStrategy)
 
 
 def explain_refusals(module: Any, explain: Callable[[Exception, Any, Any], str | None]) -> None:
-    """Has the Trainer say in our words why it does not take a strategy of ours.
+    """Replace the Trainer's message when it refuses a strategy of this package.
 
     Args:
         module: `trainer.connectors.accelerator_connector` of a namespace.
-        explain: called with the error, the strategy and `plugins=`; returns None to leave the error as it is.
+        explain: called with the error, the strategy and `plugins=`; returns the message, or None to keep
+            Lightning's.
     """
-    kind = getattr(module, "_AcceleratorConnector", None)  # what only explains is missed by nobody
+    kind = getattr(module, "_AcceleratorConnector", None)  # optional, as it only improves messages
     for name in ("_check_config_and_set_final_flags", "_lazy_init_strategy"):
         if hasattr(kind, name):
             setattr(kind, name, _explained(getattr(kind, name), explain))
@@ -297,10 +297,10 @@ def _explained(method: Callable[..., Any], explain: Callable[..., str | None]) -
 
 
 class _Kind(ABC):
-    """Base of what stands for a class of which objects are; Lightning's own are, from either namespace."""
+    """Base of placeholders for `isinstance`, true for Lightning's classes of both namespaces."""
 
     _stands_for: str
-    """Its name in `_KINDS`."""
+    """Name in `_KINDS` of a placeholder."""
 
     @classmethod
     def __subclasshook__(cls, subclass: type) -> Any:
@@ -319,44 +319,44 @@ if not TYPE_CHECKING:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """One of Lightning's, of the namespace that its first argument comes from."""
+    """Make a function that calls Lightning's, from the namespace of its first argument."""
     return lambda *args, **kwargs: lightnings(name, _root_of(next(iter(args), None)))(*args, **kwargs)
 
 
 check_missing_main_guard = _function("check_missing_main_guard")
-"""Refuses to start processes in one that still imports the script."""
+"""Refuse to start processes in a process that still imports the script."""
 interrupt_trainer = _function("interrupt_trainer")
-"""Tells callbacks and loggers of an exception."""
+"""Report an exception to callbacks and loggers."""
 optimizers_to_device = _function("optimizers_to_device")
-"""Moves what optimizers remember."""
+"""Move the state of optimizers to a device."""
 reset_seed = _function("reset_seed")
-"""Seeds again as `seed_everything` has, in a process that has been started since."""
+"""Seed a new process as `seed_everything` did in its parent."""
 set_num_threads_if_needed = _function("set_num_threads_if_needed")
-"""Shares the processors of this host among its processes."""
+"""Divide the processors of this host among its processes."""
 unshare = _function("unshare")
-"""Gives models that were sent to a new process memory of their own."""
+"""Copy models that were sent to a new process from shared to own memory."""
 
 
 def num_cuda_devices() -> int:
-    """How many GPUs Lightning finds."""
+    """Return the number of GPUs that Lightning finds."""
     number: int = lightnings("CUDAAccelerator").auto_device_count()
     return number
 
 
 def sigterm_exception(trainer: Trainer) -> type[BaseException]:
-    """What ends the loops of a Trainer on a signal."""
+    """Return the exception class that ends the loops of a Trainer on a signal."""
     kind: type[BaseException] = lightnings("SIGTERMException", _root_of(trainer))
     return kind
 
 
 def silent_end(trainer: Trainer) -> BaseException:
-    """What ends a fit on one rank with its hooks for teardown and without `on_exception`."""
+    """Return an exception that ends a fit on one rank with teardown hooks, but no `on_exception`."""
     error: BaseException = lightnings("TunerExitException", _root_of(trainer))()
     return error
 
 
 def stop_exceptions() -> tuple[type[BaseException], ...]:
-    """By which Lightning ends a run on all ranks, without a failure; `_TunerExitException` is the other."""
+    """Return the classes by which Lightning ends a run without a failure."""
     names = ("SIGTERMException", "TunerExitException")
     return tuple(lightnings(name, root) for root in loaded_roots() for name in names)
 
@@ -365,17 +365,17 @@ def stop_exceptions() -> tuple[type[BaseException], ...]:
 
 
 def is_fitting(trainer: Trainer) -> bool:
-    """Whether it runs `fit`, validation within it included."""
+    """Return True if the Trainer runs `fit`, validation within it included."""
     return bool(trainer.state.fn == "fit")
 
 
 def teardown_trainer(trainer: Trainer) -> None:
-    """Ends strategy, loops, loggers and signal handlers, as Lightning does on an exception: `_teardown`."""
+    """Tear down strategy, loops, loggers and signal handlers, as on an exception: `_teardown`."""
     _get(trainer, "_teardown")()
 
 
 def end_after_teardown(trainer: Trainer) -> None:
-    """Has the process end with code 0 once the Trainer is torn down: after `_teardown`, the last of a fit."""
+    """Make the process exit with code 0 after the Trainer's teardown: after `_teardown`."""
     teardown = _get(trainer, "_teardown")
 
     def tear_down_and_end() -> None:
@@ -386,13 +386,13 @@ def end_after_teardown(trainer: Trainer) -> None:
 
 
 def end_silently(trainer: Trainer) -> None:
-    """What Lightning does about `silent_end`, in a process where it does not: `_call_teardown_hook`."""
+    """Tear down as Lightning does for `silent_end`, outside its handler: `_call_teardown_hook`."""
     lightnings("call_teardown_hook", _root_of(trainer))(trainer)
     teardown_trainer(trainer)
 
 
 def set_training_results(trainer: Trainer, results: ResultCollection) -> None:
-    """Lets `trainer` collect in `results` what is logged while it trains: `_results` of its loop."""
+    """Make `trainer` collect logged training values in `results`: `_results` of its loop."""
     _set(trainer.fit_loop.epoch_loop, "_results", results)
 
 
@@ -407,9 +407,9 @@ def wrap_steps(
     sanity_check: Any,
     others: Any,
 ) -> None:
-    """Has the loops of training call functions with their own method, and its arguments, for each step.
+    """Replace methods of the training loops by functions that get the method and its arguments.
 
-    The first two are for methods of `_TrainingEpochLoop`, the next ones and `others` for those of `_FitLoop`.
+    The first two are for `_TrainingEpochLoop`, the next three and `others` for `_FitLoop`.
     """
     outer: Any = trainer.fit_loop
     for loop in (outer, outer.epoch_loop.val_loop):
@@ -425,7 +425,7 @@ def wrap_steps(
 
 
 def wrap_validation_setup(trainer: Trainer, setup: Any) -> None:
-    """Has a function called with `setup_data` of the loop of validation within a fit, in its place."""
+    """Replace `setup_data` of the validation loop in a fit by a function that gets the method."""
     _wrap(trainer.fit_loop.epoch_loop.val_loop, "setup_data", setup)
 
 
@@ -434,11 +434,11 @@ def _wrap(owner: Any, name: str, function: Any) -> None:
 
 
 FIRST_BARRIERS = ("_CheckpointConnector.resume_end", "run-stage")
-"""Names of those of a fit between the hooks `on_fit_start` and the first data."""
+"""Names of the barriers of a fit between the hooks `on_fit_start` and the first data."""
 
 
 def _set_up_whole(loop: Any) -> Any:
-    """A loop's `setup_data`, after which it has all dataloaders, or none if it was interrupted."""
+    """Wrap a loop's `setup_data` to leave no dataloaders if it is interrupted."""
     setup = _get(loop, "setup_data")
 
     @functools.wraps(setup)
@@ -453,9 +453,9 @@ def _set_up_whole(loop: Any) -> Any:
 
 
 def set_up_validation(trainer: Trainer, *, is_due: bool | None = None) -> None:
-    """Makes the dataloaders of validation, as `_FitLoop.on_run_start` does where there are none.
+    """Make the validation dataloaders if there are none, as `_FitLoop.on_run_start` does.
 
-    Only if it is due, which `_should_check_val_epoch` says where the caller does not.
+    Only if validation is due; `is_due=None` for the result of `_should_check_val_epoch`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     if is_due is None:
@@ -467,19 +467,19 @@ def set_up_validation(trainer: Trainer, *, is_due: bool | None = None) -> None:
 
 
 def validates_now(trainer: Trainer) -> bool:
-    """Whether a validation follows the present batch: `_should_check_val_fx` of the loop."""
+    """Return True if a validation follows the present batch: `_should_check_val_fx` of the loop."""
     outer: Any = trainer.fit_loop
     return bool(_get(outer.epoch_loop, "_should_check_val_fx")(_get(outer, "_data_fetcher")))
 
 
 def training_results(trainer: Trainer) -> dict[str, Any]:
-    """What was logged in this epoch of training: `_results` of its loop."""
+    """Return the values logged in this training epoch: `_results` of its loop."""
     results: dict[str, Any] = _get(trainer.fit_loop.epoch_loop, "_results")
     return results
 
 
 def loop_counters(trainer: Trainer) -> list[Any]:
-    """The objects whose plain attributes count batches and steps in an epoch of training."""
+    """Return the objects whose attributes count batches and steps in a training epoch."""
     loop: Any = trainer.fit_loop.epoch_loop
     steps = loop.automatic_optimization.optim_progress.optimizer
     counted = (loop.batch_progress, steps.step, steps.zero_grad, loop.scheduler_progress)
@@ -487,18 +487,18 @@ def loop_counters(trainer: Trainer) -> list[Any]:
 
 
 def loaders_of(loop: Any) -> list[Any]:
-    """The dataloaders of a loop of training or evaluation: those of its `_combined_loader`."""
+    """Return the dataloaders of a training or evaluation loop: those of its `_combined_loader`."""
     combined = _get(loop, "_combined_loader")
     return [] if combined is None else list(combined.flattened)
 
 
 def forget_loaders(trainer: Trainer) -> None:
-    """Has the dataloaders of training made anew: there is no `_combined_loader`."""
+    """Make the training loop create its dataloaders again: reset `_combined_loader`."""
     _set(trainer.fit_loop, "_combined_loader", None)
 
 
 def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:
-    """Sets `max_batches` of the present epoch, of which some are used, and when it validates."""
+    """Set `max_batches` of the epoch after `num_used` batches, and the validation interval."""
     loop: Any = trainer.fit_loop
     limit = trainer.limit_train_batches
     num_batches = num_used + max(len(loader) for loader in loaders_of(loop))
@@ -510,7 +510,7 @@ def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:
 
 
 def limit_validation(trainer: Trainer) -> None:
-    """Counts the batches of validation anew, whose samplers deal to others: `_max_batches` of its loop."""
+    """Count validation batches again after a change of the samplers: `_max_batches` of the loop."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     limit: Any = trainer.limit_val_batches
     for index, loader in enumerate(loaders_of(loop)):
@@ -521,17 +521,17 @@ def limit_validation(trainer: Trainer) -> None:
 
 
 def saved_last(callback: Any) -> int | None:
-    """The step at which a `ModelCheckpoint` has saved last, `_last_global_step_saved`; None for others."""
+    """Return `_last_global_step_saved` of a `ModelCheckpoint`; None for other callbacks."""
     return getattr(callback, "_last_global_step_saved", None)
 
 
 def set_saved_last(callback: Any, step: int) -> None:
-    """Sets the same."""
+    """Set `_last_global_step_saved` of a `ModelCheckpoint`."""
     _set(callback, "_last_global_step_saved", step)
 
 
 def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
-    """Lets go of prefetched batches, and goes on after some of the epoch with what the samplers give now."""
+    """Drop prefetched batches; continue after `num_fetched` with the samplers' present order."""
     fetcher = _get(trainer.fit_loop, "_data_fetcher")
     limit_epoch(trainer, num_fetched)
     iter(fetcher)
@@ -541,24 +541,24 @@ def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
 
 
 def prepare_loaders(trainer: Trainer, *, validates: bool) -> None:
-    """Sets up the loaders of a fit before it begins, and perhaps those of validation within it."""
+    """Set up the training loaders before a fit, and with `validates` those of its validation."""
     trainer.fit_loop.setup_data()
     set_up_validation(trainer, is_due=validates)
 
 
 def has_validation_loaders(trainer: Trainer) -> bool:
-    """Whether the loaders of validation within a fit are set up."""
+    """Return True if the validation loaders of a fit are set up."""
     return _get(trainer.fit_loop.epoch_loop.val_loop, "_combined_loader") is not None
 
 
 def callback_metrics(trainer: Trainer) -> dict[str, Any]:
-    """Where `Trainer.callback_metrics` keeps them: `_callback_metrics` of its connector."""
+    """Return the dict behind `Trainer.callback_metrics`: `_callback_metrics` of its connector."""
     metrics: dict[str, Any] = _get(_get(trainer, "_logger_connector"), "_callback_metrics")
     return metrics
 
 
 def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Takes over what `dump_checkpoint` returned, after the strategy's `setup`: `_checkpoint_connector`."""
+    """Restore a checkpoint of `dump_checkpoint`, after `setup`: `_checkpoint_connector`."""
     connector = _get(trainer, "_checkpoint_connector")
     _set(connector, "_loaded_checkpoint", checkpoint)
     connector.restore_model()
@@ -569,9 +569,9 @@ def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_loops(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Sets the counters of the loops of training to a state inside of an epoch, which goes on from there.
+    """Set the counters of the training loops to a state inside an epoch, to continue from there.
 
-    What Lightning does when it resumes (`_restarting` and so on of each loop) is left out.
+    Without Lightning's handling of a resume (`_restarting` and so on of each loop).
     """
     outer: Any = trainer.fit_loop
     outer.load_state_dict(state)
@@ -588,14 +588,14 @@ def _go_on_in_epoch(loop: Any) -> None:
 
 
 def enter_epoch(trainer: Trainer) -> None:
-    """Has the epoch loop begin as in a new epoch, but for its iterator, as `load_loops` follows."""
+    """Make the epoch loop begin as in a new epoch, except its iterator, before `load_loops`."""
     loop: Any = trainer.fit_loop.epoch_loop
     for part in (loop, loop.val_loop):
         _set(part, "_restarting", False)
 
 
 def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
-    """What `_TrainingEpochLoop.advance` does after the optimizer step, as far as it is not done."""
+    """Do the rest of `_TrainingEpochLoop.advance` after the optimizer step."""
     loop: Any = trainer.fit_loop.epoch_loop
     progress, connector = loop.batch_progress, _get(trainer, "_logger_connector")
     finish_step(trainer)
@@ -611,7 +611,7 @@ def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
 
 
 def finish_step(trainer: Trainer) -> None:
-    """Counts an optimizer step that is taken, and has the schedulers follow, as far as that is not done."""
+    """Count an optimizer step and step the schedulers, unless that is done already."""
     loop: Any = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     steps = loop.automatic_optimization.optim_progress.optimizer.step
@@ -627,14 +627,14 @@ def finish_step(trainer: Trainer) -> None:
 
 
 def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -> None:
-    """Sets the counters so that a run which resumes from them goes on after the last optimizer step.
+    """Set the counters so that a resumed run continues after the last optimizer step.
 
-    They are those of `on_train_batch_end`, of an interrupted validation, which begins anew, or of the begin
-    or the end of an epoch, as Lightning itself saves them there.
+    They become those that Lightning saves in `on_train_batch_end`, in an interrupted validation, which
+    starts again, or at the begin or end of an epoch.
 
     Args:
-        trainer: that is interrupted.
-        is_committed: whether the present batch is the last one of that step; else it is undone.
+        trainer: the interrupted Trainer.
+        is_committed: True if the present batch is the last of that step; otherwise it is undone.
         num_stepped: `batches_that_stepped` when the step was committed.
     """
     outer: Any = trainer.fit_loop
@@ -654,13 +654,13 @@ def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -
     elif progress.current.ready:
         for tracker in (progress.total, progress.current):
             tracker.completed = tracker.ready - 1
-    else:  # Lightning counts one more where it thinks that it comes from a validation
+    else:  # Lightning adds one where it assumes a preceding validation
         num_stepped = loop._batches_that_stepped - int(validates_now(trainer))
     loop._batches_that_stepped = num_stepped
 
 
 def _rewind_batches(trainer: Trainer) -> None:
-    """Batches since the last optimizer step count as not begun."""
+    """Count batches since the last optimizer step as not begun."""
     loop: Any = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     over = progress.current.completed % trainer.accumulate_grad_batches
@@ -674,8 +674,9 @@ def _rewind_batches(trainer: Trainer) -> None:
 
 
 def before_updates(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Has a function called before each update of the parameters: after the backward, clipping, and the hooks
-    `on_before_optimizer_step`. It wraps `Precision._after_closure`.
+    """Call a function before each update of the parameters: wrap `Precision._after_closure`.
+
+    Backward, clipping and the hooks `on_before_optimizer_step` come before it.
     """
     precision: Any = trainer.precision_plugin
     after_closure = _get(precision, "_after_closure")
@@ -688,8 +689,9 @@ def before_updates(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Has a function called after each batch, when the schedulers that step with it have: what is left of it
-    are the hooks of its end. It wraps `_TrainingEpochLoop.update_lr_schedulers`.
+    """Call a function after the schedulers of each batch, before the hooks of its end.
+
+    Wraps `_TrainingEpochLoop.update_lr_schedulers`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     update = _get(loop, "update_lr_schedulers")
@@ -704,15 +706,15 @@ def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def loader_states(trainer: Trainer) -> list[Any]:
-    """The states of training dataloaders that have one, for a checkpoint: of `_combined_loader`."""
+    """Return the states of training dataloaders, for a checkpoint: `_combined_loader`."""
     states: list[Any] = _get(trainer.fit_loop, "_combined_loader")._state_dicts()
     return states
 
 
 def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[str, Any]:
-    """The state of training, as `Trainer.save_checkpoint` writes it: `_checkpoint_connector`.
+    """Return the state of training as in `Trainer.save_checkpoint`: `_checkpoint_connector`.
 
-    That of the dataloaders is of now, or from `loader_states`.
+    `states` from `loader_states` replaces the present state of the dataloaders.
     """
     checkpoint: dict[str, Any] = _get(trainer, "_checkpoint_connector").dump_checkpoint(weights_only=False)
     if states:
@@ -721,21 +723,21 @@ def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[s
 
 
 def batches_that_stepped(trainer: Trainer) -> int:
-    """The step under which Lightning logs, counting several optimizers as one: `_batches_that_stepped`."""
+    """Return the step for logging, which counts several optimizers as one."""
     number: int = _get(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
     return number
 
 
 def set_batches_that_stepped(trainer: Trainer, number: int) -> None:
-    """Sets the same."""
+    """Set the step for logging: `_batches_that_stepped`."""
     _set(trainer.fit_loop.epoch_loop, "_batches_that_stepped", number)
 
 
 def at_step_boundaries(trainer: Trainer, check: Callable[[], None]) -> None:
-    """Has `check` called before each batch of training is fetched, in the place of Lightning's own check.
+    """Call `check` before each training batch is fetched, instead of Lightning's own check.
 
-    That is `_broadcast_sigterm_tensor`, which asks all ranks for a signal with a collective in every step.
-    Lightning 2.5.0 and 2.5.1 have none there.
+    That is `_broadcast_sigterm_tensor`, which exchanges signals by a collective in every step. Lightning
+    2.5.0 and 2.5.1 do not have it.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     if tuple(map(int, re.findall(r"\d+", _version(_root_of(trainer) or _root_in_use()))[:3])) >= (2, 5, 2):
@@ -751,10 +753,10 @@ def at_step_boundaries(trainer: Trainer, check: Callable[[], None]) -> None:
 
 
 def replace_signal_handlers(trainer: Trainer, *, on_sigterm: Any, on_requeue: Any) -> Any:
-    """Has Lightning register other handlers than its own; returns the one that saves and requeues a job.
+    """Replace Lightning's signal handlers; return its handler that saves and requeues a job.
 
-    They are `_sigterm_notifier_fn` and `_slurm_sigusr_handler_fn` of `Trainer._signal_connector`, which looks
-    them up when a run begins, after the strategy's `setup`.
+    They are `_sigterm_notifier_fn` and `_slurm_sigusr_handler_fn` of `Trainer._signal_connector`, which
+    registers them when a run begins, after the strategy's `setup`.
     """
     connector = _get(trainer, "_signal_connector")
     requeue = _get(connector, "_slurm_sigusr_handler_fn")
@@ -764,7 +766,7 @@ def replace_signal_handlers(trainer: Trainer, *, on_sigterm: Any, on_requeue: An
 
 
 def note_sigterm(trainer: Trainer) -> None:
-    """Sets what `Trainer.received_sigterm` tells: an attribute of `_signal_connector`."""
+    """Make `Trainer.received_sigterm` True: an attribute of `_signal_connector`."""
     _set(_get(trainer, "_signal_connector"), "received_sigterm", True)
 
 
@@ -772,27 +774,27 @@ def note_sigterm(trainer: Trainer) -> None:
 
 
 def logger_version(logger: Any) -> Any:
-    """The version of a logger that chooses one when it is first asked, by the folders there are: `_version`.
+    """Return the version of a logger that chooses it on first access: `_version`.
 
-    None for a logger that has none.
+    None for other loggers.
     """
     return logger.version if "_version" in vars(logger) else None
 
 
 def set_logger_version(logger: Any, version: Any) -> None:
-    """Has a logger take the version that another process's has chosen; nothing if that is None."""
+    """Set a logger's version to that of another process's logger, unless that is None."""
     if version is not None:
         _set(logger, "_version", version)
 
 
 def append_to_csv(logger: Any) -> str | None:
-    """Has a `CSVLogger` of this process go on with the file of another one, which its writer would delete.
+    """Make a `CSVLogger` of this process continue the file of another process.
 
-    The writer does so where it is made, in `_check_log_dir_exists`; it writes the columns `metrics_keys` to a
-    file of `_fs`. The logger keeps it as `_experiment`.
+    Its writer would delete that file at construction, in `_check_log_dir_exists`; it writes the columns
+    `metrics_keys` to a file of `_fs`. The logger keeps the writer as `_experiment`.
 
     Returns:
-        What the file holds; None if there is no file, or the logger is another.
+        The present content of the file; None without a file, or for another logger.
     """
     root = _root_of(logger)
     if root is None or not isinstance(logger, lightnings("CSVLogger", root)):
@@ -814,7 +816,7 @@ def append_to_csv(logger: Any) -> str | None:
 
 
 def running_hook(module: LightningModule) -> str | None:
-    """The hook or step that Lightning runs of a module, such as `training_step`: `_current_fx_name`."""
+    """Return the hook or step of a module that Lightning runs at present: `_current_fx_name`."""
     name: str | None = _get(module, "_current_fx_name")
     return name
 
@@ -823,30 +825,30 @@ def running_hook(module: LightningModule) -> str | None:
 
 
 def set_launcher(strategy: Any, launcher: Any) -> None:
-    """Sets what `Strategy.launcher` returns: `_launcher`."""
+    """Set the value of `Strategy.launcher`: `_launcher`."""
     _set(strategy, "_launcher", launcher)
 
 
 def pass_for_fabrics(launcher: Any) -> None:
-    """Has Fabric take one for its own: `_MultiProcessingLauncher`, or `_SubprocessScriptLauncher`."""
+    """Register a launcher as Fabric's `_MultiProcessingLauncher` or `_SubprocessScriptLauncher`."""
     kind = "Function" if isinstance(launcher, MultiProcessingLauncher) else "Script"
     lightnings(f"Fabric{kind}Launcher", _root_of(launcher)).register(type(launcher))
 
 
 def set_redirection(strategy: DDPStrategy, redirection: ForwardRedirection) -> None:
-    """Sets by which way the steps of a module go through its wrapper's forward: `_forward_redirection`."""
+    """Set the object that redirects a module's steps through its wrapper: `_forward_redirection`."""
     _set(strategy, "_forward_redirection", redirection)
 
 
 def layer_sync(strategy: DDPStrategy) -> Any:
-    """What replaces BatchNorm with `Trainer(sync_batchnorm=True)`, else None: `_layer_sync`."""
+    """Return the plugin of `Trainer(sync_batchnorm=True)`, else None: `_layer_sync`."""
     return _get(strategy, "_layer_sync")
 
 
 def choose_backend(strategy: Any) -> str:
-    """Decides on the backend, the user's or that of the device, which `process_group_backend` tells then.
+    """Choose the user's backend or that of the device, the value of `process_group_backend` then.
 
-    `_get_process_group_backend` chooses it, and `_process_group_backend` keeps it.
+    `_get_process_group_backend` chooses it; `_process_group_backend` keeps it.
     """
     backend: str = _get(strategy, "_get_process_group_backend")()
     _set(strategy, "_process_group_backend", backend)
@@ -854,5 +856,5 @@ def choose_backend(strategy: Any) -> str:
 
 
 def check_can_start_children(launcher: SubprocessScriptLauncher) -> None:
-    """Refuses to start processes in a process that was started itself: `_check_can_spawn_children`."""
+    """Refuse to start processes in a started process: `_check_can_spawn_children`."""
     _get(launcher, "_check_can_spawn_children")()

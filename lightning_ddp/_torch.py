@@ -1,7 +1,7 @@
-"""Every private name of torch and torchmetrics that the package uses: no other file has one.
+"""Every private name of torch and torchmetrics that the package uses; no other file has any.
 
-Where torch has a function or a class for it, the name here is that object itself, which costs no more to
-call. `tests/test_private_names.py` has a canary for each.
+Functions and classes of torch are bound to names here without a wrapper, so that calls cost nothing
+extra. `tests/test_private_names.py` checks each of them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_map as tree_map
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
-_Gloo: Any = dist.ProcessGroupGloo  # torch's annotations leave its options out
+_Gloo: Any = dist.ProcessGroupGloo  # torch's annotations lack its options
 _Fake: Any = torch._C._distributed_c10d.FakeProcessGroup
 
 # ---------------------------------------------------------------------- tensors and autograd
 
 Future: Any = torch._C.Future
-"""What `get_future()` of a work returns; the public `torch.futures.Future` derives from it."""
+"""Class of futures from `get_future()` of a work; the public `torch.futures.Future` derives from it."""
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
@@ -38,28 +38,28 @@ is_profiling = torch.autograd._profiler_enabled
 preserve_version_counters: Any = torch.autograd._unsafe_preserve_version_counter
 _engine: Any = torch.autograd.Variable._execution_engine
 queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
-"""From a hook: has something called at the end of this backward."""
+"""Function that, called from an autograd hook, queues a callback for the end of this backward."""
 push_mode, pop_mode = torch.utils._python_dispatch._push_mode, torch.utils._python_dispatch._pop_mode
-"""A dispatch mode of this thread alone begins, and ends."""
+"""Functions that begin and end a dispatch mode in this thread alone."""
 use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
-"""How many hold a tensor in C++; 1 is its Python object."""
+"""Function that returns the number of C++ references to a tensor; 1 is its Python object."""
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""Grows with each change of a tensor in place."""
+"""Function that returns a tensor's version, which increases with each in-place change."""
 gradient_hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None]
 gradient_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 name_of_operator: Callable[[Any], str] = operator.attrgetter("_schema.name")
-"""What a dispatch mode is called for, such as 'c10d::allreduce_'."""
+"""Function that returns the name of an operator, such as 'c10d::allreduce_'."""
 
 _ENGINE_KEY = "context"
 
 
 @contextmanager
 def without_engine_context() -> Generator[None, None, None]:
-    """Hides from a collective that starts in here what the autograd engine keeps for its threads.
+    """Hide the autograd engine's thread-local state from collectives started in this context.
 
-    A work copies the thread's state, and since torch 2.13 that holds a Python object during backward. When
-    gloo's own thread drops the last copy it takes the GIL, and if the interpreter is ending just then, that
-    kills the process (`terminate called without an active exception`, SIGABRT).
+    A work copies the thread's state, which since torch 2.13 holds a Python object during backward. When
+    gloo's thread drops the last copy it takes the GIL. If the interpreter is exiting just then, that aborts
+    the process (`terminate called without an active exception`, SIGABRT).
     """
     remove = getattr(torch._C, "_remove_obj_from_tls", None)
     if remove is None or not torch._C._is_key_in_tls(_ENGINE_KEY):
@@ -81,21 +81,21 @@ buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]
 children_of, parameters_of, buffers_of = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
 
 OPTIMIZERS_IN_BACKWARD = "_in_backward_optimizers"
-"""Attribute of a parameter: the optimizers that `_apply_optimizer_in_backward` has made for it."""
+"""Attribute of a parameter with its optimizers from `_apply_optimizer_in_backward`."""
 UPDATE_COUNT, COMPUTED = "_update_count", "_computed"
-"""Attributes of a metric of torchmetrics: how many updates it has had, and what it has computed of them."""
+"""Attributes of a torchmetrics metric: its number of updates, and its cached result."""
 
 
 to_kwargs = torch.distributed.utils._to_kwargs
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether it is what `torch.compile` has made of a module."""
+    """Return True if the module is a result of `torch.compile`."""
     return "_orig_mod" in children_of(module)
 
 
 def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy with dicts of its own and without parameters; `nn.LSTM` and others override how it is made."""
+    """Copy a module with its own dicts and no parameters; `nn.LSTM` and others override this."""
     replica: torch.nn.Module = module._replicate_for_data_parallel()
     replica.__dict__.pop("_compiled_call_impl", None)  # of `module.compile()`: bound to the original
     return replica
@@ -105,17 +105,20 @@ def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
 
 REDUCE_SCATTER_FLAT = "_reduce_scatter_base"
 is_joining: Callable[[Any], bool] = operator.attrgetter("_join_config.enable")
-"""Whether a `Joinable` is inside of `Join`."""
+"""Function that returns True if a `Joinable` is inside `Join`."""
 
 
 def known_groups() -> Mapping[Any, tuple[str, Any]]:
-    """The process groups that torch knows, with the backend and the store of each."""
+    """Return the process groups that torch knows, with the backend and the store of each."""
     known: Mapping[Any, tuple[str, Any]] = dist.distributed_c10d._world.pg_map
     return known
 
 
 def never_destroy(objects: Iterable[object]) -> None:
-    """Keep objects beyond the end of the interpreter: in a fork torch's destructors wait for lost threads."""
+    """Keep objects beyond the interpreter's exit.
+
+    In a fork torch's destructors would wait for threads that do not exist there.
+    """
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
@@ -129,20 +132,21 @@ def keep_sockets_in(folder: str) -> None:
 
 
 def name_of_group(process_group: Any) -> str:
-    """What torch calls a group that it knows."""
+    """Return torch's name of a group that it knows."""
     return str(dist.distributed_c10d._world.pg_names[process_group])
 
 
 def count_groups_anew() -> None:
-    """Has the next default group be named as the first one: torch does so only when one is destroyed.
+    """Give the next default group the name of the first, as after a destroyed group.
 
-    A process that could not make one would name the next one otherwise than those that could.
+    Otherwise a process in which the creation of a group failed would give the next group another name
+    than the other processes.
     """
     dist.distributed_c10d._world.group_count = 0
 
 
 def refuse_collectives(process_group: Any) -> None:
-    """Has each collective of a group fail at once, where torch has a backend that does."""
+    """Make each collective of a group raise at once, if torch has a backend for that."""
     options: Any = _Fake.Options()
     if not hasattr(options, "error_on_collective"):
         return
@@ -153,80 +157,80 @@ def refuse_collectives(process_group: Any) -> None:
 
 
 def backend_of(process_group: Any, device: torch.device) -> Any:
-    """What serves `device` in a process group; a single backend is its own."""
+    """Return the backend for `device` in a process group; a single backend is returned as it is."""
     get_backend = getattr(process_group, "_get_backend", None)
     return process_group if get_backend is None else get_backend(device)
 
 
 def error_of(process_group: Any, device: torch.device) -> str | None:
-    """What the backend's own watchdog has found, such as 'COMM_ERROR'; None for nothing."""
+    """Return the error that the backend's watchdog has found, such as 'COMM_ERROR', or None."""
     try:
         get_error = getattr(backend_of(process_group, device), "get_error", None)  # new in torch 2.7
         found = get_error() if get_error is not None else None
-    except RuntimeError:  # a backend that does not tell, or none for such devices
+    except RuntimeError:  # not supported by the backend, or no backend for the device
         return None
     name = str(getattr(found, "name", "SUCCESS"))
     return None if name == "SUCCESS" else name
 
 
 def timeout_of(backend: Any) -> timedelta | None:
-    """After how long it gives a collective up; None where it does not tell."""
+    """Return the timeout of a backend's collectives; None if unknown."""
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
 
 
 def set_timeout(backend: Any, timeout: timedelta) -> None:
-    """Changes after how long it gives a collective up."""
-    in_public = getattr(backend, "set_timeout", None)  # which an older torch does not have
+    """Set the timeout of a backend's collectives."""
+    in_public = getattr(backend, "set_timeout", None)  # absent in older versions of torch
     (in_public or backend._set_default_timeout)(timeout)
 
 
 def new_gloo(store: Any, rank: int, size: int, devices: Any, timeout: timedelta) -> Any:
-    """A gloo backend that torch does not know of; `devices` are those of its connections."""
+    """Make a gloo backend unknown to torch; `devices` are the network devices of its connections."""
     options = _Gloo._Options()
     options._devices, options._timeout = devices, timeout
     return _Gloo(store, rank, size, options)
 
 
 def gloo_like(other: Any, store: Any, rank: int, size: int) -> Any:
-    """The same, with the devices and the timeout of another one."""
+    """Make a gloo backend unknown to torch, with the devices and the timeout of another backend."""
     return new_gloo(store, rank, size, other.options._devices, other.options._timeout)
 
 
 def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """An NCCL backend that torch does not know of."""
+    """Make an NCCL backend unknown to torch."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def all_gather_flat(process_group: Any, gathered: torch.Tensor, flat: torch.Tensor) -> Any:
-    """Starts an all-gather into one tensor; returns its work."""
+    """Start an all-gather into one tensor; return its work."""
     return process_group._allgather_base(gathered, flat)
 
 
 def reduce_scatter_flat(process_group: Any, part: torch.Tensor, flat: torch.Tensor, options: Any) -> Any:
-    """Starts a reduce-scatter of one tensor; returns its work."""
+    """Start a reduce-scatter of one tensor; return its work."""
     return process_group._reduce_scatter_base(part, flat, options)
 
 
 def root_of_mesh(mesh: Any) -> Any:
-    """The whole mesh that this one is a part of; itself where torch does not tell."""
+    """Return the mesh of which this mesh is a part; the mesh itself if unknown."""
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
 
 
 # ---------------------------------------------------------------------- DDP and the compiler
 
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module: qualified names of what is left alone."""
+"""Attribute of a module with the qualified names of ignored parameters and buffers."""
 IS_IGNORED = "_ddp_ignored"
-"""Attribute that such a parameter or buffer has."""
+"""Attribute that marks an ignored parameter or buffer."""
 
 
 def run_eagerly(function: _F) -> _F:
-    """Lets torch.compile leave `function` alone and compile what it calls.
+    """Exclude `function` from torch.compile, but not the functions that it calls.
 
-    As `torch.compiler.disable(recursive=False)`, without importing the compiler, which takes seconds.
+    Like `torch.compiler.disable(recursive=False)`, without importing the compiler, which takes seconds.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     frames: Any = torch._C._dynamo.eval_frame
@@ -236,19 +240,19 @@ def run_eagerly(function: _F) -> _F:
 
 
 class _SeenByDynamo:
-    """What torch.compile reads of the wrapper in whose forward it compiles."""
+    """Attributes that torch.compile reads from the wrapper in whose forward it compiles."""
 
     is_told = False
-    """Whether this process's compiler has been told about the package."""
+    """True once this package is excluded from compilation in this process."""
 
     def __init__(self, bucket_bytes: int) -> None:
-        # it takes the first bucket to have 1 MiB, and refuses to make it larger than the others
+        # The compiler assumes a first bucket of 1 MiB, and refuses one that is larger than the others.
         self.bucket_bytes_cap = max(bucket_bytes, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
 @run_eagerly
 def tell_dynamo() -> None:
-    """Lets torch.compile leave all code of this package alone, once the compiler is there."""
+    """Exclude this package from torch.compile, once the compiler is imported."""
     if not _SeenByDynamo.is_told and "torch._dynamo" in sys.modules:
         _SeenByDynamo.is_told = True
         torch._dynamo.trace_rules.add(__name__.partition(".")[0])
@@ -256,7 +260,7 @@ def tell_dynamo() -> None:
 
 @contextmanager
 def inside_forward(bucket_bytes: int) -> Generator[None, None, None]:
-    """While a wrapper's forward runs: torch.compile splits the graph at its buckets."""
+    """Make torch.compile split graphs at a wrapper's buckets, during its forward in this context."""
     before = _TorchDDP._active_ddp_module
     _TorchDDP._active_ddp_module = _SeenByDynamo(bucket_bytes)
     try:

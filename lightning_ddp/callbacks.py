@@ -31,83 +31,85 @@ _MB = 1_000_000
 
 
 class CommunicationMonitor(Callback):
-    """Logs what communication costs, and names a rank that makes the others wait.
+    """Log what communication costs, and name ranks that make the others wait.
 
-    Every `every_n_steps` synchronised steps it gives all loggers, as medians over these steps:
-    `communication/step_ms`, from forward to forward; `.../exposed_ms`, communication that backward does not
-    hide; `.../overlap_percent`, the share that it hides; `.../megabytes` of gradients a step;
-    `.../gigabytes_per_s` while buckets are on their way; and `.../lateness_ms/rank<r>` or, with more than 16
-    ranks, `.../lateness_ms/max`: how long after the first rank each one had its gradients. These times are
-    taken before the collectives, as after them all ranks are equally late; and they are compared by the ends
-    of the collectives, which are common, so that clocks of hosts need not agree. They are exact up to the
-    time that a message takes between ranks. Lateness is what the ranks knew one interval before.
+    Every `every_n_steps` synchronized steps it passes medians over these steps to all loggers, under names
+    that begin with `communication/`: the time of a step, the communication that backward hides and that it
+    does not hide, the size and rate of the reduced gradients, and how late each rank had its gradients.
+    Lateness is measured before the collectives, after which all ranks are equally late, and relative to their
+    common ends, so that clocks of hosts need not agree. It is exact up to the time of a message between
+    ranks, and lags by one interval.
 
-    The ranks exchange a number a step, once an interval, over the control channel: no collective. Where that
-    is off (PL_RECONCILE_PROCESS=0) and with one process there is no lateness. Steps without synchronisation
-    (`accumulate_grad_batches`, local training) are not counted.
+    The ranks exchange one number per step, once per interval, over the control channel, without a
+    collective. Without the control channel (LIGHTNING_DDP_SUPERVISION=0) and with one process there is no
+    lateness. Steps without synchronization (`accumulate_grad_batches`, local training) are not counted.
 
     Args:
-        every_n_steps: length of the interval; the same on all ranks.
-        slow_after_steps: a rank that is late in so many steps in a row is named in a warning, which rank 0
-            shows: at this number and whenever it has doubled.
-        late_fraction: what counts as late: so much of a step after the rank in the middle.
-        timeline: folder into which each rank writes its last steps at the end of the fit, also where it
-            fails, as `rank<r>.json`; `python -m lightning_ddp timeline <folder>` draws them. One folder a
-            run. On nodes without a common disk, copy the files together.
+        every_n_steps: Number of steps in an interval; the same on all ranks.
+        straggler_patience: Number of consecutive late steps after which rank 0 warns about a rank; it warns
+            again whenever this number has doubled.
+        straggler_threshold: Delay after the median rank, as a fraction of a step, from which a rank counts as
+            late.
+        timeline: Folder to which each rank writes its last steps at the end of the fit, or None for no
+            files. The files `rank<r>.json` are also written if the fit fails;
+            `python -m lightning_ddp timeline <folder>` draws them. Use one folder per run. On nodes without
+            a common disk, copy the files together.
 
     Raises:
-        ConfigurationError: a number is out of range, or, in `fit`, the strategy is another one.
+        ConfigurationError: A number is out of range, or, in `fit`, the strategy is another one.
     """
 
     def __init__(
         self,
         every_n_steps: int = 50,
         *,
-        slow_after_steps: int = 100,
-        late_fraction: float = 0.1,
+        straggler_patience: int = 100,
+        straggler_threshold: float = 0.1,
         timeline: str | Path | None = None,
     ) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("slow_after_steps", slow_after_steps)):
+        for name, value in (("every_n_steps", every_n_steps), ("straggler_patience", straggler_patience)):
             if value < 1:
                 raise ConfigurationError(f"{name}={value}: expected a number of steps from 1")
-        if not late_fraction > 0:
-            raise ConfigurationError(f"late_fraction={late_fraction}: expected a part of a step above 0")
+        if not straggler_threshold > 0:
+            raise ConfigurationError(
+                f"straggler_threshold={straggler_threshold}: expected a fraction of a step above 0"
+            )
         self.every_n_steps = every_n_steps
-        self.slow_after_steps = slow_after_steps
-        self.late_fraction = late_fraction
+        self.straggler_patience = straggler_patience
+        self.straggler_threshold = straggler_threshold
         self.timeline = None if timeline is None else Path(timeline)
         self.recorder: StepRecorder | None = None
-        """What the last steps of this rank did, while it fits and after."""
+        """Recorder of this rank's last steps, during the fit and after it; None before."""
         self._wrapped: BucketedDDP | None = None
         self._records: list[StepRecord] = []
         self._exchange: _Exchange | None = None
-        self._slow = SlowRanks(slow_after_steps)
+        self._slow = SlowRanks(straggler_patience)
         self._changes: list[Change] = []
         self._first_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins to record."""
+        """Start recording."""
         model = trainer.strategy.model
         if not isinstance(model, BucketedDDP):
             raise ConfigurationError(
-                "CommunicationMonitor watches the strategy 'custom_ddp' and its variants, not"
-                f" {type(trainer.strategy).__name__}"
+                "CommunicationMonitor needs the strategy 'custom_ddp' or one of its variants, but the"
+                f" Trainer has {type(trainer.strategy).__name__}"
             )
         self._wrapped, self._records = model, []
         self._changes, self._first_step = [], trainer.global_step
         self.recorder = model.record_steps(max(256, 2 * self.every_n_steps))
-        self._slow = SlowRanks(self.slow_after_steps)
+        self._slow = SlowRanks(self.straggler_patience)
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
 
     def on_world_changed(self, trainer: Trainer, pl_module: LightningModule, change: WorldChange) -> None:
-        """Goes on with the ranks that there are now."""
+        """Continue recording with the current ranks."""
         if self.recorder is None or self._exchange is None:
             return
         step = change.step - self._first_step
         self.recorder.begin_again(step)
         self.recorder.take()
-        self._records = []  # of an interval that the others may have counted otherwise
-        self._slow = SlowRanks(self.slow_after_steps)
+        self._records = []  # drop the partial interval: ranks may have counted it differently
+        self._slow = SlowRanks(self.straggler_patience)
         self._exchange.close()
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
         self._changes.append(
@@ -123,7 +125,7 @@ class CommunicationMonitor(Callback):
         )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Once an interval: logs, and tells rank 0 how late this one was."""
+        """Log once per interval, and send this rank's delays to rank 0."""
         if self.recorder is None or self._exchange is None:
             return
         if len(self._records) + self.recorder.num_new < self.every_n_steps:
@@ -135,29 +137,29 @@ class CommunicationMonitor(Callback):
             self._exchange.tell(records)
             metrics = summarize(records)
             for known in self._exchange.collect():
-                metrics.update(_lateness_metrics(known))
+                metrics.update(_straggler_metrics(known))
                 self._warn(known, metrics["step_ms"], self._exchange.hosts)
             for logger in trainer.loggers:
                 named = {f"communication/{name}": value for name, value in metrics.items()}
                 logger.log_metrics(named, step=batches_that_stepped(trainer))
 
     def _warn(self, known: Lateness, step_ms: float, hosts: dict[int, str]) -> None:
-        for slow in self._slow.add(known, limit_us=self.late_fraction * step_ms * 1e3):
+        for slow in self._slow.add(known, limit_us=self.straggler_threshold * step_ms * 1e3):
             _log.warning(
-                "rank %d (host %s) has been late for %d steps in a row: %.1f ms after the rank in the middle,"
+                "rank %d (host %s) has been late for %d steps in a row: %.1f ms after the median rank,"
                 " %.0f %% of a step of %.1f ms. All ranks wait for it.",
                 *(slow.rank, hosts.get(slow.rank, "?"), slow.num_steps, slow.late_us / 1e3),
                 *(slow.late_us / (10 * step_ms), step_ms),
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends recording."""
+        """Stop recording."""
         self.on_fit_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends recording."""
+        """Stop recording."""
         if self._wrapped is not None:
-            self._wrapped.record_steps(0)
+            self._wrapped.stop_recording()
             self._wrapped = None
             self._save_timeline(trainer)
         if self._exchange is not None:
@@ -176,11 +178,11 @@ class CommunicationMonitor(Callback):
         try:
             save(self.timeline, recording)
         except OSError as error:  # a picture is not worth a run that has just ended
-            _log.warning("rank %d: the timeline cannot be written: %s", trainer.global_rank, error)
+            _log.warning("rank %d: the timeline could not be written: %s", trainer.global_rank, error)
 
 
 def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Medians over successive steps, by the names that the monitor logs, without their prefix."""
+    """Return medians over successive steps, by logged metric name without its prefix."""
     starts = [r.backward_start if r.forward_start is None else r.forward_start for r in records]
     steps = [(b - a) / _NS_PER_MS for a, b in pairwise(starts)]
     busy_s = sum(record.communication_s for record in records)
@@ -189,12 +191,12 @@ def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
     metrics = {
         "step_ms": statistics.median(steps or [whole_ms]),
         "exposed_ms": 1e3 * statistics.median(record.exposed_s for record in records),
-        "megabytes": num_bytes / len(records) / _MB,
+        "gradient_mb_per_step": num_bytes / len(records) / _MB,
     }
     overlaps = [record.overlap for record in records if record.overlap is not None]
     if overlaps:
         metrics["overlap_percent"] = 100 * statistics.median(overlaps)
-        metrics["gigabytes_per_s"] = num_bytes / busy_s / 1e9
+        metrics["bandwidth_gb_per_s"] = num_bytes / busy_s / 1e9
     return metrics
 
 
@@ -205,15 +207,15 @@ def _in_a_line(cause: PeerFailure | None) -> str:
     return f"{cause.exception_type}: {line}" if cause.exception_type else line
 
 
-def _lateness_metrics(known: Lateness) -> dict[str, float]:
+def _straggler_metrics(known: Lateness) -> dict[str, float]:
     late_ms = {rank: late_us / 1e3 for rank, late_us in known.median_us().items()}
     if len(late_ms) > _MOST_LOGGED_RANKS:
-        return {"lateness_ms/max": max(late_ms.values())}
-    return {f"lateness_ms/rank{rank}": late_ms[rank] for rank in sorted(late_ms)}
+        return {"straggler_ms/max": max(late_ms.values())}
+    return {f"straggler_ms/rank{rank}": late_ms[rank] for rank in sorted(late_ms)}
 
 
 class _Exchange:
-    """Brings the slacks of all ranks to the first one, over the control channel."""
+    """Exchange of the slacks of all ranks over the control channel, collected on the first rank."""
 
     def __init__(self, world_size: int, *, is_first: bool) -> None:
         self.hosts: dict[int, str] = {}
@@ -226,27 +228,27 @@ class _Exchange:
             self._inspector.listen(_TOPIC, self._hear)
 
     def tell(self, records: Sequence[StepRecord]) -> None:
-        """Sends the slacks of an interval."""
+        """Send the slacks of an interval."""
         if self._world_size > 1:
             slacks = [None if (ns := record.slack_ns) is None else ns // _NS_PER_US for record in records]
             value = {"first": records[0].step, "us": slacks, "host": socket.gethostname()[:80]}
             self._inspector.tell(0, _TOPIC, value)
 
     def _hear(self, rank: int, value: Any) -> None:
-        """In the thread of the channel."""
+        """Receive the slacks of a rank, in the channel's thread."""
         with self._lock:
             self.hosts[rank] = value["host"]
             self._windows.setdefault(value["first"], {})[rank] = value["us"]
-            while len(self._windows) > _MOST_WINDOWS:  # some rank never said anything of it
+            while len(self._windows) > _MOST_WINDOWS:  # a rank never reported this interval
                 del self._windows[min(self._windows)]
 
     def collect(self) -> list[Lateness]:
-        """The intervals of which all ranks have told, in their order."""
+        """Return the intervals that all ranks have reported, in order."""
         with self._lock:
             firsts = sorted(self._windows)
             whole = [first for first in firsts if len(self._windows[first]) == self._world_size]
             return [lateness(first, self._windows.pop(first)) for first in whole]
 
     def close(self) -> None:
-        """Hears no more."""
+        """Stop receiving."""
         self._inspector.listen(_TOPIC, None)

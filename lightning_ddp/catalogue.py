@@ -1,4 +1,4 @@
-"""Catalogue of hooks or averagers by name, and identity of a hook: what is the same about it on all ranks."""
+"""Catalogue of hooks or averagers by name, and identity of a hook for comparison between ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Catalogue(Generic[K]):
-    """Classes by name, with their options: what the files beside that of a base class derive from it.
+    """Classes by name, with their options, collected from the files beside that of a base class.
 
     Args:
-        what: 'averager' ..., for errors.
-        base: the base class. Those that have a `name` of their own are listed; each has a dataclass `Options`
-            whose fields with `init` are the options.
-        argument: what an entry of a configuration is called in errors, if not as `what`.
-        remark: what else to say where an entry has no name.
+        what: kind of the classes for errors, such as 'averager'.
+        base: base class. Subclasses with their own `name` are listed; each has a dataclass `Options` whose
+            fields with `init` are the options.
+        argument: name of a configuration entry in errors; None for `what`.
+        remark: end of the error for an entry without a name.
     """
 
     def __init__(self, what: str, base: type[K], *, argument: str | None = None, remark: str = "") -> None:
@@ -40,19 +40,19 @@ class Catalogue(Generic[K]):
         return kind
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         return sorted(self._kinds)
 
     def descriptions(self) -> dict[str, str]:
-        """Name -> the first line of its class's docstring, sorted by name."""
+        """Return the first lines of the classes' docstrings by name, sorted."""
         return {name: (self._kinds[name].__doc__ or "").partition("\n")[0] for name in self.names()}
 
     def options(self) -> dict[str, Any]:
-        """Name -> the dataclass of its options, sorted by name."""
+        """Return the dataclasses of the options by name, sorted."""
         return {name: self._kinds[name].Options for name in self.names()}
 
     def parse(self, entry: Any) -> tuple[str, Any]:
-        """Finds what an entry of a configuration names, a text or a mapping, and checks its options.
+        """Find the class that a configuration entry names (a string or mapping), and check its options.
 
         Returns:
             The name, and the options as an object of the class's `Options`.
@@ -92,7 +92,7 @@ def _named_classes(base: type) -> Iterator[Any]:
 
 
 def hook_name(hook: Any) -> str:
-    """The name by which people know a hook: its own, or that of the function.
+    """Return the display name of a hook: its own name, or that of the function.
 
     >>> from lightning_ddp.hooks.sign import Sign
     >>> hook_name(Sign.__new__(Sign)), hook_name(functools.partial(print, end=""))
@@ -105,7 +105,7 @@ def hook_name(hook: Any) -> str:
 
 
 def describe_hook(hook: Any) -> str:
-    """A hook's name with its options, or with a digest of its code; the same text for the same hook."""
+    """Return a hook's name with its options, or with a digest of its code; equal for equal hooks."""
     if hook is None:
         return "none"
     options = getattr(hook, "options", None)
@@ -123,7 +123,7 @@ def describe_hook(hook: Any) -> str:
 
 
 def describe_state(state: Any) -> str:
-    """The settings in the state of one of torch's hooks; '' for any other, which may differ between ranks.
+    """Return the settings in the state of one of torch's hooks; '' for any other state.
 
     >>> from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
     >>> describe_state(PostLocalSGDState(None, None, start_localSGD_iter=5))
@@ -137,7 +137,7 @@ def describe_state(state: Any) -> str:
 
 
 def _digest(code: CodeType) -> str:
-    """Of instructions, names and plain constants; not of paths, which may differ between hosts."""
+    """Hash instructions, names and plain constants; not paths, which may differ between hosts."""
     parts = [repr(code.co_code), repr(code.co_names)]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

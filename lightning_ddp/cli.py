@@ -1,7 +1,7 @@
 """Command line: `python -m lightning_ddp`.
 
-Two tables list the commands: `_COMMANDS` for the top level, whose help is their docstrings' first line, and
-`_BENCHMARKS` for what stands under `bench`. A command is any module or object with
+Two tables list the commands: `_COMMANDS` for the top level, with the docstrings' first lines as help, and
+`_BENCHMARKS` for the commands under `bench`. A command is any module or object with
 `add_arguments(parser)` and `run(args) -> int`.
 """
 
@@ -27,7 +27,7 @@ from lightning_ddp.tools.recorded_run import Report, Timeline
 
 
 class Command(Protocol):
-    """What a module has to offer to become a command."""
+    """Interface of a module that is a command."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's options on its own parser."""
@@ -81,7 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, command in _COMMANDS.items():
         _add_command(commands, name, command, (inspect.getdoc(command) or "").partition("\n")[0])
-    bench = commands.add_parser("bench", help="Measure this package beside torch and Lightning.")
+    summary = "Measure this package beside torch and Lightning."
+    bench = commands.add_parser("bench", help=summary, description=summary)
     benches = bench.add_subparsers(dest="bench", metavar="benchmark", required=True)
     for benchmark in _BENCHMARKS:
         _add_command(benches, benchmark.name, benchmark, benchmark.summary)
@@ -102,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: With status 2 on a usage error, with status 0 after `--help`.
     """
     args = build_parser().parse_args(argv)
-    # the doctor has nothing to remove, unless it starts a script to kill a rank of; it waits for other ranks
-    # outside of Python, which hears no signals
+    # The doctor has nothing to clean up, unless --verify starts a script whose rank it kills; its waits for
+    # other ranks are in C++, where no signal handler runs.
     is_program = args.command == "run"
     leaves_nothing = is_program or (args.command == "doctor" and not args.verify)
     expected = () if is_program else (ToolError, ConfigurationError)

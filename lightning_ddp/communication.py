@@ -20,25 +20,25 @@ if TYPE_CHECKING:  # a run without hook and averager does not import them, which
 
 
 STATE_FORMAT = 1
-"""Version of what `Communication.state` returns."""
+"""Version of the dictionary that `Communication.shared_state` returns."""
 
 HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callable[..., Any]
-"""A hook by name, by name and options, as a list outer to inner, or a function with torch's signature."""
+"""Hook by name, by name and options, as a list (outer to inner), or a function with torch's signature."""
 
 
 def _no_scaler() -> None:
-    """Nobody scales the loss."""
+    """Return None, as there is no loss scaler."""
 
 
 class Communication:
-    """What reduces gradients and averages parameters in one run.
+    """The communication hook and the averager of one run.
 
     Args:
         hook: a specification or a function; None for the plain mean.
-        hook_state: first argument of a function; a `PostLocalSGDState` also says when local training begins.
-        wrapper: wraps the hook.
-        averaging: specification of an averager.
-        period: optimizer steps between two averagings, in Lightning's spelling of post-local SGD.
+        hook_state: first argument of a function; a `PostLocalSGDState` also has the begin of local training.
+        wrapper: function that wraps the hook; None for no wrapper.
+        averaging: specification of an averager; None for none.
+        period: optimizer steps between two averages, in Lightning's spelling of post-local SGD, or None.
 
     Raises:
         ConfigurationError: an argument cannot be used, or two of them contradict each other.
@@ -53,7 +53,7 @@ class Communication:
         period: int | None = None,
     ) -> None:
         if hook is None and wrapper is not None:
-            raise ConfigurationError("ddp_comm_wrapper wraps a hook: pass ddp_comm_hook as well")
+            raise ConfigurationError("ddp_comm_wrapper wraps a hook. Pass ddp_comm_hook as well.")
         self._hook_plan: HookPlan | None = None
         self._function: Callable[..., Any] | None = None
         self._post_local = _post_local_state(hook_state)
@@ -68,7 +68,7 @@ class Communication:
             if hook_state is not None and self._post_local is None:
                 raise ConfigurationError(
                     f"ddp_comm_state has no effect with the hook {self._hook_plan.name!r}, which keeps its"
-                    " own state: leave it out"
+                    " own state. Leave it out."
                 )
         else:
             self._function = hook
@@ -88,35 +88,34 @@ class Communication:
 
     @property
     def kind(self) -> str | None:
-        """The name of the hook that was asked for, 'function' for one without; None for no hook."""
+        """Name of the requested hook, 'function' for a hook without a name, None for no hook."""
         return self._hook_plan.name if self._hook_plan else "function" if self._function else None
 
     @property
     def momentum(self) -> float:
-        """The momentum that the registered hook applies, instead of the optimizer."""
+        """Momentum that the registered hook applies, instead of the optimizer."""
         return float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
 
     @property
     def _drives_hook_state(self) -> bool:
-        """Whether torch's post-local SGD hook, and not the reducer, ends gradient averaging."""
+        """True if torch's post-local SGD hook, and not the reducer, ends gradient averaging."""
         return self._post_local is not None and self._function is not None
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the next backward's gradients are averaged over all ranks, as far as it is decided here."""
+        """True if the averager lets the gradients of the next backward pass be averaged over all ranks."""
         return self.averager is None or self.averager.averages_gradients
 
     @property
     def synchronises_backward(self) -> bool:
-        """Whether the reducer has anything to do in the next backward."""
-        return self.averages_gradients or self._gradients_in_local_phase != "none"
+        """True if the reducer takes part in the next backward pass."""
+        return self.averages_gradients or self._drives_hook_state or self._averages_in_nodes
 
     @property
-    def _gradients_in_local_phase(self) -> str:
-        if self._drives_hook_state:
-            return "hook"
-        options = self.averager_plan.options if self.averager_plan is not None else None
-        return str(getattr(options, "gradients", "none"))
+    def _averages_in_nodes(self) -> bool:
+        return self.averager_plan is not None and getattr(
+            self.averager_plan.options, "intra_node_gradients", False
+        )
 
     def register(
         self,
@@ -128,15 +127,17 @@ class Communication:
         loss_scale: Callable[[], float | torch.Tensor],
         scaler: Callable[[], Any] = _no_scaler,
     ) -> None:
-        """Builds the hook and registers it with a `BucketedDDP`. All ranks call it; communicates.
+        """Build the hook and register it with a `BucketedDDP`.
+
+        Collective: all ranks must call it.
 
         Args:
             model: the wrapper.
             group: its ranks.
-            device: of the gradients.
-            node_size: ranks of a node.
-            loss_scale: tells the present factor of the loss under mixed precision, to a job of the hook.
-            scaler: tells who decides on it; returns None for nobody.
+            device: device of the gradients.
+            node_size: number of ranks on a node.
+            loss_scale: returns the present loss scale of mixed precision; called in jobs of the hook.
+            scaler: returns the loss scaler, or None.
 
         Raises:
             ConfigurationError: the ranks have different hooks or averagers.
@@ -154,7 +155,7 @@ class Communication:
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
         _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
-        if self._gradients_in_local_phase == "node":
+        if self._averages_in_nodes and not self._drives_hook_state:
             from lightning_ddp.averaging.local_sgd import NodeGradients
 
             hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
@@ -169,13 +170,15 @@ class Communication:
         *,
         keeps_rounds: bool = False,
     ) -> None:
-        """Builds the averager, once there are optimizers. All ranks call it; communicates.
+        """Build the averager, once there are optimizers.
+
+        Collective: all ranks must call it.
 
         Args:
-            module: what is trained.
-            optimizers: whose steps count.
+            module: the trained module.
+            optimizers: optimizers whose steps count.
             group: the ranks.
-            keeps_rounds: whether a round that fails may be repeated by other ranks.
+            keeps_rounds: True if other ranks may repeat a failed round.
 
         Raises:
             ConfigurationError: an optimizer cannot be used with the averager or the hook.
@@ -185,7 +188,7 @@ class Communication:
         if factor and any(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups):
             raise ConfigurationError(
                 f"momentum={factor} of the communication hook and momentum of the optimizer (for Adam, the"
-                " first of betas) would both be applied: set one of them to 0"
+                " first of betas) would both be applied. Set one of them to 0."
             )
         if self.averager_plan is not None:
             from lightning_ddp.averaging import build_averager
@@ -195,35 +198,44 @@ class Communication:
             self._follow()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
-        """Counts a step of an optimizer and averages if it is time. All ranks call it; may communicate."""
+        """Count a step of an optimizer and average if it is due.
+
+        Collective: all ranks must call it.
+        """
         if self.averager is not None:
             self.averager.step(optimizer, was_skipped=was_skipped)
             self._follow()
 
     def _follow(self) -> None:
-        """Tells whoever averages gradients whether to go on."""
+        """Pass the averager's phase on to the wrapper and to torch's `PostLocalSGDState`."""
         assert self.averager is not None
         if self._post_local is not None and self._drives_hook_state:
             counts = [track.num_steps for track in self.averager.tracks if track.num_steps] or [0]
-            self._post_local.iter = min(counts)  # it counts backwards by itself, which may be more
+            self._post_local.iter = min(counts)  # torch counts backward passes, which may be more
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> None:
-        """Makes the parameters the same on all ranks. All ranks call it; may communicate."""
+        """Make the parameters the same on all ranks.
+
+        Collective: all ranks must call it.
+        """
         if self.averager is not None:
             self.averager.agree()
 
     # ------------------------------------------------------------------ other ranks
 
     def halt(self) -> None:
-        """Returns once no job of the hook or the averager runs, after ranks were lost."""
+        """Stop all jobs of the hook and the averager, after ranks were lost; return once none runs."""
         if self.hook is not None:
             self.hook.channel.halt()
         if self.averager is not None:
             self.averager.halt()
 
     def rejoin(self, group: Group, device: torch.device) -> None:
-        """Goes on with other ranks. All of them call it, after `halt`; communicates."""
+        """Continue with the ranks of `group`, after `halt`.
+
+        Collective: all ranks must call it.
+        """
         if self.hook is not None and self._hook_plan is not None:
             from lightning_ddp.hooks import build_hook
 
@@ -234,50 +246,56 @@ class Communication:
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank takes steps of its own."""
+        """True if each rank takes steps of its own."""
         return self.averager is not None and not self.averager.averages_gradients
 
     @property
     def has_met(self) -> bool:
-        """Whether all ranks have taken the last step together, or have averaged after it."""
+        """True if all ranks have taken the last step together, or have averaged after it."""
         return self.averager is None or self.averager.has_met
 
     @property
     def is_in_round(self) -> bool:
-        """Whether parameters are being averaged, after a step of the optimizer that is over."""
+        """True while parameters are averaged, after a finished optimizer step."""
         return self.averager is not None and self.averager.unfinished is not None
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether a rank that is behind ends a round with parameters of its own."""
+        """True if a rank that is one round behind ends that round with its own parameters."""
         return self.averager is not None and self.averager.keeps_parameters
 
     @property
     def is_in_part(self) -> bool:
-        """Whether the parameters of a part of the ranks are being averaged, after a step that is over."""
+        """True while the parameters of a part of the ranks are averaged, after a finished step."""
         return self.averager is not None and bool(self.averager.part_before)
 
     def leave_part(self) -> None:
-        """Leaves that out. Does not communicate."""
+        """Skip the current average of a part of the ranks, without communication."""
         assert self.averager is not None
         self.averager.leave_part()
 
     def complete_round(self) -> None:
-        """Repeats a round that was interrupted. All ranks come to it; communicates."""
+        """Repeat an interrupted round.
+
+        Collective: all ranks must call it.
+        """
         assert self.averager is not None
         self.averager.complete()
 
     def mark(self) -> Any:
-        """What a step changes, as it is now, for `restore`. Between steps only."""
+        """Return the state that a step changes, for `restore`; call it between steps only."""
         return self._stateful.mark() if self._stateful is not None else None
 
     def restore(self, mark: Any) -> None:
-        """Undoes what has happened since `mark`."""
+        """Undo all changes since `mark`."""
         if self._stateful is not None:
             self._stateful.restore(mark)
 
     def copy_state(self, group: Group, source: int, device: torch.device, *, is_behind: bool) -> None:
-        """Gives ranks that are a step behind what is the same on all. All ranks call it; communicates."""
+        """Copy shared state to the ranks that are one step behind.
+
+        Collective: all ranks must call it.
+        """
         if self._stateful is not None:
             mine = _pick(self._stateful, shared=True) if group.rank == source else None
             shared = broadcast_nested(group, mine, source, device, label="state of a hook")
@@ -295,11 +313,11 @@ class Communication:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is anything to save."""
+        """True if there is state to save."""
         return self.averager is not None or self._stateful is not None
 
     def shared_state(self, world_size: int) -> dict[str, Any]:
-        """What is the same on all ranks: for the checkpoint. Call `agree` before."""
+        """Return the state that all ranks share, for the checkpoint. Call `agree` first."""
         state: dict[str, Any] = {"format": STATE_FORMAT, "world_size": world_size}
         if self._stateful is not None:
             state["hook"] = _pick(self._stateful, shared=True)
@@ -308,10 +326,12 @@ class Communication:
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """What differs between the ranks: residuals, and after local training optimizers and loss scale.
+        """Return the state that differs between ranks: residuals, and state of local training.
 
-        In local training each rank skips the steps in which its own gradients overflow, so each has a loss
-        scale of its own; telling the others would cost a collective a step.
+        The latter has optimizers and loss scale.
+
+        In local training each rank skips the steps in which its own gradients overflow, so each has a
+        separate loss scale; sharing it would cost a collective per step.
         """
         state: dict[str, Any] = {}
         if self._stateful is not None:
@@ -327,7 +347,7 @@ class Communication:
     def load(
         self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, names: Iterable[str]
     ) -> list[str]:
-        """Takes over a state; returns what could not be kept, one sentence each. Does not communicate.
+        """Restore a state; return one sentence for each item that could not be restored.
 
         Args:
             shared: from `shared_state`.
@@ -339,14 +359,17 @@ class Communication:
         """
         if shared.get("format") != STATE_FORMAT:
             raise ConfigurationError(
-                f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}; this release reads"
+                f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}, but this release reads"
                 f" {STATE_FORMAT}"
             )
         notes = []
         if "hook" in shared and self._stateful is not None:
             notes += self._stateful.load_state_dict(_merge(shared["hook"], (own or {}).get("hook")), names)
         elif "hook" in shared:
-            notes.append(f"state of hook {shared['hook']['name']!r} was dropped: the run does not use it")
+            notes.append(
+                f"state of hook {shared['hook']['name']!r} was dropped, because the run does not use this"
+                " hook"
+            )
         if "averager" in shared and self.averager is not None:
             notes += self.averager.load_state_dict(shared["averager"])
             for track, saved in zip(self.averager.tracks, (own or {}).get("optimizers", []), strict=False):
@@ -356,12 +379,14 @@ class Communication:
             self._follow()
         elif "averager" in shared:
             name = shared["averager"]["name"]
-            notes.append(f"state of averager {name!r} was dropped: the run does not use it")
+            notes.append(
+                f"state of averager {name!r} was dropped, because the run does not use this averager"
+            )
         return notes
 
 
 def _post_local_state(state: object | None) -> PostLocalSGDState | None:
-    """The first argument of a hook, if it is torch's state of post-local SGD."""
+    """Return the first argument of a hook if it is torch's state of post-local SGD."""
     if state is None:
         return None
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -376,7 +401,7 @@ def _plan_averaging(
     *,
     by_hook: bool,
 ) -> AveragerPlan | None:
-    """The one plan that the two spellings of post-local SGD stand for."""
+    """Return the one plan for both spellings of post-local SGD."""
     if averaging is None and state is None and period is None:
         return None
     from lightning_ddp.averaging import parse_averager
@@ -385,8 +410,9 @@ def _plan_averaging(
     if state is None:
         if period is not None:
             raise ConfigurationError(
-                "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period;"
-                " or model_averaging={'name': 'post_local_sgd', 'period': ...} alone"
+                "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and"
+                " model_averaging_period. Or use model_averaging={'name': 'post_local_sgd', 'period':"
+                " ...} alone."
             )
         return plan
     if plan is None and period is None:
@@ -395,18 +421,17 @@ def _plan_averaging(
         )
     start = int(state.start_localSGD_iter)
     if plan is None:
-        gradients = "node" if state.post_local_gradient_allreduce and not by_hook else "none"
-        return parse_averager(
-            {"name": "post_local_sgd", "start_step": start, "period": period, "gradients": gradients}
-        )
+        options = {"start_step": start, "period": period}
+        in_nodes = bool(state.post_local_gradient_allreduce) and not by_hook
+        return parse_averager({"name": "post_local_sgd", **options, "intra_node_gradients": in_nodes})
     for what, ours, theirs in (
         ("start_step", plan.options.start_step, start),
         ("period", plan.options.period, period if period is not None else plan.options.period),
     ):
         if ours != theirs:
             raise ConfigurationError(
-                f"local training begins and averages once: model_averaging has {what}={ours}, but"
-                f" PostLocalSGDState and model_averaging_period say {theirs}. Give one of them."
+                f"model_averaging has {what}={ours}, but PostLocalSGDState and model_averaging_period have"
+                f" {theirs}. Pass one of them."
             )
     return plan
 
@@ -418,7 +443,10 @@ def _check_agreement(
     group: Group,
     device: torch.device,
 ) -> None:
-    """All ranks learn whether they are about to reduce and average in the same way. Communicates."""
+    """Check that all ranks reduce and average in the same way.
+
+    Collective: all ranks must call it.
+    """
     name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
     mine = (name, str(plan) if plan is not None else describe_hook(hook), str(averaging))
     everyone = all_gather_objects(group, mine, device)
@@ -426,19 +454,20 @@ def _check_agreement(
     for rank, (other_name, other, other_averaging) in enumerate(everyone):
         if other != hook_of_first:
             raise ConfigurationError(
-                f"the ranks have different communication hooks, so their collectives would not match from"
+                "the ranks have different communication hooks, so their collectives would not match from"
                 f" bucket 0 on: {other_name!r} on rank {rank}, {name_of_first!r} on rank 0. Rank {rank} has"
-                f" {other}, rank 0 has {hook_of_first}"
+                f" {other}, rank 0 has {hook_of_first}. Use the same hook on all ranks."
             )
         if other_averaging != averaging_of_first:
             raise ConfigurationError(
                 "the ranks have different model averaging, so they would average at different times: rank"
-                f" {rank} has {other_averaging}, rank 0 has {averaging_of_first}"
+                f" {rank} has {other_averaging}, rank 0 has {averaging_of_first}. Use the same averager on"
+                " all ranks."
             )
 
 
 def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:
-    """A hook's state with the tensors that are the same on all ranks, or with the others."""
+    """Return a hook's state with the tensors that all ranks share, or with the others."""
     state = hook.state_dict()
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, values in state["tensors"].items():

@@ -1,8 +1,8 @@
-"""Every error that the package raises, on one page.
+"""All errors that the package raises.
 
-A message says which rank and step, what was found and what was expected, the likely cause and one thing
-to try. All of them derive from `LightningDDPError` and from the built-in that torch or Python would raise
-in the same place, so that existing `except` clauses keep working.
+A message names the rank and step, the value found and the value expected, the likely cause and a remedy.
+All errors derive from `LightningDDPError` and from the built-in error that torch or Python would raise, so
+that existing `except` clauses keep working.
 """
 
 from __future__ import annotations
@@ -11,75 +11,106 @@ import difflib
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from math import inf
 from typing import Any
 
 _SCREEN_LINES, _SCREEN_COLUMNS = 20, 100
-"""What a report may take of a screen before its last line says all that matters once more."""
+"""Size of a screen; a longer report repeats the essentials in its last line."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises a ConfigurationError with `message` unless `condition` holds."""
+    """Raise a ConfigurationError with `message` unless `condition` is True."""
     if not condition:
         raise ConfigurationError(message)
 
 
+def in_seconds(argument: str, duration: timedelta | float) -> float:
+    """Convert a duration to seconds.
+
+    >>> in_seconds("timeout", timedelta(minutes=1.5)), in_seconds("timeout", 20)
+    (90.0, 20)
+
+    Raises:
+        ConfigurationError: It is neither a `timedelta` nor a finite number.
+    """
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    require(
+        type(duration) in (int, float) and -inf < duration < inf,
+        f"{argument}={duration!r}: expected a datetime.timedelta or seconds, such as"
+        " timedelta(minutes=5) or 300",
+    )
+    return duration
+
+
+def one_of(choices: Iterable[str]) -> str:
+    """Join valid choices for a message.
+
+    >>> one_of(["'auto'"]), one_of(["'auto'", "'ring'", "'gloo'"])
+    ("'auto'", "'auto', 'ring' or 'gloo'")
+    """
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def closest(found: str, known: Iterable[str], *, lists_all: bool = False) -> str:
-    """The end of a message about a name that does not exist: the one that was meant, or all, or both.
+    """Return the end of a message about an unknown name: the closest name, all names, or both.
 
     >>> closest("rnak", ["rank", "seed"]), closest("x", ["rank", "seed"]), closest("x", [])
-    ("; did you mean 'rank'?", '; there are rank, seed', '; it has none')
+    ("; did you mean 'rank'?", '; expected rank or seed', '; it has none')
     >>> closest("rnak", ["rank", "seed"], lists_all=True)
-    "; did you mean 'rank'? There are rank, seed"
+    "; did you mean 'rank'? Expected rank or seed"
     """
     names = list(known)
     if not names:
         return "; it has none"
     close = difflib.get_close_matches(found, names, n=1)
-    every = f"here are {', '.join(names)}"
-    return f"; did you mean {close[0]!r}?" + f" T{every}" * lists_all if close else f"; t{every}"
+    every = f"xpected {one_of(names)}"
+    return f"; did you mean {close[0]!r}?" + f" E{every}" * lists_all if close else f"; e{every}"
 
 
 def unknown_argument(owner: str, argument: str, known: Iterable[str]) -> TypeError:
-    """What a call with a keyword that its signature has not ends with."""
+    """Make the TypeError for a call with an unknown keyword argument."""
     return TypeError(f"{owner} got an unexpected keyword argument {argument!r}{closest(argument, known)}")
 
 
 class LightningDDPError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class ConfigurationError(LightningDDPError, ValueError):
-    """An argument, name or environment variable that cannot be used as given."""
+    """An argument, name or environment variable has an invalid value."""
 
 
 class UnsupportedVersionError(LightningDDPError, AttributeError):
-    """A version of Lightning that lacks something which this package builds on."""
+    """The installed Lightning version lacks a name that this package needs."""
 
 
 class ProcessGroupError(ConfigurationError, RuntimeError):
-    """There is no process group, or the one that was given cannot be used."""
+    """There is no process group, or the given process group cannot be used."""
 
 
 class UnsuitableModuleError(LightningDDPError, RuntimeError):
-    """A module that cannot be wrapped: nothing in it to train, or parameters without a shape."""
+    """A module cannot be wrapped: it has nothing to train, or parameters without a shape."""
 
 
 class RankMismatchError(LightningDDPError, RuntimeError):
-    """The ranks hold different models, so that nothing can be averaged between them."""
+    """The ranks hold different models, so that their gradients cannot be averaged."""
 
 
 class RendezvousError(LightningDDPError, RuntimeError):
-    """The processes of a run could not find each other."""
+    """The processes of a run could not connect to each other."""
 
 
 class CollectiveError(LightningDDPError, RuntimeError):
-    """A collective failed: its backend says how, such as that a peer has closed its connection.
+    """A collective failed, for example because a peer has closed its connection.
 
     Attributes:
-        label: what the collective is called.
-        rank: rank in the group that raises it.
-        waited_s: seconds from its start to its failure.
-        missing: group ranks that never came or will not come, where that is known.
+        label: Name of the collective.
+        rank: Group rank that raises the error.
+        waited_s: Seconds from the start of the collective to its failure.
+        missing: Group ranks that have not called the collective, if they are known.
     """
 
     def __init__(
@@ -96,39 +127,39 @@ class CollectiveError(LightningDDPError, RuntimeError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A collective did not end within its deadline."""
+    """A collective did not finish within its timeout."""
 
 
 class CollectiveMismatchError(CollectiveError):
-    """The ranks are about to start different collectives of a group, or have done so."""
+    """The ranks have called, or are about to call, different collectives of a group."""
 
 
 class ReplicaError(LightningDDPError, RuntimeError):
-    """A replica raised an error of a kind that cannot be built anew; the original is its `__cause__`."""
+    """A replica raised an error that cannot be copied; the original error is the `__cause__`."""
 
 
 class UnevenInputsError(LightningDDPError, RuntimeError):
-    """A rank has run out of batches while others have more, and may not, or has had none at all."""
+    """A rank has run out of batches where that is not allowed, or has had no batch at all."""
 
 
 class BackwardOrderError(LightningDDPError, RuntimeError):
-    """Gradients arrived in a way that the reducer cannot follow, such as twice in one backward."""
+    """Gradients arrived in an order that the reducer does not support, such as twice in one backward."""
 
 
 class CommHookError(LightningDDPError, RuntimeError):
-    """A communication hook raised, or returned something that is no reduced bucket."""
+    """A communication hook raised an error, or returned something other than a reduced bucket."""
 
 
 class MissingGradientError(LightningDDPError, RuntimeError):
-    """Parameters got no gradient in a backward that was to be synchronised.
+    """Parameters received no gradient in a synchronized backward pass.
 
     Attributes:
-        rank: the rank that raises it, of `world_size`.
-        missing: rank -> qualified names of the parameters without a gradient on that rank. A rank that
+        rank: Rank that raises the error, of `world_size`.
+        missing: Rank -> qualified names of the parameters without a gradient on that rank. A rank that
             did not report in time is absent.
-        step: number of the synchronised backward, from 0.
-        num_launched: buckets that every rank had started to reduce; None where the ranks differ, which
-            leaves collectives that will never match: this group cannot be used any further.
+        step: Number of the synchronized backward pass, from 0.
+        num_launched: Number of buckets that every rank has started to reduce; None if the ranks differ, in
+            which case the group cannot be used any further, as its collectives no longer match.
     """
 
     def __init__(
@@ -151,15 +182,15 @@ class MissingGradientError(LightningDDPError, RuntimeError):
 
     @property
     def is_same_everywhere(self) -> bool:
-        """Whether every rank has reported, and all miss the same parameters."""
+        """True if every rank has reported, and all ranks miss the same parameters."""
         return len(self.missing) == self.world_size and len(set(self.missing.values())) == 1
 
     def with_hint(self, hint: str) -> MissingGradientError:
-        """The same error with more to say at its end."""
+        """Return a copy of this error with `hint` at the end of its message."""
         return MissingGradientError(**{**self._keywords(), "hint": hint})
 
     def add_hint(self, hint: str) -> None:
-        """Lets this very error say still more at its end."""
+        """Add `hint` to the end of this error's message."""
         self.hint = f"{self.hint}\n{hint}" if self.hint else hint
         self.args = (self._describe(),)
 
@@ -168,7 +199,7 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         return {name: getattr(self, name) for name in names}
 
     def copy(self) -> MissingGradientError:
-        """The same error without a traceback, which would keep the frames that raised it alive."""
+        """Return a copy without the traceback, which would keep the frames that raised it alive."""
         rebuild, arguments = self.__reduce__()
         return rebuild(*arguments)  # type: ignore[no-any-return]
 
@@ -182,38 +213,39 @@ class MissingGradientError(LightningDDPError, RuntimeError):
             found = "no report" if names is None else ", ".join(names) or "none missing"
             lines.append(f"  rank {rank}: {found}")
         lines.append(
-            "Expected a gradient for every parameter that requires one. Either make each of them take part in"
-            " the loss (or set requires_grad=False on it before wrapping), or let the unused ones be searched"
-            " for in every step with find_unused_parameters=True."
+            "Expected a gradient for every parameter that requires one. Use each of them in the loss, or set"
+            " requires_grad=False on it before wrapping, or use find_unused_parameters=True, which searches"
+            " for unused parameters in every step."
         )
         return "\n".join([*lines, self.hint] if self.hint else lines)
 
 
 class MissingGradientWarning(MissingGradientError, UserWarning):
-    """The same in the first backward of a wrapper, where all ranks miss the same parameters.
+    """All ranks miss the same gradients in the first backward pass of a wrapper.
 
-    Their `.grad` stays as it was, those of the others are right; the next step raises the error.
+    The `.grad` of these parameters is unchanged, all other gradients are correct; the next step raises the
+    error.
     """
 
     @classmethod
     def of(cls, error: MissingGradientError) -> MissingGradientWarning:
-        """The warning for an error that is put off to the next step."""
-        return cls(**{**error._keywords(), "hint": "The next step will be refused."})
+        """Make the warning for an error that is postponed to the next step."""
+        return cls(**{**error._keywords(), "hint": "The next step will raise an error."})
 
 
 def _rebuild(kind: type[LightningDDPError], keywords: dict[str, Any], *message: str) -> LightningDDPError:
-    """Unpickles an error that has keyword-only arguments, and perhaps a message that its raiser composed."""
+    """Unpickle an error with keyword-only arguments, and possibly a message composed by its raiser."""
     return kind(*message, **keywords)
 
 
 def fits_a_screen(text: str) -> bool:
-    """Tell whether a text takes at most 20 lines of 100 columns, of which a character may take two."""
+    """Return True if a text takes at most 20 lines of 100 columns, where a character may take two."""
     widths = (len(line) + sum(not c.isascii() for c in line) for line in text.rstrip().split("\n"))
     return sum(max(1, -(-width // _SCREEN_COLUMNS)) for width in widths) <= _SCREEN_LINES
 
 
 def cause_of(failure: Any, *, is_whole: bool = True) -> str:
-    """Say what happened, of a `PeerFailure` or its record; if not whole, the first line of a long message."""
+    """Describe the cause of a `PeerFailure`; if not whole, with one line of a long message."""
     message: str = failure.message
     if not is_whole and not fits_a_screen(message):
         message = message.partition("\n")[0][:200] + " ..."
@@ -221,7 +253,7 @@ def cause_of(failure: Any, *, is_whole: bool = True) -> str:
 
 
 def with_ending(text: str, failure: Any) -> str:
-    """Repeat rank, step and class of a failure after a report of it that is longer than a screen."""
+    """Repeat rank, step and class of a failure after a report that is longer than a screen."""
     if fits_a_screen(text):
         return text
     name = f"rank {failure.rank}" if failure.rank >= 0 else "the launching process"
@@ -237,22 +269,22 @@ def with_ending(text: str, failure: Any) -> str:
 
 
 class PeerFailure(LightningDDPError, RuntimeError):
-    """Another rank failed, and this one was stopped because of it.
+    """Another rank failed, and this rank was stopped because of it.
 
     Attributes:
-        rank: global rank that failed first; -1 for a launching process that is no rank.
-        node_rank: node of that rank, or None where it is not known.
-        host: host name of that node, or None.
-        pid: process id on that host, or None.
-        step: global step at the failure, or None.
-        phase: what the rank was doing (`training_step`, `validation` ...), or None.
-        exception_type: class name of its exception, or None where the process died without one.
-        exception_class: the same with module and full name, `module:name`.
-        message: text of its exception, or how it died.
-        traceback: its formatted traceback, or None.
-        exit_code: its exit code; negative is the number of the signal that killed it; None while it runs.
-        is_own: whether it is the rank that raises this which was found to have failed, such as by stalling;
-            None in a launching process that is no rank.
+        rank: Global rank that failed first; -1 for a launching process that is not a rank.
+        node_rank: Node of that rank, or None if unknown.
+        host: Host name of that node, or None.
+        pid: Process id on that host, or None.
+        step: Global step at the failure, or None.
+        phase: Phase of the failure (`training_step`, `validation` ...), or None.
+        exception_type: Class name of the rank's exception, or None if the process died without one.
+        exception_class: Module and full name of that class, `module:name`, or None.
+        message: Text of the exception, or how the process died.
+        traceback: Formatted traceback, or None.
+        exit_code: Exit code of the process, negative for a signal; None while it runs.
+        is_own: True if the rank that raises this error is the one that failed, for example by stalling;
+            None in a launching process that is not a rank.
     """
 
     def __init__(
@@ -292,22 +324,22 @@ class PeerFailure(LightningDDPError, RuntimeError):
         return _rebuild, (PeerFailure, {name: getattr(self, name) for name in _FIELDS})
 
     def like(self) -> PeerFailure:
-        """This failure as an instance of the class of what was raised as well, for `except` clauses.
+        """Return this failure as an instance of the original exception's class, too.
 
-        As itself where this process does not have that class, or Python cannot combine the two.
+        Returns itself if this process does not have that class, or Python cannot combine the two.
         """
         kind = _loaded_class(self.exception_class)
         if type(self) is not PeerFailure or kind is None:
             return self
         try:
             return self._mixed_with(kind)
-        except Exception:  # noqa: BLE001 (whatever a class of the user's does when it is combined)
+        except Exception:  # noqa: BLE001 (a user's class may raise any error when it is combined)
             return self
 
     def _mixed_with(self, kind: type[Exception]) -> PeerFailure:
         names = {"__module__": __name__, "__doc__": PeerFailure.__doc__}
         mixed: Any = type(PeerFailure.__name__, (PeerFailure, kind), names)
-        failure: PeerFailure = mixed.__base__.__new__(mixed)  # the one whose memory it has
+        failure: PeerFailure = mixed.__base__.__new__(mixed)  # the base that determines the memory layout
         failure.args = self.args
         for name in _FIELDS:
             setattr(failure, name, getattr(self, name))
@@ -331,9 +363,9 @@ _FIELDS = tuple(inspect.signature(PeerFailure).parameters)
 
 
 def _loaded_class(path: str | None) -> type[Exception] | None:
-    """The exception class `module:name`, if this process has it and it tells more than `PeerFailure` does."""
+    """Return the exception class `module:name` if it is loaded here and adds information, else None."""
     module, _, name = (path or "").partition(":")
-    # in spawned processes the user's script has this name as well
+    # In spawned processes the user's script is `__mp_main__`.
     found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)

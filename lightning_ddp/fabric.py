@@ -1,4 +1,4 @@
-"""`CustomFabricStrategy`: what Lightning's Fabric calls. The loop is the script's own."""
+"""`CustomFabricStrategy`: the methods that Lightning's Fabric calls."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ _log = logging.getLogger("lightning_ddp")
 
 
 class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
-    """The strategy of `Fabric(strategy="custom_ddp")`: launcher, waits, reducer and hooks of this package.
+    """Strategy of `Fabric(strategy="custom_ddp")`: this package's launcher, supervision, reducer and hooks.
 
-    A subclass of Fabric's `DDPStrategy`. Each model of `fabric.setup` has its own hook, and its own averager
-    over the optimizers that are set up with it. From `fabric.launch()` on the rest of the script counts as
-    the run: all ranks end when one fails anywhere in it.
+    Subclass of Fabric's `DDPStrategy`. Each model of `fabric.setup` has its own hook, and its own averager
+    over the optimizers that are set up with it. The run lasts from `fabric.launch()` to the end of the
+    script: if one rank fails in it, all ranks end.
 
     Args:
-        accelerator: set by Fabric, as are `parallel_devices`, `precision` and `checkpoint_io`.
-        **kwargs: `checkpoint_io` to `debug` have the names and the meaning that they have in
-            `CustomDDPStrategy`.
+        accelerator: Set by Fabric, as are `parallel_devices`, `precision` and `checkpoint_io`.
+        **kwargs: `checkpoint_io` to `debug` have the same names and meaning as in `CustomDDPStrategy`.
 
     Raises:
-        ConfigurationError: an argument cannot be used.
-        TypeError: an argument is unknown.
+        ConfigurationError: An argument cannot be used.
+        TypeError: An argument is unknown.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         ddp_comm_hook: HookSpec | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
         bucket_cap_mb: float | None = None,
@@ -73,9 +72,9 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool | None = None,
         skip_all_reduce_unused_params: bool = False,
-        heartbeat_timeout_s: float = 15.0,
-        failure_grace_s: float = 30.0,
-        stall_timeout: timedelta | None = None,
+        heartbeat_timeout_s: timedelta | float = 15.0,
+        failure_grace_s: timedelta | float = 30.0,
+        stall_timeout: timedelta | float | None = None,
         model_averaging: str | Mapping[str, Any] | None = None,
         transport: Transport = "auto",
         init_method: str | None = None,
@@ -104,7 +103,10 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         session.control.follow_script(is_whole=self._runs_script)
 
     def setup_module(self, module: torch.nn.Module) -> Any:
-        """Wraps a model, with a communication hook of its own. All ranks call it; communicates."""
+        """Wrap a model, with its own communication hook.
+
+        Collective: all ranks must call it.
+        """
         wrapper, communication = self._wrap(module), Communication(*self._communicates)
         self._register_hook(wrapper, communication)
         self._set_up.append((wrapper, communication, []))
@@ -113,7 +115,10 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: Any, scheduler: Any = None
     ) -> Any:
-        """Wraps a model; its averager counts steps of these optimizers. All ranks call it; communicates."""
+        """Wrap a model; its averager counts steps of these optimizers.
+
+        Collective: all ranks must call it.
+        """
         wrapper = self.setup_module(module)
         _, communication, owned = self._set_up[-1]
         owned.extend(optimizers)
@@ -121,15 +126,15 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return wrapper, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Returns the optimizer of a model that was set up without it.
+        """Return `optimizer` unchanged, for a model that was set up without it.
 
         Raises:
             ConfigurationError: there is an averager, which would not know to which model it belongs.
         """
         if self._averages:
             raise ConfigurationError(
-                "model_averaging has to know which optimizer has which model: write model, optimizer ="
-                " fabric.setup(model, optimizer) in the place of setup_module and setup_optimizers"
+                "model_averaging needs to know the model of each optimizer. Use model, optimizer ="
+                " fabric.setup(model, optimizer) instead of setup_module and setup_optimizers."
             )
         return optimizer
 
@@ -139,7 +144,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return getattr(self.precision, "scaler", None)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Takes a step; with model averaging, counts it and averages if it is time (then communicates)."""
+        """Take a step; with model averaging, count it and average if it is due (then communicates)."""
         averaging = [c for _, c, owned in self._set_up if c.averager and any(optimizer is o for o in owned)]
         # in local training a step counts also if the loss scaler skips it
         is_asked = any(c.averages_gradients for c in averaging)
@@ -152,23 +157,25 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """The state of the model itself, without the wrapper."""
+        """Return the state of the model itself, without the wrapper."""
         wrapper = as_wrapper(module)
         return super().get_module_state_dict(wrapper.module if wrapper else module)
 
     def load_module_state_dict(
         self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        """Loads the state of the model itself."""
+        """Load the state of the model itself."""
         wrapper = as_wrapper(module)
         super().load_module_state_dict(wrapper.module if wrapper else module, state_dict, strict)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Writes a checkpoint; models of local training agree before. All ranks call it; may communicate.
+        """Write a checkpoint; in local training synchronize first.
 
-        What the hook and the averager of a model remember goes with it, as in `CustomDDPStrategy`.
+        The state of a model's hook and averager is saved with it, as in `CustomDDPStrategy`.
+
+        Collective: all ranks must call it.
         """
         _, communication = self._set_up_of(state)
         if communication is not None and not self._is_alone():
@@ -182,7 +189,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
             rank_files.remove_files(path, self.global_rank, keep={state[rank_files.KEY]["token"]})
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint into models, optimizers, and what hook and averager remember."""
+        """Load a checkpoint into models, optimizers, hook and averager."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         wrapper, communication = self._set_up_of(state if isinstance(state, dict) else {})
         if communication is None or self._is_alone():
@@ -195,7 +202,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return remainder
 
     def _set_up_of(self, state: Mapping[str, Any]) -> tuple[Any, Communication | None]:
-        """The one model in what is saved or loaded whose hook or averager has something to be saved."""
+        """Return the one saved or loaded model whose hook or averager has state."""
         found = [
             (wrapper, communication)
             for wrapper, communication, _ in self._set_up
@@ -203,26 +210,26 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         ]
         if len(found) > 1:
             raise ConfigurationError(
-                f"a checkpoint of {len(found)} models whose hook or averager remembers something: save each"
-                " model in a file of its own"
+                f"a checkpoint has {len(found)} models whose hook or averager has state, but only one is"
+                " supported. Save each model in its own file."
             )
         return found[0] if found else (None, None)
 
 
 class _BackwardSync:
-    """What `fabric.no_backward_sync` calls."""
+    """Implementation of `fabric.no_backward_sync`."""
 
     @contextlib.contextmanager
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Generator[None, None, None]:
-        """Gradients of backwards in here stay on their rank, and are averaged with those of the next one."""
+        """Keep gradients of backward passes in this context on their rank until the next backward."""
         if not enabled:
             yield
             return
         wrapper = as_wrapper(module)
         if wrapper is None:
             raise TypeError(
-                "no_backward_sync needs the model that fabric.setup has returned, which is wrapped in"
-                f" BucketedDDP; got a {type(module).__name__}"
+                "no_backward_sync needs the model that fabric.setup has returned (wrapped in BucketedDDP),"
+                f" but got a {type(module).__name__}"
             )
         with wrapper.no_sync():
             yield

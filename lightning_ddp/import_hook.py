@@ -1,4 +1,4 @@
-"""Calls a function with a module right after that has been imported, without importing it."""
+"""Callbacks for the import of a module, without importing it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _waiting: dict[str, list[Callable[[types.ModuleType], None]]] = {}
 
 
 def after_import(name: str, function: Callable[[types.ModuleType], None]) -> None:
-    """Has `function(module)` called once a module, which need not exist, is complete; perhaps at once.
+    """Call `function(module)` once a module is imported, or now if it is imported already.
 
-    That is in the thread that imports it.
+    The call is in the importing thread. The module need not exist.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
@@ -27,7 +27,7 @@ def after_import(name: str, function: Callable[[types.ModuleType], None]) -> Non
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and has the loader call the functions that wait."""
+    """Finder that wraps the loader of a module with waiting functions, as found by other finders."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -45,7 +45,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, and the functions that wait for its module."""
+    """Wrapper of a loader that calls the waiting functions after the module's execution."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader

@@ -1,14 +1,14 @@
 """Checkpoint state of hooks and averagers: in the checkpoint, and in a file beside it for each rank.
 
-What is the same on all ranks stands in the checkpoint under "lightning_ddp". Residuals and the optimizer
+State that is the same on all ranks is in the checkpoint under "lightning_ddp". Residuals and the optimizer
 state of local training differ between ranks and are as large as the model: gathering them would need the
-memory and the network for world size times the model on rank 0, so each rank writes its own beside the
-checkpoint, as `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files still loads everywhere;
-only what they held begins anew.
+memory and the network for world size times the model on rank 0. So each rank writes its own file beside the
+checkpoint, `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files still loads everywhere; only
+the state in them starts from scratch.
 
-The token is another one for each saving and stands in the checkpoint: files and checkpoint are replaced
-together, in the moment in which the checkpoint is. Before, all ranks have written their files; afterwards
-they remove those of earlier savings, and what a run has left that was killed in between.
+Each save has a new token, which is in the checkpoint. So replacing the checkpoint replaces the files with
+it, atomically. All ranks have written their files before that. After it they remove the files of earlier
+saves, and files of a run that was killed in between.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 
 KEY = "lightning_ddp"
-"""Entry of the checkpoint."""
+"""Key of the package's state in a checkpoint."""
 _TOKEN_CHARACTERS = 8
 _ERROR_CHARACTERS = 200
 
 
 def rank_file(checkpoint: str | Path, rank: int, token: str) -> str:
-    """The file of one rank beside a checkpoint.
+    """Return the path of one rank's file beside a checkpoint.
 
     >>> rank_file("runs/last.ckpt", 3, "0123456789abcdef")
     'runs/last.ckpt.rank3.01234567.pt'
@@ -49,10 +49,12 @@ def save_state(
     device: torch.device,
     write: Callable[[dict[str, Any], str], None],
 ) -> None:
-    """Adds the shared state to a checkpoint and writes this rank's file. All ranks call it; communicates.
+    """Add the shared state to a checkpoint and write this rank's file.
 
-    It returns once all have written theirs; parameters are in agreement before, and rank 0 writes the
-    checkpoint to `path` afterwards.
+    Returns once all ranks have written their files. Parameters must be synchronized before; rank 0 writes
+    the checkpoint to `path` afterwards.
+
+    Collective: all ranks must call it.
     """
     if not communication.has_state:
         return
@@ -71,7 +73,7 @@ def save_state(
 def add_shared(
     communication: Communication, checkpoint: MutableMapping[str, Any], path: str, world_size: int
 ) -> None:
-    """Adds the shared state to a checkpoint that one rank writes without the others."""
+    """Add the shared state to a checkpoint that one rank writes without the others."""
     if communication.has_state:
         header = {"token": uuid.uuid4().hex, "name": Path(path).name, "has_rank_files": False}
         checkpoint[KEY] = {**communication.shared_state(world_size), **header}
@@ -85,32 +87,32 @@ def load_state(
     names: Iterable[str],
     read: Callable[[str], dict[str, Any]],
 ) -> list[str]:
-    """Takes over what `save_state` has saved. Does not communicate.
+    """Restore the state that `save_state` has saved, without communication.
 
     Args:
-        communication: of the run that resumes.
-        checkpoint: as loaded.
-        path: where it was loaded from; None if that is not known.
+        communication: hook and averager of the resuming run.
+        checkpoint: the loaded checkpoint.
+        path: path from which it was loaded; None if unknown.
         group: the ranks.
         names: qualified names of the parameters.
-        read: reads a dict from a path; raises FileNotFoundError where there is none.
+        read: reads a dict from a path; raises FileNotFoundError if there is no file.
 
     Returns:
-        What could not be kept, one sentence each.
+        One sentence for each item that could not be restored.
 
     Raises:
         ConfigurationError: the format is not known.
     """
     shared = checkpoint.get(KEY)
     if shared is None:
-        begins = "the checkpoint holds no state of hooks or averagers: they begin anew"
+        begins = "the checkpoint has no state of hooks or averagers, so they start from scratch"
         return [begins] if communication.has_state else []
     own, note = _read_own(shared, path, group, read) if shared["has_rank_files"] else (None, None)
     return ([note] if note else []) + communication.load(shared, own, names)
 
 
 def remove_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = ()) -> None:
-    """Removes the files of one rank beside a checkpoint, but those of the savings with a token in `keep`."""
+    """Remove one rank's files beside a checkpoint, except those with a token in `keep`."""
     system, path = fsspec.core.url_to_fs(str(checkpoint))
     folder, _, name = path.rpartition("/")
     kept = {rank_file(name, rank, token) for token in keep}
@@ -128,13 +130,13 @@ def _read_own(
     group: Group,
     read: Callable[[str], dict[str, Any]],
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """This rank's file, or why it cannot be used."""
-    reset = f"rank {group.rank}: residuals and optimizer state of its own begin anew"
+    """Read this rank's file; return its content and None, or None and the reason."""
+    reset = f"rank {group.rank}: residuals and optimizer state of its own start from scratch"
     if shared["world_size"] != group.size:
-        return None, f"{reset}: they were saved by {shared['world_size']} ranks, and the run has {group.size}"
+        return None, f"{reset}: they were saved by {shared['world_size']} ranks, but the run has {group.size}"
     if path is None:
-        return None, f"{reset}: the place of the checkpoint is not known"
-    # a link or a copy of the checkpoint has another name than its files
+        return None, f"{reset}: the path of the checkpoint is not known"
+    # A link or a copy of the checkpoint has a different name than its files.
     places = (path, Path(path).parent / shared["name"], Path(path).resolve())
     candidates = [rank_file(place, group.rank, shared["token"]) for place in places]
     problems = [f"{candidates[0]} is missing"]
@@ -143,7 +145,7 @@ def _read_own(
             own = read(candidate)
             if (own["token"], own["rank"]) == (shared["token"], group.rank):
                 return own, None
-            problems.insert(0, f"{candidate} is of rank {own['rank']}, or of another checkpoint")
+            problems.insert(0, f"{candidate} belongs to rank {own['rank']}, or to another checkpoint")
         except FileNotFoundError:
             continue
         except Exception as error:  # noqa: BLE001 (torch and pickle raise many kinds for a damaged file)

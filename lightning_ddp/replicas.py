@@ -1,8 +1,8 @@
 """Data parallelism within one process: replicate -> scatter -> parallel_apply -> gather.
 
-For people who train in one process; nothing else of the package uses it. One thread a device runs a replica
-of the module on its chunk of the batch. The replicas' parameters carry a gradient edge to the original's,
-where the gradients are summed, so nothing here communicates across processes;
+For training in one process; nothing else in the package uses it. One thread per device runs a replica of the
+module on its chunk of the batch. The replicas' parameters have a gradient edge to the original's, where the
+gradients are summed, so nothing here communicates across processes;
 `BucketedDDP(DataParallel(module, devices))` adds that. After torch's C++ `data_parallel`.
 """
 
@@ -34,10 +34,10 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Runs `module` on chunks of the inputs, one a device, and joins the outputs; differentiable.
+    """Run `module` on chunks of the inputs, one per device, and join the outputs; differentiable.
 
     Called by one thread. Gradients are those of the module on the whole batch, unless it mixes samples:
-    BatchNorm normalises each chunk by itself, and the running statistics are those of replica 0.
+    BatchNorm normalizes each chunk by itself, and the running statistics are those of replica 0.
     With one device the module itself runs, without replicas and threads.
 
     Args:
@@ -59,7 +59,8 @@ def data_parallel(
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ConfigurationError(
                 f"{kind} {name} is on {tensor.device}; expected all parameters and buffers on {targets[0]},"
-                f" the first of the devices: move the module there first, as with module.to('{targets[0]}')"
+                " the first of the devices. Move the module there first, as with"
+                f" module.to('{targets[0]}')."
             )
     args = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     pieces, kwargs = scatter_kwargs(args, module_kwargs, targets, dim)
@@ -71,7 +72,7 @@ def data_parallel(
 
 
 class DataParallel(nn.Module):
-    """`data_parallel` as a module, for use in place of `module`; keys of its `state_dict` begin `module.`.
+    """`data_parallel` as a module, used instead of `module`; `state_dict` keys begin with `module.`.
 
     Does not communicate across processes. `BucketedDDP(DataParallel(module, devices))` does: several
     processes with several devices each.
@@ -96,14 +97,16 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         if device_ids is not None and devices is not None:
-            raise ConfigurationError(f"device_ids={device_ids} and devices={devices}: the same; pass one")
+            raise ConfigurationError(
+                f"device_ids={device_ids} and devices={devices} mean the same. Pass one of them."
+            )
         self.module = module
         self.devices = as_devices(device_ids if devices is None else devices)
         self.output_device = self.devices[0] if output_device is None else as_device(output_device)
         self.dim = dim
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module on chunks of the inputs; see `data_parallel`."""
+        """Run the module on chunks of the inputs; see `data_parallel`."""
         return data_parallel(self.module, inputs, self.devices, self.output_device, self.dim, kwargs)
 
 
@@ -111,9 +114,9 @@ class DataParallel(nn.Module):
 
 
 class _Copies(torch.autograd.Function):
-    """One tensor -> a copy for each device; backward sums the copies' gradients on the tensor's device.
+    """Copy of a tensor to each device; backward sums the copies' gradients on the tensor's device.
 
-    One node a parameter, so that `BucketedDDP` gets each gradient early and can tell which are unused.
+    One node per parameter, so that `BucketedDDP` gets each gradient early and can detect unused parameters.
     """
 
     @staticmethod
@@ -133,7 +136,7 @@ class _Copies(torch.autograd.Function):
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """Copies of `module`, one a device, whose gradients flow back into it.
+    """Copy `module` to each device; gradients of the copies flow back into it.
 
     Called by one thread, before each forward. Under `torch.no_grad` the replicas are detached.
 
@@ -153,8 +156,9 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule) or is_compiled(part):
             raise ConfigurationError(
-                f"{name or 'the module'} is a {type(part).__name__}: scripted and compiled modules are bound"
-                " to their own parameters and cannot be replicated. Pass the module that they were made from."
+                f"{name or 'the module'} is a {type(part).__name__}, and scripted and compiled modules"
+                " cannot be replicated, because they are bound to their own parameters. Pass the module"
+                " that they were made from."
             )
     copies = {id(parameter): _copies(parameter, targets) for parameter in module.parameters()}
     for buffer in module.buffers():
@@ -192,7 +196,7 @@ def _replica(
 def _caller_settings(
     devices: Sequence[torch.device | None],
 ) -> Callable[[torch.device | None], AbstractContextManager[None]]:
-    """The thread-local settings of torch in this thread, as a context for threads that work on a device."""
+    """Return a context that applies this thread's settings of torch in a thread for a device."""
     used = {device for device in devices if device is not None}
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     cache = torch.is_autocast_cache_enabled()
@@ -221,7 +225,7 @@ def parallel_apply(
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[Any]:
-    """Runs each replica on its inputs, in a thread each (one replica: in this thread); outputs in order.
+    """Run each replica on its inputs in a thread of its own; return the outputs in order.
 
     The caller's grad and inference mode, autocast and current CUDA streams hold in the threads, where the
     replica's device is current. The CPU's random numbers are drawn from one generator, in any order.
@@ -259,7 +263,7 @@ def parallel_apply(
         try:
             with settings(targets[index]):
                 outputs[index] = replicas[index](*args[index], **kwargs[index])
-        except BaseException as error:  # noqa: BLE001 (whatever ended the thread is raised by the caller)
+        except BaseException as error:  # noqa: BLE001 (any error is raised by the caller)
             errors[index] = error
 
     if len(replicas) == 1:
@@ -297,7 +301,7 @@ def _with_index(error: Exception, index: int, device: torch.device | None) -> Ex
 
 
 def scatter(inputs: T, devices: Sequence[Device], dim: int = 0) -> list[T]:
-    """Splits every tensor in nested containers into chunks along `dim`, one a device.
+    """Split every tensor in nested containers into chunks along `dim`, one per device.
 
     Containers are tuples, namedtuples, lists, dicts and dataclasses. All else is repeated, as the same
     object. A batch of 3 on 2 devices gives chunks of 2 and 1; a batch of 1 gives one chunk. Chunks are
@@ -323,7 +327,7 @@ class _Arguments(NamedTuple):
 def scatter_kwargs(
     inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, devices: Sequence[Device], dim: int = 0
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """`scatter` of positional and keyword arguments, in equally many results.
+    """Scatter positional and keyword arguments into equally many results.
 
     The side without tensors is repeated, or padded with `()` or `{}`. Without any argument: one call.
 
@@ -337,10 +341,10 @@ def scatter_kwargs(
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
-    """Concatenates the replicas' outputs along `dim` on `device`, in nested containers; differentiable.
+    """Concatenate the replicas' outputs along `dim` on `device`, in nested containers.
 
-    Outputs are alike but for the tensors' size along `dim`. Tensors without dimensions become a vector, with
-    a warning. What is no tensor must be the same in all. As device an int is a CUDA device.
+    Differentiable. Outputs may differ only in the tensors' size along `dim`. Tensors without dimensions
+    become a vector, with a warning. Other objects must be equal. As device an int is a CUDA device.
 
     Raises:
         ConfigurationError: no outputs, or outputs that differ in structure or in something else than tensors.
@@ -351,7 +355,7 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
 
 
 def _open(obj: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | None:
-    """What a container holds, by how one writes the access, and how to build another; None for a leaf."""
+    """Return a container's items by their access text, and its rebuild function; None for a leaf."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):  # a namedtuple
         return {f".{name}": getattr(obj, name) for name in obj._fields}, type(obj)._make  # type: ignore[attr-defined]
     if isinstance(obj, (list, tuple)):
@@ -392,8 +396,8 @@ def _scatter(obj: T, devices: list[torch.device], dim: int, path: str) -> list[T
         where = f"{name.lstrip('.')} of shape {tuple(tensor.shape)}"
         if len(devices) > 1 and not -tensor.dim() <= dim < tensor.dim():
             raise ConfigurationError(
-                f"{where} has no dimension {dim} along which to split it over {len(devices)} devices; pass a"
-                " number instead of a tensor, or expand it to the batch"
+                f"{where} has no dimension {dim} along which to split it over {len(devices)} devices. Pass"
+                " a number instead of a tensor, or expand it to the batch."
             )
         size = tensor.size(dim) if len(devices) > 1 else 0
         num_chunks.setdefault(max(1, -(-size // _chunk_size(size, len(devices)))), where)
@@ -437,7 +441,7 @@ def _gather(outputs: Sequence[Any], device: torch.device, dim: int, path: str) -
         if not all(other is first or (is_plain and other == first) for other in outputs):
             found = ", ".join(repr(other) for other in outputs)
             raise ConfigurationError(
-                f"{path} is no tensor and differs between the replicas: {found}. Return a tensor."
+                f"{path} is not a tensor and differs between the replicas: {found}. Return a tensor."
             )
         return first
     contents = [(_open(other) or ({}, None))[0] for other in outputs]
@@ -452,8 +456,8 @@ def _joined(outputs: Sequence[Tensor], device: torch.device, dim: int, path: str
     moved = [output.to(device) for output in outputs]
     if all(output.dim() == 0 for output in outputs):
         warnings.warn(
-            f"{path} has no dimensions in any replica, so there is none to gather along: the result is a"
-            " vector with one element a replica",
+            f"{path} has no dimensions in any replica, so the result is a vector with one element per"
+            " replica",
             stacklevel=3,
         )
         return torch.stack(moved)
@@ -469,7 +473,7 @@ def as_devices(devices: Sequence[Device] | None) -> list[torch.device]:
 
 
 def as_device(device: Device) -> torch.device:
-    """The device with its index, so that two names of one device are equal."""
+    """Return the device with its index, so that equal devices compare equal."""
     found = torch.device("cuda", max(device, 0)) if isinstance(device, int) else torch.device(device)
     if found.type == "cpu":
         return torch.device("cpu")
@@ -477,5 +481,5 @@ def as_device(device: Device) -> torch.device:
         return found
     count = torch.cuda.device_count()
     if (isinstance(device, int) and device < 0) or (found.index or 0) >= count:
-        raise ConfigurationError(f"device {device!r} does not exist: there are {count} CUDA devices")
+        raise ConfigurationError(f"device {device!r} does not exist: this machine has {count} CUDA devices")
     return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found

@@ -1,4 +1,4 @@
-"""`CustomDDPStrategy`: what Lightning calls, in the order in which it calls it. Wiring, no algorithm.
+"""`CustomDDPStrategy`: the methods that Lightning calls, in calling order. Wiring, no algorithms.
 
 It is long because Lightning's interface is: set-up, data, steps, evaluation, checkpoints, collectives, end.
 """
@@ -51,8 +51,7 @@ from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, Uneven
 from lightning_ddp.supervise.settings import ReplaceSettings
 
 if TYPE_CHECKING:
-    # The launcher is imported when a Trainer takes a strategy, and the engine when it wraps a model: by then
-    # the other processes have been started, and do not wait for that. Together they take 25 ms.
+    # Imported late at run time: these imports take 25 ms, and other processes should be started before.
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.elastic.emergency import EmergencyCheckpoint
@@ -66,95 +65,107 @@ __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 T = TypeVar("T")
 _log = logging.getLogger("lightning_ddp")
 _UNUSED = (
-    "It looks like your LightningModule has parameters that were not used in the loss of training_step. Where"
-    ' that is meant to be: Trainer(strategy="custom_ddp_find_unused_parameters_true"), or'
+    "It looks like your LightningModule has parameters that were not used in the loss of training_step. If"
+    ' this is intended, use Trainer(strategy="custom_ddp_find_unused_parameters_true") or'
     " CustomDDPStrategy(find_unused_parameters=True)."
 )
 
 
 class CustomDDPStrategy(StrategyCore, DDPStrategy):
-    """Data-parallel training in several processes, with this package's launcher, waits and reducer.
+    """Strategy for data-parallel training, with this package's launcher, supervision and gradient reducer.
 
-    A subclass of Lightning's `DDPStrategy` with its arguments and those of `BucketedDDP`. There is no
+    Subclass of Lightning's `DDPStrategy`, with its arguments and those of `BucketedDDP`. There is no
     `**kwargs`: an unknown name is a TypeError.
 
     Args:
-        accelerator: set by the Trainer.
-        parallel_devices: devices of this node, one a process; set by the Trainer.
-        cluster_environment: tells ranks and addresses; None to detect it.
-        checkpoint_io: how checkpoints are read and written; None for Lightning's.
-        precision_plugin: set by the Trainer.
-        ddp_comm_state: first argument of a `ddp_comm_hook` that is a function. A torch `PostLocalSGDState`
+        accelerator: Set by the Trainer.
+        parallel_devices: Devices of this node, one per process. Set by the Trainer.
+        cluster_environment: Lightning's source of ranks and addresses; None to detect it.
+        checkpoint_io: Lightning's plugin that reads and writes checkpoints; None for the default plugin.
+        precision_plugin: Set by the Trainer.
+        ddp_comm_state: First argument of a `ddp_comm_hook` that is a function. A torch `PostLocalSGDState`
             together with `model_averaging_period` is Lightning's spelling of the averager `post_local_sgd`.
-        ddp_comm_hook: reduces the buckets, on CPU and CUDA: a name of `hooks.available_hooks`, a mapping
-            with `name` and options, a list of them (outer to inner), or a function `hook(state, bucket)`.
-            None for the mean.
-        ddp_comm_wrapper: wraps the hook, for example torch's `fp16_compress_wrapper`.
-        model_averaging_period: optimizer steps between two averagings, in Lightning's spelling.
-        process_group_backend: 'gloo', 'nccl' ...; None for nccl on CUDA and gloo elsewhere.
-            One of a third party's has to be registered (`torch.distributed.Backend.register_backend`) in
-            every process.
-        timeout: of collectives.
-        start_method: 'popen' re-runs the script in child processes; others, such as 'spawn' and 'fork', run
-            the Trainer's function in new processes.
-        bucket_cap_mb: cap of a bucket in MiB; None for 25. The first bucket has 1 MiB, and by default less
-            between CPU ranks on several hosts.
-        gradient_as_bucket_view: whether `.grad` is a view of the bucket after backward.
-        find_unused_parameters: whether parameters may take no part in the loss; searched for in every step.
-        static_graph: whether every step has the graph of the first one, unused parameters included.
-        broadcast_buffers: 'auto' copies rank 0's buffers to all ranks before a forward that reads them; True
-            before each forward; False never.
-        init_sync: whether wrapping verifies the model across ranks and broadcasts rank 0's state.
-        forward_sync_buffers: as `broadcast_buffers`, but wrapping always copies the buffers.
-        bucket_cap_mb_list: caps of the first bucket, the second ..., in MiB, instead of `bucket_cap_mb`.
-        batched_grad_copy: True for one copy a bucket, False for one a gradient, None to choose by size.
-        skip_all_reduce_unused_params: with `find_unused_parameters`, leaves out buckets of which nothing was
-            used; all ranks must leave the same parameters unused.
-        uneven_inputs: what happens in `fit` when a rank runs out of training batches before the others. With
-            'join' it repeats its last batch until all have run out, so that every rank takes every optimizer
-            step. The repetition adds zeros to the gradients, is left out of what `self.log` collects and of
-            `strategy.reduce` in training_step, and leaves buffers and torchmetrics as they were. Layers and
-            code of yours that communicate, such as SyncBatchNorm, see the repeated batch; so do values that
-            are logged on_step without sync_dist. With 'error' all ranks raise at that step. Both cost one
-            small all-reduce a step, for which the host waits. None does not look: ranks that differ hang.
-        divide_by_initial_world_size: with uneven_inputs='join', whether a rank that has run out counts in the
-            mean of the gradients; if False, the mean of a batch is over the ranks that have one.
-        heartbeat_timeout_s: a node that is not heard of for so many seconds has failed.
-        failure_grace_s: seconds that a process has to end after a failure; then it is ended, with its stacks.
-        stall_timeout: a rank that makes no progress for so long, while it waits for nobody, has failed (it is
-            stopped, or its data loader hangs); longer than the longest step. None for never.
-        model_averaging: local training with averaged parameters: a name of `averaging.available_averagers`,
-            or a mapping with `name` and options.
-        transport: how gradients and averaged parameters on the CPU travel. 'auto': through memory that the
-            ranks of a host share, and between hosts by gloo, one rank a host; by gloo where that cannot be.
-            'shared_memory': the same, or an error. 'gloo': by gloo.
-        init_method: where the processes meet. None for the launcher's own store, or `env://` under torchrun
-            and SLURM. `tcp://host:port` names the first node and a port there that the launcher listens on,
-            instead of MASTER_ADDR and MASTER_PORT. `file:///path` is a file that all reach, of its own for
-            each run: one that a crashed run has left is an error that names it. (Several nodes need
-            MASTER_ADDR and MASTER_PORT beside it, for the control channel.)
-        store: a `torch.distributed.Store` that all processes reach, made by the script in each of them,
-            instead of `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
-        debug: 'detail' has the ranks compare every collective over the control channel before it is started:
-            what it is for, shapes, dtypes, order. A difference is an error on all ranks before any data
-            moves. It costs a round trip a collective. None, the default, compares when a collective passes
-            its deadline (`timeout`).
-        on_failure: 'stop' ends the run on all ranks; 'shrink' goes on in the same `fit` with those that are
-            left; 'replace' also starts a new process in the place of each that is lost. They go on from the
-            step that was interrupted, with the rest of the epoch dealt over them. A mapping with `name` and
-            options: `min_world_size`, `max_recoveries`, `batch`, `exceptions`; of 'replace' also
-            `wait_s`.
-        on_preemption: 'stop' stops all ranks at a step boundary when one gets SIGTERM; with 'leave' that one
-            leaves there and ends with code 0, and the others go on, as `on_failure` says, with no step done
-            again. A mapping with `name` and the option `signal`, such as 'SIGUSR1'.
-        emergency_checkpoint: whether the lowest rank that is left saves the last committed step before a
-            failure ends a fit; or a folder. As `emergency-step=N.ckpt`, of which the report tells; True for
-            the folder of the Trainer's checkpoints, if it makes any. On CUDA only with another `on_failure`
-            than 'stop'.
+        ddp_comm_hook: Communication hook that reduces the gradient buckets, on CPU and CUDA; None for the
+            plain mean. A name of `hooks.available_hooks`, a mapping with `name` and options, a list of them
+            (outer to inner), or a function `hook(state, bucket)`.
+        ddp_comm_wrapper: Function that wraps the hook, for example torch's `fp16_compress_wrapper`.
+        model_averaging_period: Optimizer steps between two averages of the parameters, in Lightning's
+            spelling; None unless `ddp_comm_state` is a `PostLocalSGDState`.
+        process_group_backend: Backend of the process group, such as 'gloo' or 'nccl'; None for nccl on CUDA
+            and gloo elsewhere. A third-party backend must be registered
+            (`torch.distributed.Backend.register_backend`) in every process.
+        timeout: Time limit of a collective; None for the backend's default. A `timedelta` or seconds.
+        start_method: How the processes of a node start: 'popen', 'spawn', 'fork' or 'forkserver'. 'popen'
+            runs the script again in child processes; the others run the Trainer's function in new
+            processes.
+        bucket_cap_mb: Largest size of a bucket in MiB; None for 25, or a smaller size between CPU ranks
+            on several hosts. The first bucket has at most 1 MiB.
+        gradient_as_bucket_view: If True, `.grad` is a view of the bucket after backward.
+        find_unused_parameters: If True, search in every step for parameters that take no part in the loss.
+        static_graph: If True, every step must have the graph of the first step, unused parameters included.
+        broadcast_buffers: When rank 0's buffers are copied to all ranks: 'auto' before a forward that reads
+            them, True before each forward, False never. BatchNorm reads its buffers in eval mode only. With
+            False wrapping does not copy them either.
+        init_sync: If True, wrapping compares the models of the ranks and broadcasts rank 0's state.
+        forward_sync_buffers: True or False as in `broadcast_buffers`, which it replaces: with False wrapping
+            still copies the buffers; None to use `broadcast_buffers`.
+        bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; the last
+            one holds for all further buckets. None to use `bucket_cap_mb`.
+        batched_grad_copy: True to copy the gradients of a bucket together, False to copy each gradient by
+            itself, None to choose by size.
+        skip_all_reduce_unused_params: With `find_unused_parameters`, skip buckets whose parameters are all
+            unused; all ranks must leave the same parameters unused.
+        uneven_inputs: What `fit` does when a rank runs out of training batches before the other ranks:
+            'join', 'error' or None. With 'join' that rank repeats its last batch until all ranks have run
+            out, so that every rank takes every optimizer step. The repeated batch adds zeros to the
+            gradients, is left out of what `self.log` collects and of `strategy.reduce` in training_step, and
+            leaves buffers and torchmetrics as they were. Layers and user code that communicate, such as
+            SyncBatchNorm, see the repeated batch; so do values that are logged on_step without sync_dist.
+            With 'error' all ranks raise at that step. Both cost one small all-reduce per step, for which the
+            CPU thread waits. With None nothing is checked, and ranks with different numbers of batches hang.
+        divide_by_initial_world_size: With uneven_inputs='join', divide gradients by the number of all ranks;
+            if False, by the number of ranks that still have batches.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a node counts as lost (at least 2).
+        failure_grace_s: Seconds that a process has to exit after a failure, before its stacks are printed
+            and it is killed.
+        stall_timeout: Longest time without progress of a rank that waits for no other rank, after which it
+            counts as failed; None for no limit. For example, its process is suspended or its data loader
+            hangs. A `timedelta` or seconds; must be longer than the longest step, validation batch or
+            checkpoint.
+        model_averaging: Local training with averaged parameters: a name of `averaging.available_averagers`,
+            or a mapping with `name` and options; None to average gradients in every step.
+        transport: How gradients and averaged parameters of CPU ranks travel: 'auto', 'shared_memory' or
+            'gloo'. 'auto' uses shared memory within a host, and gloo among one rank of each host; gloo alone
+            where shared memory is not available. 'shared_memory' does the same, but raises an error there.
+            'gloo' never uses shared memory.
+        init_method: Address at which the processes rendezvous; None for the launching process's store, or
+            `env://` under torchrun and SLURM. `tcp://host:port`: the first node listens there, instead of at
+            MASTER_ADDR and MASTER_PORT. `file:///path` is a file that all processes reach, a new one for each
+            run: if a crashed run left the file behind, an error names it. On several nodes every form also
+            needs MASTER_ADDR and MASTER_PORT, for the control channel.
+        store: A `torch.distributed.Store` that all processes reach, made by the script in each process; None
+            to use `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
+        debug: 'detail' compares every collective across ranks before it starts (purpose, shapes, dtypes,
+            order); None compares only collectives in which ranks have waited for 5 s. With 'detail' a
+            difference is an error on all ranks before any data moves, at the cost of a round trip over the
+            control channel per collective.
+        on_failure: What happens when a rank is lost: 'stop', 'shrink' or 'replace'. 'stop' ends the run on
+            all ranks, 'shrink' continues the same `fit` with the remaining ranks, 'replace' also starts a new
+            process for each lost rank. Training continues from the interrupted step, with the rest of the
+            epoch redistributed over the ranks. A mapping with `name` and options: `min_world_size`,
+            `max_recoveries`, `batch`, `exceptions`; of 'replace' also `wait_s`.
+        on_preemption: What happens when a rank gets SIGTERM: 'stop' or 'leave'. 'stop' stops all ranks at a
+            step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue. It
+            needs `on_failure` 'shrink' or 'replace'; no step is repeated. A mapping with `name` and `signal`:
+            the signal to react to instead of SIGTERM, such as 'SIGUSR1'.
+        emergency_checkpoint: If True, save the last step that all ranks completed before a failure ends a
+            fit; a path is the folder to save to. The lowest remaining rank saves it, and the failure report
+            names the file `emergency-step=N.ckpt`. True uses the folder of the Trainer's checkpoints, and
+            saves nothing if the Trainer makes none. On CUDA this needs `on_failure` 'shrink' or 'replace'.
 
     Raises:
-        ConfigurationError: an argument cannot be used.
-        TypeError: an argument is unknown.
+        ConfigurationError: An argument cannot be used.
+        TypeError: An argument is unknown.
     """
 
     _session: Session | None = None
@@ -163,10 +174,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     _recovery: Recovery | None = None
     _emergency: EmergencyCheckpoint | None = None
     _journal: Journal | None = None
-    _world: tuple[int, int] | None = None  # rank and size, once ranks were lost
-    _local_rank = 0  # then
+    _world: tuple[int, int] | None = None  # rank and size, after a change of ranks
+    _local_rank = 0  # used with `_world`
     _resumed_from: Any = None
-    _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest saving
+    _tokens: Mapping[str, str] = {}  # checkpoint -> token of its latest save
 
     def __init__(
         self,
@@ -180,7 +191,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
         bucket_cap_mb: float | None = None,
@@ -195,9 +206,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         skip_all_reduce_unused_params: bool = False,
         uneven_inputs: UnevenInputs | None = None,
         divide_by_initial_world_size: bool = True,
-        heartbeat_timeout_s: float = 15.0,
-        failure_grace_s: float = 30.0,
-        stall_timeout: timedelta | None = None,
+        heartbeat_timeout_s: timedelta | float = 15.0,
+        failure_grace_s: timedelta | float = 30.0,
+        stall_timeout: timedelta | float | None = None,
         model_averaging: str | Mapping[str, Any] | None = None,
         transport: Transport = "auto",
         init_method: str | None = None,
@@ -212,7 +223,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             raise ConfigurationError('divide_by_initial_world_size=False needs uneven_inputs="join"')
         if not isinstance(emergency_checkpoint, bool | str | Path):
             raise ConfigurationError(
-                f"emergency_checkpoint={emergency_checkpoint!r}; expected True, False or a folder"
+                f"emergency_checkpoint={emergency_checkpoint!r}: expected True, False or a folder"
             )
         self._emergency_checkpoint = emergency_checkpoint
         self._uneven_inputs = uneven_inputs
@@ -231,7 +242,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         recovery = self._reconcile_settings.recovery
         if self._reconcile_settings.preemption is not None and recovery is None:
             raise ConfigurationError(
-                "on_preemption='leave' needs others that go on: on_failure='shrink' or 'replace'"
+                "on_preemption='leave' requires the other ranks to continue. Set on_failure='shrink' or"
+                " on_failure='replace'."
             )
         if recovery is not None:
             from lightning_ddp.elastic.refusals import check_arguments
@@ -250,7 +262,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ launch and set-up
 
     def setup_distributed(self) -> None:
-        """Joins the process group of the run. All ranks call it; returns once all have."""
+        """Join the process group of the run; return once all ranks have joined.
+
+        Collective: all ranks must call it.
+        """
         from lightning_ddp.launch.session import session_of_process
 
         reset_seed()
@@ -268,12 +283,15 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._journal is None and isinstance(settings, ReplaceSettings):
             from lightning_ddp.elastic.takeover import Journal
 
-            if session.is_joining:  # another one is rank 0 until then
+            if session.is_joining:  # until this process has joined, another process is rank 0
                 read_rank_again(max(1, self.global_rank), self.local_rank)
             self._journal = Journal(session, self.global_rank)
 
     def setup(self, trainer: Trainer) -> None:
-        """Places the model, wraps it for fitting, creates optimizers. All ranks call it; communicates."""
+        """Move the model to its device, wrap it for fitting, and create optimizers.
+
+        Collective: all ranks must call it.
+        """
         assert self.accelerator is not None
         assert self.model is not None
         assert self._session is not None
@@ -294,7 +312,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._setup_recovery(trainer)
             self._setup_emergency_checkpoint(trainer)
             self._setup_uneven_inputs(trainer)
-        else:  # nothing to reduce, so no wrapper; yet all ranks must evaluate one model
+        else:  # nothing to reduce, so no wrapper, but all ranks must evaluate the same model
             from lightning_ddp.comm.gather_scatter import broadcast_coalesced
 
             states = [*self.model.parameters(), *self.model.buffers()]
@@ -311,7 +329,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             )
 
     def set_world_ranks(self) -> None:
-        """Tells the environment this process's rank and the number of ranks."""
+        """Set this process's rank and the number of ranks in the cluster environment."""
         if self._world is None or self.cluster_environment is None:
             super().set_world_ranks()
             return
@@ -321,18 +339,18 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     @property
     def local_rank(self) -> int:
-        """Which rank of its node this is: the lowest that is left prepares data, and returns results."""
+        """Local rank of this process on its node, counted over the remaining ranks."""
         return super().local_rank if self._world is None else self._local_rank
 
     @property
     def root_device(self) -> torch.device:
-        """This process's device, which stays when ranks are lost."""
+        """Device of this process, which stays the same when ranks are lost."""
         assert self.parallel_devices is not None
         return self.parallel_devices[super().local_rank % len(self.parallel_devices)]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """To how many ranks a sampler deals, and which one this is."""
+        """Number of replicas and rank for a distributed sampler."""
         arguments = super().distributed_sampler_kwargs
         if self._world is not None:
             return {**arguments, "num_replicas": self._world[1]}
@@ -373,8 +391,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
         assert self._session is not None
         folder = self._emergency_checkpoint
-        # after an abort of NCCL parameters may hold gradients that were averaged in part, unless each update
-        # waits for them
+        # After an abort of NCCL, parameters may include partly averaged gradients, unless each update waits
+        # for the gradients.
         is_exact = self.root_device.type == "cpu" or self._recovery is not None
         if folder is False or self._session.control.watch is None or not is_exact:
             return
@@ -393,13 +411,16 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         self._emergency.begin(self._session.control)
 
     def _meet_again(self, form: Form) -> Group:
-        """Makes the process group of a generation, and what is made of it. All its ranks call it."""
+        """Create the process group of a generation, and all that depends on it.
+
+        Collective: all ranks must call it.
+        """
         from lightning_ddp.elastic.regroup import meet_again
 
         assert self._session is not None
         ours = self._session.control
         assert ours.calls is not None
-        for place in form.lost:  # it may be stopped, or have lost but its control connection
+        for place in form.lost:  # it may be stopped, or have lost only its control connection
             self._session.children.kill_rank(place)
         member, world_size = ours.calls.state, len(form.members)
         self._world = member.rank, world_size
@@ -413,8 +434,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             choose_backend(self),
             world_size,
             timeout=self._group_timeout,
-            # five times that is less than failure_grace_s, after which a rank is taken for lost; but between
-            # nodes news may take seconds
+            # Five times this is less than failure_grace_s, after which a rank counts as lost. Between
+            # nodes, messages may take seconds.
             meet_within=timedelta(
                 seconds=self._reconcile_settings.failure_grace_s / (10 if self.num_nodes == 1 else 1)
             ),
@@ -433,11 +454,14 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self._group
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
-        """Wraps `model`; unlike torch's class, ours is no subclass of DistributedDataParallel."""
+        """Wrap `model` in `BucketedDDP`, which is no subclass of torch's DistributedDataParallel."""
         return self._wrap(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Registers the communication hook, on every device type. All ranks call it; communicates."""
+        """Register the communication hook, on every device type.
+
+        Collective: all ranks must call it.
+        """
         wrapper = as_wrapper(self.model)
         assert wrapper is not None
         self._register_hook(wrapper, self._communication)
@@ -445,7 +469,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _setup_uneven_inputs(self, trainer: Trainer) -> None:
         self._lockstep = None
         if self._uneven_inputs is not None:
-            from lightning_ddp.ddp.lockstep import Lockstep  # a run that does not look does without
+            from lightning_ddp.ddp.lockstep import Lockstep  # late, as most runs do not need it
 
             self._lockstep = Lockstep(
                 self._joined_group(),
@@ -455,7 +479,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             )
             results = bind_like(trainer, _LockstepResults)(self._lockstep)
             set_training_results(trainer, results)
-            forget_loaders(trainer)  # made already, to count the steps of a schedule
+            forget_loaders(trainer)  # already made if a schedule needed the number of steps
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -463,7 +487,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ training steps
 
     def process_dataloader(self, dataloader: object) -> object:
-        """With `uneven_inputs`, makes the training dataloader end on all ranks at once; communicates then.
+        """Return the dataloader; with `uneven_inputs`, wrapped to end on all ranks at the same step.
 
         Raises:
             ConfigurationError: there are several training dataloaders, or only some ranks know the length of
@@ -485,7 +509,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch. For one of training this begins the step. Does not communicate."""
+        """Move a batch to the device; with `uneven_inputs`, exchange first which ranks have a batch."""
         if self._lockstep is not None and self._is_training():
             self._lockstep.begin()
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -494,13 +518,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self.lightning_module is not None and self.lightning_module.trainer.training
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called with each batch before it is used."""
+        """Keep the batch, so that its step can be repeated after a rank was lost."""
         if self._recovery is not None:
             self._recovery.batch = batch
         super().on_train_batch_start(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's `training_step` in the wrapper's forward."""
+        """Run the module's `training_step` in the wrapper's forward."""
         assert self.lightning_module is not None
         lockstep = self._lockstep
         with contextlib.nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
@@ -510,7 +534,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return output
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """With manual optimisation, makes the coming backward a synchronised one."""
+        """With manual optimization, make the next backward pass a synchronized one."""
         wrapper = as_wrapper(self.model)
         if wrapper is not None and not self._is_automatic():
             wrapper.prepare_for_backward(closure_loss)
@@ -518,7 +542,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Runs backward through the precision plugin; communicates unless gradients accumulate.
+        """Run backward through the precision plugin; communicates unless gradients accumulate.
 
         With zeros on a rank that repeats its last batch.
         """
@@ -540,7 +564,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return closure_loss
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Nothing: the reducer has finished when backward returns."""
+        """Do nothing: the reducer has finished when backward returns."""
 
     def optimizer_step(
         self,
@@ -549,7 +573,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Takes a step; with model averaging, counts it and averages if it is time (then communicates)."""
+        """Take a step; with model averaging, count it and average if it is due (then communicates)."""
         averager = self._communication.averager
         if isinstance(optimizer, torch.optim.LBFGS) and self._communication.averages_gradients:
             closure = partial(self._mean_loss, closure)
@@ -574,9 +598,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """The loss that belongs to averaged gradients. Communicates.
+        """Return the mean loss over the ranks, which belongs to averaged gradients.
 
-        By it an optimizer decides alike on all ranks how often it calls its closure: collectives match then.
+        With it an optimizer calls its closure equally often on all ranks, so that collectives match.
+
+        Collective: all ranks must call it.
         """
         loss = closure()
         if loss is not None:
@@ -588,37 +614,40 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradients of backwards in here stay on their rank; Lightning uses it for accumulation."""
+        """Keep gradients of backward passes in this context on their rank (Lightning's accumulation)."""
         wrapper = as_wrapper(self.model)
         with contextlib.nullcontext() if wrapper is None else wrapper.no_sync():
             yield
 
     @contextlib.contextmanager
     def no_backward_sync(self, enabled: bool = True) -> Generator[None, None, None]:
-        """For manual optimisation: gradients of `manual_backward` in here stay on their rank.
+        """With manual optimization, keep gradients of `manual_backward` in this context on their rank.
 
         They are averaged together with those of the next backward outside, which has to be the last before
-        the optimizer step. Does not communicate. All ranks do it alike.
+        the optimizer step. All ranks must use it alike.
 
         Args:
             enabled: False for a context that changes nothing, as in
                 `no_backward_sync(enabled=not is_last_micro_batch)`.
 
         Raises:
-            ConfigurationError: optimisation is automatic, so that backward comes after `training_step`.
+            ConfigurationError: optimization is automatic, so that backward comes after `training_step`.
         """
         if enabled and as_wrapper(self.model) is not None and self._is_automatic():
             raise ConfigurationError(
-                "no_backward_sync is for manual optimisation: with automatic optimisation backward comes"
+                "no_backward_sync is for manual optimization. With automatic optimization backward comes"
                 " after training_step, where it has no effect. Use Trainer(accumulate_grad_batches=...)."
             )
         with self.block_backward_sync() if enabled else contextlib.nullcontext():
             yield
 
-    # ------------------------------------------------------------------ evaluation, and the end of training
+    # ------------------------------------------------------------------ evaluation and end of training
 
     def on_validation_start(self) -> None:
-        """Makes the ranks validate one model. All ranks call it."""
+        """In local training, average the parameters and buffers over all ranks before validation.
+
+        Collective: all ranks must call it.
+        """
         self._agree()
         super().on_validation_start()
 
@@ -627,22 +656,25 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._stopping.check_evaluation()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; a run that only validates stops at these steps when a signal asks for it."""
+        """Run a validation step, unless a signal stops a run that only validates."""
         self._check_evaluation()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; a run that tests stops at these steps when a signal asks for it."""
+        """Run a test step, unless a signal stops the run."""
         self._check_evaluation()
         return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; a run that predicts stops at these steps when a signal asks for it."""
+        """Run a prediction step, unless a signal stops the run."""
         self._check_evaluation()
         return super().predict_step(*args, **kwargs)
 
     def on_train_end(self) -> None:
-        """Leaves all ranks with one model, BatchNorm statistics included. All ranks call it."""
+        """Make the buffers those of rank 0 on all ranks; in local training, average the parameters first.
+
+        Collective: all ranks must call it.
+        """
         self._agree()
         wrapper = as_wrapper(self.model)
         if wrapper is not None:
@@ -650,28 +682,30 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         super().on_train_end()
 
     def _agree(self) -> None:
-        """Gives all ranks one model; a rank whose peers have failed keeps its own."""
+        """Synchronize the model over all ranks; a rank whose peers have failed keeps its own model."""
         if not self._is_alone():
             self._communication.agree()
 
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state; with model averaging all ranks call it and agree on the parameters before."""
+        """Return the model's state; with model averaging all ranks call it, to synchronize parameters."""
         self._agree()
         return super().lightning_module_state_dict()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Writes the checkpoint, and with hooks or averagers that remember something a file of each rank.
+        """Write the checkpoint, and a file per rank if the hook or averager has state.
 
-        All ranks call it; with such files it communicates. See `rank_files`.
+        Communicates with such files only; see `rank_files`.
+
+        Collective: all ranks must call it.
         """
         files: Any = self.checkpoint_io
         is_async = isinstance(files, AsyncCheckpointIO)
         if "optimizer_states" in checkpoint and not self._is_alone():
-            if is_async:  # its thread might write them after the checkpoint
+            if is_async:  # its thread might write the files after the checkpoint
                 files = files.checkpoint_io
             group = self._joined_group()
             write = partial(files.save_checkpoint, storage_options=storage_options)
@@ -682,13 +716,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             return
         self.barrier("checkpoint with files of the ranks")
         keep = {state["token"]}
-        if is_async and str(filepath) in self._tokens:  # the checkpoint may still be that one
+        if is_async and str(filepath) in self._tokens:  # the previous checkpoint may still be in place
             keep.add(self._tokens[str(filepath)])
         rank_files.remove_files(filepath, self.global_rank, keep=keep)
         self._tokens = {**self._tokens, str(filepath): state["token"]}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint; its place is kept for the files of the ranks beside it."""
+        """Read a checkpoint, and keep its path to find the files of the ranks beside it."""
         self._resumed_from = checkpoint_path
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if rank_files.KEY in loaded:
@@ -696,15 +730,15 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint and this rank's file beside it."""
+        """Remove a checkpoint and this rank's file beside it."""
         super().remove_checkpoint(filepath)
         if self._communication.has_state:
             rank_files.remove_files(filepath, self.global_rank)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizers, the hook and the averager; logs what could not be kept.
+        """Restore optimizers, hook and averager; log each item that could not be restored.
 
-        Outside of a run, as in the main process after one in spawned processes, there are optimizers alone.
+        Outside a run, such as in the main process after a run in spawned processes, only optimizers.
         """
         super().load_optimizer_state_dict(checkpoint)
         if self._is_alone():
@@ -718,13 +752,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ collectives
 
     def _is_alone(self) -> bool:
-        """Whether nobody would answer; also where this rank finishes without the others."""
+        """Return True if no peer takes part in collectives."""
         return (self._recovery is not None and self._recovery.is_alone) or super()._is_alone()
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """What a collective returns; this rank's own if the others have lost one after a committed step.
+        """Run a collective; use this rank's own value if a peer was lost after the step was committed.
 
-        Before the first epoch it may be what a journal has of it.
+        Before the first epoch the result may come from the journal.
         """
         try:
             if self._journal is not None and kind is not None:
@@ -740,7 +774,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             return alone()
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
+        """Wait until all ranks have called it; does nothing before launch and after a failure."""
         if self._journal is not None and self._journal.is_read:  # a barrier has no result
             return
         wait = partial(super().barrier, name)
@@ -750,19 +784,19 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._together(None, wait, lambda: None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`."""
+        """Return the object that rank `src` passed; before launch and after a failure, return `obj`."""
         return self._together("broadcast", partial(super().broadcast, obj, src), lambda: obj)
 
     def all_gather(
         self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """The tensors of all ranks, stacked along a new first dimension, in rank order."""
+        """Stack the tensors of all ranks along a new first dimension, in rank order."""
         return self._together(
             "all_gather", partial(super().all_gather, tensor, group, sync_grads), lambda: tensor.unsqueeze(0)
         )
 
     def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
-        """In a training step in which ranks have run out of batches over the others; all get the result."""
+        """Reduce over all ranks, or in a step with uneven inputs over the ranks with a batch."""
         if self._lockstep is not None and self._lockstep.is_partial:
             self._lockstep.reduce(group, tensors, reduce_op)
         else:
@@ -778,7 +812,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                     tensor.copy_(value)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, decide so. A rank that repeats its last batch has no say in a step."""
+        """Return True if all ranks (any, with `all=False`) passed True; repeated batches have no vote."""
         if self._lockstep is None or not self._lockstep.is_partial:
             return super().reduce_boolean_decision(decision, all)
         vote = torch.tensor(int(decision), device=self.root_device)
@@ -788,7 +822,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ end
 
     def teardown(self) -> None:
-        """Unwraps the model and lets go of its gradients' buckets and of batches. Does not communicate."""
+        """Unwrap the model; release its gradient buckets and batches."""
         wrapper = as_wrapper(self.model)
         if wrapper is not None:
             wrapper.teardown()
@@ -800,11 +834,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
 
 CustomDDPPlugin = CustomDDPStrategy
-"""The strategy under its name from the time when Lightning called strategies plugins."""
+"""Name of the strategy from the time when Lightning called strategies plugins."""
 
 
 class _ManualOptimizationRedirection(ForwardRedirection):
-    """Keeps the wrapper's forward from arming the reducer when backward has already run inside it."""
+    """Forward redirection that does not arm the reducer if backward has already run inside."""
 
     def __init__(self, communication: Communication) -> None:
         super().__init__()
@@ -823,7 +857,7 @@ class _ManualOptimizationRedirection(ForwardRedirection):
 
 
 class _LockstepResults(ResultCollection):
-    """What is logged in training, less what a rank logs in a step for which it has no batch of its own."""
+    """Logged training results, without those that a rank logs while it repeats its last batch."""
 
     def __init__(self, lockstep: Lockstep) -> None:
         super().__init__(training=True)
@@ -831,28 +865,28 @@ class _LockstepResults(ResultCollection):
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         metric = self[key]
-        # what is logged for the epoch comes after its last step
+        # Values for the epoch are logged after its last step.
         is_replay = self._lockstep.turn.is_replay and not key.startswith("on_train_epoch")
         before = copy_states(metric) if is_replay else {}
         super().update_metrics(key, value, batch_size)
         put_states(metric, before)
         if metric.is_tensor and metric.meta.is_mean_reduction:
-            # ranks differ in it, and the mean of integers is rounded
+            # The batch size differs between ranks, and the mean of integers would be rounded.
             metric.cumulated_batch_size = metric.cumulated_batch_size.to(metric.value.dtype)
 
 
 def _require_lockstep(module: LightningModule) -> None:
-    """Refuses ways of training in which the ranks cannot be kept in step."""
+    """Reject ways of training in which the ranks cannot be kept in step."""
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ConfigurationError(
-            "uneven_inputs needs a training_step(batch, batch_idx): one with dataloader_iter fetches batches"
-            " by itself, so it is not known which step a batch belongs to"
+            "uneven_inputs needs a training_step(batch, batch_idx). A training_step with dataloader_iter"
+            " fetches batches itself, so it is not known which step a batch belongs to."
         )
     loop = module.trainer.fit_loop
     progress = loop.epoch_loop.batch_progress
     if loop.restarting and progress.current.ready and not progress.is_last_batch:
         raise ConfigurationError(
-            f"uneven_inputs cannot resume inside an epoch, here after {progress.current.ready} batches: the"
-            " checkpoint does not say which of them each rank has used. Resume from one saved at the end"
-            " of an epoch."
+            f"uneven_inputs cannot resume inside an epoch, here after {progress.current.ready} batches,"
+            " because the checkpoint does not contain which batches each rank has used. Resume from a"
+            " checkpoint of the end of an epoch."
         )

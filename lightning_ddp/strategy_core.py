@@ -1,4 +1,4 @@
-"""`StrategyCore`: what the strategies of the Trainer and of Fabric have in common.
+"""`StrategyCore`: the common part of the strategies for the Trainer and for Fabric.
 
 Options, the launcher, the process group, the wrapper with its hook, collectives. What Lightning calls in the
 Trainer alone is in `strategy.py`, what it calls in Fabric in `fabric.py`.
@@ -18,7 +18,7 @@ from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, in_seconds, one_of
 from lightning_ddp.launch.rendezvous import check_meeting_place
 from lightning_ddp.shm.hosts import check_transport
 from lightning_ddp.supervise.settings import ReconcileSettings, parse_on_failure, parse_on_preemption
@@ -33,7 +33,7 @@ __all__ = ["Debug", "StartMethod", "StrategyCore", "UnevenInputs", "as_wrapper"]
 
 T = TypeVar("T")
 FunctionMethod = Literal["spawn", "fork", "forkserver"]
-"""Ways to start processes that run a function of this one; all others run the script again."""
+"""Start methods that run a function of this process; all others run the script again."""
 StartMethod = Literal["popen", FunctionMethod]
 Debug = Literal["detail"]
 UnevenInputs = Literal["error", "join"]
@@ -64,7 +64,7 @@ _OF_WRAPPER_IF_GIVEN = ("bucket_cap_mb_list", "batched_grad_copy", "forward_sync
 
 
 class StrategyCore:
-    """Base of a strategy, before Lightning's own class among its bases."""
+    """Base of the strategies, placed before Lightning's own class."""
 
     _session: Session | None = None
     _group: Group | None = None
@@ -78,12 +78,12 @@ class StrategyCore:
         num_processes: Any
 
         def _scaler(self) -> Any:
-            """Who decides on the factor of the loss under mixed precision; None for nobody."""
+            """Return the loss scaler of mixed precision, or None."""
 
     # ------------------------------------------------------------------ options
 
     def _take_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Checks and keeps the arguments that both strategies have; returns those for Lightning's class.
+        """Check and keep the arguments of both strategies; return those for Lightning's class.
 
         Raises:
             ConfigurationError: one of them cannot be used.
@@ -95,40 +95,40 @@ class StrategyCore:
         check_transport(given["transport"])
         if given["process_group_backend"] is not None:
             require_backend(given["process_group_backend"])
-        for name in ("timeout", "stall_timeout"):
-            if not isinstance(given[name], timedelta | None):
-                raise ConfigurationError(
-                    f"{name}={given[name]!r}: expected a datetime.timedelta, such as timedelta(minutes=5)"
-                )
+        timeout_s, stall_timeout_s = (
+            None if given[name] is None else in_seconds(name, given[name])
+            for name in ("timeout", "stall_timeout")
+        )
         for name, choices in _CHOICES.items():
             if given.get(name, choices[0]) not in choices:
-                raise ConfigurationError(f"{name}={given[name]!r}; there are {', '.join(map(repr, choices))}")
+                raise ConfigurationError(f"{name}={given[name]!r}: expected {one_of(map(repr, choices))}")
         sent_by = given["start_method"] if given["start_method"] in get_args(FunctionMethod) else None
         check_meeting_place(given["init_method"], given["store"], sent_by)
         check_broadcast_buffers(given["broadcast_buffers"])
-        bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # says what is wrong, at once
-        stall_timeout = given["stall_timeout"]
+        bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # raises early
+        self._group_timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._reconcile_settings = ReconcileSettings(
-            heartbeat_timeout_s=given["heartbeat_timeout_s"],
-            failure_grace_s=given["failure_grace_s"],
-            stall_timeout_s=None if stall_timeout is None else stall_timeout.total_seconds(),
+            heartbeat_timeout_s=in_seconds("heartbeat_timeout_s", given["heartbeat_timeout_s"]),
+            failure_grace_s=in_seconds("failure_grace_s", given["failure_grace_s"]),
+            stall_timeout_s=stall_timeout_s,
             recovery=parse_on_failure(given.get("on_failure", "stop")),
             preemption=parse_on_preemption(given.get("on_preemption", "stop")),
         )
         self._init_method, self._given_store = given["init_method"], given["store"]
         self._transport, self._debug = given["transport"], given["debug"]
-        self._group_timeout, self._chosen_start_method = given["timeout"], given["start_method"]
+        self._chosen_start_method = given["start_method"]
         self._wrapper_options = {name: given[name] for name in _OF_WRAPPER}
         self._wrapper_options |= {
             name: given[name] for name in _OF_WRAPPER_IF_GIVEN if given[name] is not None
         }
-        return {name: given[name] for name in _OF_LIGHTNING} | self._wrapper_options
+        of_lightning = {name: given[name] for name in _OF_LIGHTNING} | {"timeout": self._group_timeout}
+        return of_lightning | self._wrapper_options
 
     # ------------------------------------------------------------------ launch and set-up
 
     @property
     def accelerator(self) -> Any:
-        """Lightning's. It is set before anything else, and so says which Lightning uses this."""
+        """Lightning's accelerator. It is set first, which shows which Lightning package is in use."""
         return super().accelerator  # type: ignore[misc]  # of the class after this one
 
     @accelerator.setter
@@ -139,7 +139,7 @@ class StrategyCore:
 
     @property
     def _runs_script(self) -> bool:
-        """Whether each rank runs the script, not a function that is sent to it."""
+        """True if each rank runs the script, instead of a function that is sent to it."""
         return self._chosen_start_method not in get_args(FunctionMethod)
 
     def _configure_launcher(self) -> None:
@@ -165,7 +165,10 @@ class StrategyCore:
         set_launcher(self, launcher)
 
     def _join(self, session: Session) -> None:
-        """Joins the process group of the run. All ranks call it; returns once all have."""
+        """Join the process group of the run; return once all ranks have joined.
+
+        Collective: all ranks must call it.
+        """
         from lightning_ddp.launch.session import join_run
 
         self._session = session
@@ -185,12 +188,15 @@ class StrategyCore:
         self._group = Group(group, session.control.interrupt, transport=self._transport)
 
     def _wrap(self, model: torch.nn.Module) -> BucketedDDP:
-        """Wraps `model` in this package's DDP. All ranks call it; communicates."""
+        """Wrap `model` in this package's DDP.
+
+        Collective: all ranks must call it.
+        """
         from lightning_ddp.ddp.module import BucketedDDP
 
         group = self._joined_group()
-        # on the current stream: torch's class needs another one for graph capture, as it keeps AccumulateGrad
-        # nodes, which run on the stream on which they were made; ours keeps none of them
+        # On the current stream: torch's DDP needs a side stream for graph capture, because it keeps
+        # AccumulateGrad nodes, which run on the stream on which they were made. This wrapper keeps none.
         return BucketedDDP(
             model,
             device_ids=None if self.root_device.type == "cpu" else [self.root_device.index],
@@ -202,7 +208,10 @@ class StrategyCore:
         )
 
     def _register_hook(self, wrapper: BucketedDDP, communication: Communication) -> None:
-        """Registers the communication hook, on every device type. All ranks call it; communicates."""
+        """Register the communication hook, on every device type.
+
+        Collective: all ranks must call it.
+        """
         communication.register(
             wrapper,
             self._joined_group(),
@@ -213,12 +222,12 @@ class StrategyCore:
         )
 
     def _loss_scale(self) -> float:
-        """The present factor of the loss under mixed precision. The host waits for the device to know it."""
+        """Return the current loss scale of mixed precision; the host waits for the device."""
         scaler = self._scaler()
         return float(scaler.get_scale()) if scaler is not None else 1.0
 
     def _loss_scale_of_gradients(self) -> float | torch.Tensor:
-        """The same for what is done with gradients: on a device it stays there."""
+        """Return the loss scale for work on gradients: on a device, as a device tensor."""
         scaler = self._scaler()
         if scaler is None or self.root_device.type == "cpu":
             return self._loss_scale()
@@ -230,7 +239,7 @@ class StrategyCore:
     def _joined_group(self) -> Group:
         if self._group is None:
             raise ConfigurationError(
-                "the process group does not exist yet: it is made when the Trainer or Fabric launches"
+                "the process group does not exist yet; it is created when the Trainer or Fabric launches"
             )
         return self._group
 
@@ -245,18 +254,20 @@ class StrategyCore:
         return Group(group, joined.interrupt, transport=joined.transport)
 
     def _is_alone(self) -> bool:
-        """Whether nobody would answer: before the launch, and once this rank unwinds from a failure."""
+        """Return True if no peer takes part in collectives: before launch and after a failure."""
         return self._group is None or (self._session is not None and self._session.control.is_over)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Returns once all ranks have called it; before the launch and after a failure it does nothing."""
+        """Wait until all ranks have called it; does nothing before launch and after a failure."""
         if self._group is not None and not self._is_alone():
             barrier(self._group, self.root_device, name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object that rank `src` passed, on all ranks; before the launch and after a failure `obj`.
+        """Return the object that rank `src` passed; before launch and after a failure, return `obj`.
 
-        Tensors in it travel as tensors, not pickled, and arrive on the CPU or on this rank's own device.
+        Tensors in it are sent as tensors, not pickled, and arrive on the CPU or on this rank's own device.
+
+        Collective: all ranks must call it.
         """
         if self._group is None or self._is_alone():
             return obj
@@ -264,10 +275,12 @@ class StrategyCore:
         return received
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor, or every tensor of nested dicts, lists and tuples, over the ranks.
+        """Reduce a tensor, or every tensor of nested dicts, lists and tuples, over the ranks.
 
         In place, with one collective for all tensors of a dtype. The mean of integers is computed in floating
-        point and written back as integers, as Lightning does. What is no tensor is returned as it is.
+        point and written back as integers, as in Lightning. Other objects are returned unchanged.
+
+        Collective: all ranks must call it.
 
         Args:
             tensor: a tensor or a nested container, of the same form on all ranks.
@@ -287,18 +300,18 @@ class StrategyCore:
         all_reduce_coalesced(group, tensors, reduce_op)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """The same as `reduce`, under Fabric's name."""
+        """Reduce as `reduce` does, under Fabric's name."""
         return self.reduce(tensor, group, reduce_op)
 
     def all_gather(
         self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """The tensors of all ranks, stacked along a new first dimension, in rank order.
+        """Stack the tensors of all ranks along a new first dimension, in rank order.
 
         Args:
             tensor: the same shape and dtype on all ranks.
             group: a process group; None for all ranks.
-            sync_grads: whether gradients flow back to the ranks that contributed.
+            sync_grads: True to let gradients flow back to the contributing ranks.
         """
         if self._group is None:
             return tensor
@@ -307,7 +320,7 @@ class StrategyCore:
         return all_gather(self._group_of(group), tensor, sync_grads=sync_grads)
 
     def reconciliate_processes(self, trace: str) -> None:
-        """Ends the run on all ranks, with `trace` as the reason; Lightning 1.5 had it under this name.
+        """End the run on all ranks, with `trace` as the reason (a method of Lightning 1.5).
 
         Any rank may call it, alone. All ranks, this one included, raise `PeerFailure` in their main thread.
 
@@ -319,8 +332,8 @@ class StrategyCore:
 
 
 def as_wrapper(model: object) -> BucketedDDP | None:
-    """`model` if it is the wrapper that `_wrap` puts around a module, else None."""
-    # the engine is imported where a model is wrapped, when the other processes have been started
+    """Return `model` if it is the wrapper that `_wrap` puts around a module, else None."""
+    # Imported late: the other processes have been started when a model is wrapped.
     from lightning_ddp.ddp.module import BucketedDDP
 
     return model if isinstance(model, BucketedDDP) else None

@@ -13,16 +13,16 @@ _GPUS_FORMS = 'a number of GPUs, -1 for all, a list of indices, or a string such
 
 
 class Trainer(LightningTrainer):
-    """Lightning's Trainer that also takes `gpus=` and `num_processes=`.
+    """Lightning's Trainer with the arguments `gpus=` and `num_processes=` of Lightning 1.5.
 
-    Of `lightning.pytorch` where that has been imported, and `pytorch_lightning` has not.
+    From `lightning.pytorch` if that is imported and `pytorch_lightning` is not.
 
     Args:
-        *args: of Lightning's Trainer.
+        *args: Arguments of Lightning's Trainer.
         gpus: number of GPUs, -1 for all, a list of indices, or a string: "4" is a number, "0,3" and "2," are
             indices, "-1" is all. 0 and None mean none. Stands for `accelerator="gpu", devices=...`.
         num_processes: number of CPU processes. Stands for `accelerator="cpu", devices=...`.
-        **kwargs: of Lightning's Trainer.
+        **kwargs: Arguments of Lightning's Trainer.
 
     Raises:
         ConfigurationError: two spellings of one thing, a malformed value, or more GPUs than there are.
@@ -40,21 +40,21 @@ class Trainer(LightningTrainer):
 
 
 def trainer_class() -> type[Trainer]:
-    """`Trainer`, below Lightning's own if that has been imported, as what looks at its bases has to know."""
+    """Return `Trainer`, below Lightning's own class if that has been imported."""
     return next((bind(Trainer, root) for root in loaded_roots()), Trainer)
 
 
 def _translate(
     gpus: int | str | Sequence[int] | None, num_processes: int | None, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of Lightning 2 that stand for `gpus` and `num_processes`."""
+    """Return Lightning 2's arguments for `gpus` and `num_processes`."""
     old = {"gpus": gpus, "num_processes": num_processes}
     used = [f"{name}={value!r}" for name, value in old.items() if value is not None]
     if not used:
         return {}
     if given.get("devices", "auto") != "auto":
         raise ConfigurationError(
-            f"{used[0]} and devices={given['devices']!r} say the same thing: pass one of them"
+            f"{used[0]} and devices={given['devices']!r} mean the same. Pass one of them."
         )
     if num_processes is not None and (type(num_processes) is not int or num_processes < 1):
         raise ConfigurationError(f"num_processes={num_processes!r}: expected a number of processes from 1")
@@ -64,7 +64,8 @@ def _translate(
         return {"accelerator": "cpu", "devices": num_processes or 1}
     if num_processes is not None and num_processes != len(devices):
         raise ConfigurationError(
-            f"gpus={gpus!r} is one process on each of {len(devices)} GPUs, but num_processes={num_processes}"
+            f"gpus={gpus!r} means one process on each of {len(devices)} GPUs, but"
+            f" num_processes={num_processes}"
         )
     _check_accelerator(given, "gpu", used[0])
     return {"accelerator": given.get("accelerator", "gpu"), "devices": devices}
@@ -78,7 +79,7 @@ def _check_accelerator(given: dict[str, Any], expected: str, used: str) -> None:
 
 
 def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int] | None:
-    """Indices of the GPUs to use; None for none."""
+    """Return the indices of the GPUs to use; None for no GPU."""
     if isinstance(gpus, str):
         gpus = _parse_text(gpus)
     available = num_cuda_devices()

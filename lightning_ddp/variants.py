@@ -1,4 +1,4 @@
-"""Named variants: one string of the Trainer stands for the strategy with some of its arguments."""
+"""Named variants: strings for the Trainer that stand for the strategy with some of its arguments."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from lightning_ddp.import_hook import after_import
 from lightning_ddp.strategy import CustomDDPStrategy
 
 BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
-    "custom_ddp": ("re-runs the script in child processes; bucketed all-reduce in Python", {}),
+    "custom_ddp": ("data-parallel training; runs the script again in child processes", {}),
     "custom_ddp_spawn": ("custom_ddp in spawned processes", {"start_method": "spawn"}),
     "custom_ddp_fork": ("custom_ddp in forked processes", {"start_method": "fork"}),
     "custom_ddp_find_unused_parameters_true": (
-        "custom_ddp that searches for parameters without a gradient in every step",
+        "custom_ddp that searches for unused parameters in every step",
         {"find_unused_parameters": True},
     ),
     "custom_ddp_find_unused_parameters_false": (
-        "custom_ddp that reports parameters without a gradient as an error",
+        "custom_ddp in which a parameter without a gradient is an error",
         {"find_unused_parameters": False},
     ),
     "custom_ddp_shrink": (
-        "goes on with the ranks that are left when one is lost",
+        "continues with the remaining ranks when a rank is lost",
         {"on_failure": "shrink"},
     ),
     "custom_ddp_replace": (
-        "goes on when a rank is lost, and starts a new process in its place",
+        "continues when a rank is lost, and starts a new process to replace it",
         {"on_failure": "replace"},
     ),
     "custom_ddp_fp16": ("gradients sent in float16: half the bytes", {"ddp_comm_hook": "fp16"}),
     "custom_ddp_bf16": ("gradients sent in bfloat16: half the bytes", {"ddp_comm_hook": "bf16"}),
     "custom_ddp_int8": (
-        "gradients sent in 8 bits with a scale for every 256: about a quarter of the bytes",
+        "gradients sent in 8 bits with one scale per 256 values: about a quarter of the bytes",
         {"ddp_comm_hook": "int8"},
     ),
     "custom_ddp_powersgd": (
-        "low-rank gradients with error feedback: rank 2, after 10 steps of the plain mean",
+        "low-rank gradients with error feedback: rank 2, after 10 steps with the plain mean",
         {"ddp_comm_hook": "powersgd"},
     ),
     "custom_ddp_topk": (
-        "the largest 1 % of the gradients with error feedback; the part falls to that over 100 steps",
+        "the largest 1 % of the gradients with error feedback, after a warm-up of 100 steps",
         {"ddp_comm_hook": {"name": "topk", "ratio": 0.01, "warmup_steps": 100}},
     ),
     "custom_ddp_post_local_sgd": (
-        "averaged gradients for 100 steps, then local steps and averaged parameters every 8",
+        "averaged gradients for 100 steps, then local steps and averaged parameters every 8 steps",
         {"model_averaging": {"name": "post_local_sgd", "start_step": 100, "period": 8}},
     ),
     "custom_ddp_hierarchical_sgd": (
-        "averaged gradients for 100 steps, then parameters averaged in pairs of ranks every 4 and among all"
-        " every 16",
+        "averaged gradients for 100 steps, then parameters averaged in pairs of ranks every 4 steps and over"
+        " all ranks every 16",
         {"model_averaging": {"name": "hierarchical_sgd", "start_step": 100, "periods": {4: 2, 16: 0}}},
     ),
     "custom_ddp_slowmo": (
-        "averaged gradients for 100 steps, then local steps and a slow momentum of 0.5 every 12",
+        "averaged gradients for 100 steps, then local steps and a slow momentum of 0.5 every 12 steps",
         {"model_averaging": {"name": "slowmo", "start_step": 100, "period": 12}},
     ),
     "custom_ddp_diloco": (
-        "local steps, and every 100 an outer step with Nesterov momentum (rate 0.7, momentum 0.9)",
+        "local steps, and an outer step with Nesterov momentum (rate 0.7, momentum 0.9) every 100 steps",
         {"model_averaging": {"name": "diloco", "period": 100}},
     ),
     "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
@@ -76,30 +76,30 @@ for _name in ("custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
         )
 
 _variants: dict[str, dict[str, Any]] = {}
-"""What a namespace that is imported later is to have registered."""
+"""Name -> registry entry, for namespaces that are imported later."""
 _joined: list[tuple[Any, type]] = []
-"""The registries of the namespaces that have been imported, each with the strategy that it is to have."""
+"""Registries of the imported namespaces, each with the strategy class to register there."""
 
 
 def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any) -> None:
-    """Makes `Trainer(strategy=name)` mean `CustomDDPStrategy(**strategy_kwargs)`.
+    """Register `name` so that `Trainer(strategy=name)` means `CustomDDPStrategy(**strategy_kwargs)`.
 
-    Call it in every process, before the Trainer is made; at the top of the script is right. Does not
-    communicate. Registering the same arguments again under a name changes nothing.
+    Call it in every process, before the Trainer is made, for example at the top of the script. Registering
+    the same arguments again under a name has no effect.
 
     Args:
-        name: lower case, as Lightning lower-cases what users pass; unused so far.
-        description: one line for `available_variants`.
-        **strategy_kwargs: arguments of `CustomDDPStrategy`.
+        name: An unused name in lower case, as Lightning lower-cases the names that users pass.
+        description: One line for `available_variants`.
+        **strategy_kwargs: Arguments of `CustomDDPStrategy`.
 
     Raises:
-        ConfigurationError: the name is not lower case, empty, or taken by another strategy.
+        ConfigurationError: The name is empty, not lower case, or taken by another strategy.
         TypeError: `CustomDDPStrategy` has no such argument.
     """
     if not name or name != name.lower() or name != name.strip():
         raise ConfigurationError(
-            f"strategy name {name!r}: use lower case without spaces around it, as Lightning lower-cases what"
-            " users pass to the Trainer and would never find it"
+            f"strategy name {name!r}: expected lower case without surrounding spaces. Lightning lower-cases"
+            " the names that users pass to the Trainer."
         )
     known = _arguments_of(CustomDDPStrategy)
     for argument in strategy_kwargs:
@@ -114,7 +114,7 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
 
 
 def _registries() -> list[dict[str, Any]]:
-    """Those of the Trainers that have been imported; before that, what waits for them."""
+    """Return the registries of the imported Trainers; before the first import, the pending entries."""
     return [registry for registry, strategy in _joined if strategy is CustomDDPStrategy] or [_variants]
 
 
@@ -130,7 +130,7 @@ def _is_new(name: str, entry: dict[str, Any], registry: dict[str, Any]) -> bool:
 
 
 def _add(name: str, registry: Any, strategy: type) -> None:
-    """Registers a variant, unless it has arguments for loops and the strategy is Fabric's, which has none."""
+    """Register a variant, unless Fabric's strategy lacks one of its arguments."""
     entry = {**_variants[name], "strategy": strategy}
     options = entry["init_params"]
     if options.keys() <= {*_arguments_of(strategy)} and _is_new(name, entry, registry):
@@ -139,12 +139,12 @@ def _add(name: str, registry: Any, strategy: type) -> None:
 
 @cache
 def _arguments_of(strategy: type) -> list[str]:
-    """The names of its arguments; to ask for them takes 0.1 ms."""
+    """Return the names of a strategy's arguments; cached, as inspecting them takes 0.1 ms."""
     return list(inspect.signature(strategy).parameters)
 
 
 def _join(module: Any, registry: str, strategy: type) -> None:
-    """Registers all variants with a namespace that has just been imported; `module` is its `strategies`."""
+    """Register all variants with a newly imported namespace; `module` is its `strategies`."""
     accept_strategies(module)
     for name in _variants:
         _add(name, getattr(module, registry), strategy)
@@ -152,7 +152,7 @@ def _join(module: Any, registry: str, strategy: type) -> None:
 
 
 def available_variants() -> dict[str, str]:
-    """The names under which `CustomDDPStrategy` is registered, with their descriptions, sorted by name."""
+    """Return the registered strategy names with their descriptions, sorted by name."""
     return {
         name: entry["description"]
         for name, entry in sorted(_registries()[0].items())
@@ -161,7 +161,7 @@ def available_variants() -> dict[str, str]:
 
 
 def variant_arguments(name: str) -> dict[str, Any]:
-    """The arguments of `CustomDDPStrategy` for which a registered name stands.
+    """Return the arguments of `CustomDDPStrategy` for a registered name.
 
     Raises:
         KeyError: no such name is registered.
@@ -170,7 +170,7 @@ def variant_arguments(name: str) -> dict[str, Any]:
 
 
 def register_builtin_variants() -> None:
-    """Registers the variants of this package with each namespace of Lightning, now or when it is imported.
+    """Register this package's variants with each namespace of Lightning, now or on its import.
 
     `import lightning_ddp` calls it.
     """
@@ -189,7 +189,7 @@ def register_builtin_variants() -> None:
 
 
 def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | None:
-    """What to say where a Trainer has refused what it was given; None if that is nothing of ours."""
+    """Return the message for a strategy that a Trainer has rejected; None if it is not ours."""
     if isinstance(strategy, str):
         known = {name for registry in _registries() for name in registry}
         meant = next(iter(difflib.get_close_matches(strategy.lower(), sorted(known), n=1)), None)
@@ -200,14 +200,14 @@ def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | Non
         return words if words != str(error) else None
     if _is_class_of_ours(strategy):
         return (
-            f"strategy={strategy.__name__} is the class: make one, strategy={strategy.__name__}(), or name a"
-            " variant, strategy='custom_ddp'"
+            f"strategy={strategy.__name__} is a class. Pass an instance, strategy={strategy.__name__}(), or"
+            " the name of a variant, strategy='custom_ddp'."
         )
     for plugin in plugins if isinstance(plugins, list | tuple) else [plugins]:
         if isinstance(plugin, CustomDDPStrategy) or _is_class_of_ours(plugin) or plugin in _variants:
             return (
-                "a strategy is no plugin since Lightning 1.6: in the place of plugins= write"
-                " strategy=CustomDDPStrategy(...), or the name of a variant, strategy='custom_ddp'"
+                "since Lightning 1.6 a strategy is not a plugin. Instead of plugins= use"
+                " strategy=CustomDDPStrategy(...), or the name of a variant, strategy='custom_ddp'."
             )
     return None
 

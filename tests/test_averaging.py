@@ -142,7 +142,12 @@ def test_in_local_training_gradients_may_be_averaged_in_each_of_two_nodes(hook):
     start, period, num_steps = 2, 3, 9
 
     def rank_main(rank, world_size, group):
-        averaging = {"name": "post_local_sgd", "start_step": start, "period": period, "gradients": "node"}
+        averaging = {
+            "name": "post_local_sgd",
+            "start_step": start,
+            "period": period,
+            "intra_node_gradients": True,
+        }
         communication = Communication(hook, averaging=averaging)
         module = Given(SHAPES)
         model = BucketedDDP(module, process_group=group, bucket_cap_mb=1e-5)
@@ -550,16 +555,16 @@ def test_loading_says_what_it_cannot_keep():
         notes = diloco.load_state_dict(state)
         del state["outer"]["bias"]
         notes += slowmo.load_state_dict(state | {"options": {"period": 5}, "steps": [(1, 1), (2, 2)]})
-        with pytest.raises(ConfigurationError, match="has format 7; this release reads 1"):
+        with pytest.raises(ConfigurationError, match="has format 7, but this release reads 1"):
             slowmo.load_state_dict(state | {"format": 7})
         return notes
 
     assert run_threads(rank_main, 1) == [
         [
-            "state of averager 'slowmo' was dropped: the run uses 'diloco'",
-            "step counts of averager 'slowmo' were reset: 2 optimizers were saved, the run has 1",
+            "state of averager 'slowmo' was dropped, because the run uses 'diloco'",
+            "step counts of averager 'slowmo' were reset: 2 optimizers were saved, but the run has 1",
             "averager 'slowmo' was saved with other options: {'period': 5}",
-            "outer state of averager 'slowmo' begins anew for bias",
+            "outer state of averager 'slowmo' starts from scratch for bias",
         ]
     ]
 
@@ -571,13 +576,13 @@ def test_loading_says_what_it_cannot_keep():
     ("spec", "message"),
     [
         ("dilocco", r"unknown averager 'dilocco'; did you mean 'diloco'\?"),
-        ({"name": "slowmo", "tau": 3}, "'slowmo' has no option 'tau'; there are start_step, period"),
+        ({"name": "slowmo", "tau": 3}, "'slowmo' has no option 'tau'; expected start_step, period"),
         ({"name": "diloco", "outer_ls": 3}, r"no option 'outer_ls'; did you mean 'outer_lr'\?"),
         ({"name": "diloco", "period": 0}, "'diloco': period=0: expected at least 1"),
         ({"name": "diloco", "encoding": "int4"}, "encoding='int4': expected 'fp32', 'bf16' or 'int8'"),
         ({"name": "slowmo", "optimizer_state": "x"}, "expected 'keep', 'average' or 'reset'"),
         ({"name": "hierarchical_sgd"}, "periods"),
-        ({"name": "hierarchical_sgd", "periods": {4: 2, 2: 4}}, "have to rise together"),
+        ({"name": "hierarchical_sgd", "periods": {4: 2, 2: 4}}, "increase together"),
         ({"name": "hierarchical_sgd", "periods": {2: 2, 3: 4}}, "a multiple of the one before"),
         ({"name": "streaming_diloco", "period": 10}, "num_fragments=4: expected a divisor of period=10"),
         ({"name": "streaming_diloco", "period": 8, "delay": 2}, "delay=2: expected from 0 and below 2"),
@@ -595,7 +600,7 @@ def test_groups_that_do_not_fit_the_ranks_are_refused():
         optimizer = torch.optim.SGD(module.parameters(), lr=LR)
         for periods in ({2: 2}, {2: 2, 4: 3}):
             spec = {"name": "hierarchical_sgd", "periods": periods}
-            with pytest.raises(ConfigurationError, match=r"with 3 ranks; the last group has to be all"):
+            with pytest.raises(ConfigurationError, match=r"with 3 ranks: the last group must have all"):
                 build_averager(spec, module, [optimizer], group)
 
     run_threads(rank_main, 3)

@@ -242,7 +242,7 @@ def one_rank_broadcasts(rank, group, bucket):
 
 
 DIFFERING = [
-    (one_rank_raises, "cannot go on: on rank 1 it raised ZeroDivisionError: here only"),
+    (one_rank_raises, "cannot continue: on rank 1 it raised ZeroDivisionError: here only"),
     (one_rank_sends_more, "starts allreduce of 8 elements of torch.float32"),
     (one_rank_sends_another_type, "starts allreduce of 4 elements of torch.float16"),
     (one_rank_broadcasts, "starts broadcast of 4 elements of torch.float32"),
@@ -366,7 +366,7 @@ def test_a_rank_that_does_not_come_to_a_bucket_is_waited_for_no_longer_than_the_
 
     first, second = run_threads_outcomes(rank_main, 2, timeout_s=15)
     assert (first.status, first.exception_type) == ("raised", "CommHookError"), first.describe()
-    assert "Timed out after 1 s: not all ranks came to this bucket" in first.message
+    assert "Timed out after 1 s: not all ranks reached this bucket" in first.message
     assert second.status == "raised", second.describe()
 
 

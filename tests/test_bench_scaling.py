@@ -90,8 +90,8 @@ def test_bucket_plans_are_compared(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --latency-us and --gbit"),
-        (["--gbit", "1"], "give both"),
+        ([], "Pass --latency-us and --gbit"),
+        (["--gbit", "1"], "Pass both"),
         (["--gbit", "1", "--latency-us", "1", "--hooks", "intt8"], "unknown communication hook 'intt8'"),
         (["--gbit", "1", "--latency-us", "1", "--hooks", "int8:block"], "expected NAME:option=value"),
         (["--gbit", "1", "--latency-us", "1", "--averagers", "dilocco"], "unknown averager 'dilocco'"),
@@ -106,7 +106,7 @@ def test_a_folder_without_recordings_is_named(tmp_path: Path, capsys) -> None:
     assert (
         main(["bench", "scaling", "--from-timeline", str(tmp_path), "--gbit", "1", "--latency-us", "1"]) == 1
     )
-    assert f"{tmp_path} holds no recording" in capsys.readouterr().err
+    assert f"{tmp_path} has no recording" in capsys.readouterr().err
 
 
 def test_contenders_are_read_with_their_options() -> None:

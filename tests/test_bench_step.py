@@ -58,13 +58,13 @@ def test_flags_that_torch_lacks_are_left_out_and_ours_are_not(monkeypatch: pytes
 
 def test_links_join_two_ranks_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "--links", "100", "--world-size", "3"]) == 1
-    assert "--links joins two ranks on the CPU" in capsys.readouterr().err
+    assert "--links needs two ranks on the CPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--links", "100", "--trainer", "1"], "without --links, not by torchrun"),
+        (["--links", "100", "--trainer", "1"], "without --links and without torchrun"),
         (["--contenders", "ours", "bare"], "bare averages nothing: measure it with --world-size 1"),
     ],
 )

@@ -411,7 +411,9 @@ def test_the_public_form_of_the_buffer_hook() -> None:
 
 def test_both_flags_warn_and_the_newer_one_counts() -> None:
     def rank_main(rank, world_size, group):
-        with pytest.warns(FutureWarning, match=r"broadcast_buffers=True is ignored, as forward_sync_buffers"):
+        with pytest.warns(
+            FutureWarning, match=r"broadcast_buffers=True is ignored, because forward_sync_buffers"
+        ):
             model = BucketedDDP(
                 Norms(), process_group=group, broadcast_buffers=True, forward_sync_buffers=False
             )
@@ -422,7 +424,7 @@ def test_both_flags_warn_and_the_newer_one_counts() -> None:
 
 def test_bad_arguments_are_named() -> None:
     def rank_main(rank, world_size, group):
-        with pytest.raises(ConfigurationError, match=r"broadcast_buffers='never': one of 'auto', True"):
+        with pytest.raises(ConfigurationError, match=r"broadcast_buffers='never': expected 'auto', True"):
             BucketedDDP(Norms(), process_group=group, broadcast_buffers="never")
         model = BucketedDDP(Norms(), process_group=group)
         with pytest.raises(ConfigurationError, match=r"location='later': expected 'before_forward' or"):

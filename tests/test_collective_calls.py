@@ -345,10 +345,10 @@ REFUSED = {
     "reduce to rank -1, but": lambda g: comm.reduce(g, torch.ones(1), -1),
     "gather to rank 2, but": lambda g: comm.gather(g, torch.ones(1), 2),
     "scatter from rank 5, but": lambda g: comm.scatter(g, torch.ones(1), None, 5),
-    "one part a rank: expected 2, found 3": lambda g: comm.scatter(
+    "one part per rank: expected 2, found 3": lambda g: comm.scatter(
         g, torch.ones(1), [torch.ones(1)] * 3, src=g.rank
     ),
-    "one part a rank: expected 2, found none": lambda g: comm.scatter(g, torch.ones(1), None, src=g.rank),
+    "one part per rank: expected 2, found none": lambda g: comm.scatter(g, torch.ones(1), None, src=g.rank),
     "the part of rank 1 has shape \\[2\\], torch.float32 on cpu": lambda g: comm.scatter(
         g, torch.ones(1), [torch.ones(1), torch.ones(2)], src=g.rank
     ),
@@ -357,18 +357,20 @@ REFUSED = {
     "list of 1 tensors of 1 kinds over 2": lambda g: comm.reduce_scatter(g, [torch.ones(1)]),
     "list of 0 tensors of 0 kinds over 2": lambda g: comm.reduce_scatter(g, []),
     "list of 2 tensors of 2 kinds over 2": lambda g: comm.reduce_scatter(g, [torch.ones(1), torch.ones(2)]),
-    "3 rows cannot be split evenly among 2 ranks": lambda g: comm.all_to_all(g, torch.ones(3)),
+    "3 rows cannot be split evenly over 2 ranks": lambda g: comm.all_to_all(g, torch.ones(3)),
     "input_splits=\\[1, 1\\] are 2 rows; the tensor has 3": lambda g: comm.all_to_all(
         g, torch.ones(3), [1, 1]
     ),
-    "input_splits=\\[3\\]; expected 2 numbers of rows": lambda g: comm.all_to_all(g, torch.ones(3), [3]),
-    "output_splits=\\[4, -1\\]; expected 2": lambda g: comm.all_to_all(g, torch.ones(3), [1, 2], [4, -1]),
+    "input_splits=\\[3\\]: expected 2 numbers of rows": lambda g: comm.all_to_all(g, torch.ones(3), [3]),
+    "output_splits=\\[4, -1\\]: expected 2": lambda g: comm.all_to_all(g, torch.ones(3), [1, 2], [4, -1]),
     "a tensor without dimensions has no rows": lambda g: comm.all_to_all(g, torch.tensor(1.0)),
-    "send to rank \\d, which is this rank itself": lambda g: comm.send(g, torch.ones(1), g.rank),
+    "send to rank \\d: this is the rank itself": lambda g: comm.send(g, torch.ones(1), g.rank),
     "recv from rank 2, but": lambda g: comm.recv(g, torch.ones(1), 2),
-    "17 dimensions; at most 16": lambda g: comm.all_gather_uneven(g, torch.ones([1] * 17)),
-    "all_reduce: timeout=3; expected a timedelta": lambda g: comm.all_reduce(g, torch.ones(1), timeout=3),
-    "barrier: timeout=.*0\\); expected a timedelta": lambda g: comm.barrier(g, CPU, timeout=timedelta(0)),
+    "17 dimensions; expected at most 16": lambda g: comm.all_gather_uneven(g, torch.ones([1] * 17)),
+    "all_reduce: timeout='3': expected a .*timedelta or seconds": lambda g: comm.all_reduce(
+        g, torch.ones(1), timeout="3"
+    ),
+    "barrier: timeout=.*0\\): expected a time above 0": lambda g: comm.barrier(g, CPU, timeout=timedelta(0)),
     "torch knows no store for this group": lambda g: comm.monitored_barrier(
         Group(g.process_group._get_backend(CPU)), timeout=SOON
     ),

@@ -160,7 +160,7 @@ def test_a_trainer_is_built_with_the_chosen_strategy_and_plain_values(constructe
         "trainer.logger=false",
         "strategy=powersgd",
         "strategy.ddp_comm_hook.rank=3",
-        "strategy.stall_timeout.minutes=5",
+        "strategy.stall_timeout=90",
         "strategy.timeout.minutes=10",
         "strategy.bucket_cap_mb_list=[1,2.5]",
     )
@@ -170,7 +170,7 @@ def test_a_trainer_is_built_with_the_chosen_strategy_and_plain_values(constructe
     assert isinstance(trainer.strategy, lightning_ddp.CustomDDPStrategy)
     (given,) = constructed
     assert given["ddp_comm_hook"] == parse_hook({"name": "powersgd", "rank": 3})
-    assert (given["timeout"], given["stall_timeout"]) == (timedelta(minutes=10), timedelta(minutes=5))
+    assert (given["timeout"], given["stall_timeout"]) == (timedelta(minutes=10), 90)
     assert given["bucket_cap_mb_list"] == [1, 2.5]
     assert type(given["bucket_cap_mb_list"]) is list
 

@@ -223,7 +223,7 @@ def test_the_last_screen_of_a_report_has_rank_step_and_class_whatever_the_messag
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"heartbeat_timeout_s": 1}, "heartbeat_timeout_s=1: expected seconds, at least 2"),
+        ({"heartbeat_timeout_s": 1}, "heartbeat_timeout_s=1: expected at least 2 seconds"),
         ({"heartbeat_timeout_s": float("nan")}, "heartbeat_timeout_s=nan"),
         ({"failure_grace_s": 0}, "failure_grace_s=0: expected seconds above 0"),
     ],
@@ -482,7 +482,7 @@ def test_a_rank_is_silent_for_the_timeout_and_not_for_less(timeout_s, num_ranks)
         watch.report(other, Where(count=count), now)
         found_at, record = now, watch.find(now)
         now = watch.next_look(now)
-    assert (record.rank, record.message[:31]) == (0, "the process has said nothing fo")
+    assert (record.rank, record.message[:32]) == (0, "the process has not answered for")
     assert found_at > stops_at + timeout_s
     assert num_ranks > 64 or found_at <= stops_at + timeout_s + 1.0
 
@@ -496,7 +496,7 @@ def test_a_rank_that_has_never_said_what_it_does_is_found() -> None:
         run.settings = settings
         record = talks.wait_for_verdict(DEADLINE_S)
         assert record is not None
-        assert (record.rank, record.message[:37]) == (1, "the process has said nothing for 0.4 ")
+        assert (record.rank, record.message[:37]) == (1, "the process has not answered for 0.4 ")
 
 
 def end_run(run: Run, number: int) -> None:
@@ -519,7 +519,7 @@ def test_a_rank_that_is_gone_between_two_runs_is_a_failure_of_the_next() -> None
         run.watches[0].post(Active(True, 2, "test"))
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
-        assert (record.rank, record.message[:18]) == (1, "the process is gon")
+        assert (record.rank, record.message[:16]) == (1, "the process died")
 
 
 def test_who_asks_something_of_the_server_is_no_rank_that_is_gone() -> None:
@@ -541,7 +541,7 @@ def test_a_process_whose_connection_closes_is_named() -> None:
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert (record.rank, record.pid) == (1, 1001)
-        assert "gone without a word" in record.message
+        assert "died without a report" in record.message
 
 
 def leave(watch: Watch, timeout_s: float = DEADLINE_S) -> None:
@@ -569,6 +569,26 @@ def test_a_process_that_has_finished_may_end(how) -> None:
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert record.rank == 2
+
+
+def test_that_all_have_ended_a_run_is_known_before_a_failure_after_it() -> None:
+    """Although the thread that leaves is slower than the failure."""
+    with running(2) as run:
+        run.connect_all()
+        first, second = run.watches
+        known_before: list[FailureRecord | None] = []
+
+        def end() -> None:
+            second.post(Active(is_active=False, run=1, name="fit"))
+            assert second.wait_for_verdict(DEADLINE_S) is not None
+
+        when_all_left = lambda: known_before.append(second.failure)  # noqa: E731
+        thread = threading.Thread(target=second.leave_run, args=(end, DEADLINE_S, when_all_left))
+        thread.start()
+        leave(first)
+        first.report(raised(0), is_echo=False)
+        thread.join()
+        assert known_before == [None]
 
 
 @pytest.mark.parametrize("how", ["fails", "dies"])
@@ -616,7 +636,7 @@ def test_missing_ranks_are_named() -> None:
     with running(3) as run:
         run.connect(0)
         run.connect(2)
-        with pytest.raises(RendezvousError, match=r"not all ranks have arrived; there are \[0, 2\]"):
+        with pytest.raises(RendezvousError, match=r"not all ranks have arrived; connected are \[0, 2\]"):
             run.watches[0].wait_for_all(0.2, lambda: None)
 
 
@@ -924,8 +944,8 @@ def test_the_token_is_in_the_environment_or_in_the_store(monkeypatch, has_token)
             monkeypatch.delenv("LIGHTNING_DDP_TOKEN")
         else:
             monkeypatch.setenv("LIGHTNING_DDP_TOKEN", TOKEN)
-        words = "set for rank 0 and not here" if has_token else "set here and not for rank 0"
-        with pytest.raises(ConfigurationError, match=f"LIGHTNING_DDP_TOKEN is {words}: set it to the same"):
+        words = "set for rank 0 but not here" if has_token else "set here but not for rank 0"
+        with pytest.raises(ConfigurationError, match=f"LIGHTNING_DDP_TOKEN is {words}"):
             session.find_server(store)
     finally:
         server.close()

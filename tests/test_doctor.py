@@ -109,7 +109,7 @@ def test_slurm_is_recognised_with_the_address_and_port_that_lightning_takes():
         ({**TORCHRUN, "WORLD_SIZE": "four"}, None, "'four'"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, None, "srun python"),
-        ({**SLURM, "SLURM_NTASKS": "7"}, None, "--ntasks=7 cannot be spread evenly over --nodes=2"),
+        ({**SLURM, "SLURM_NTASKS": "7"}, None, "--ntasks=7 cannot be divided evenly over --nodes=2"),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, 2, "NODE_RANK not set"),
         ({}, 2, "NODE_RANK, MASTER_ADDR, MASTER_PORT not set"),
         ({"NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, 2, "NODE_RANK=2 is not below --nodes 2"),
@@ -148,9 +148,9 @@ def test_a_healthy_run_passes_everything():
             "WARN",
             "ulimit -l unlimited",
         ),
-        ({"host": "small", "num_cpus": 0}, "CPU cores", "WARN", "small: 1 ranks on 0"),
+        ({"host": "small", "num_cpus": 0}, "CPU cores", "WARN", "small: 1 ranks share 0"),
         ({"clock": {"offset_s": -5.0, "error_s": 0.1}}, "clocks", "WARN", "5000.0 ms"),
-        ({"host": "b", "variables": {"PL_RECONCILE_PROCESS": "0"}}, "variables", "WARN", "b: PL_RECONC"),
+        ({"host": "b", "variables": {"LIGHTNING_DDP_SUPERVISION": "0"}}, "variables", "WARN", "b: PL_RECONC"),
         ({"variables": {"NCCL_IB_DISABLE": "1"}}, "variables", "WARN", "NCCL_IB_DISABLE"),
     ],
 )
@@ -359,7 +359,10 @@ def test_a_master_is_waited_for(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("address", "complaint"),
-    [("127.0.0.1", "the port cannot be opened"), ("203.0.113.9", "203.0.113.9 is no address of this host")],
+    [
+        ("127.0.0.1", "the port cannot be opened"),
+        ("203.0.113.9", "203.0.113.9 is not an address of this host"),
+    ],
 )
 def test_rank_0_says_why_it_cannot_be_the_master(address, complaint, capsys, monkeypatch):
     with bound_port(listens=True) as port:

@@ -52,7 +52,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 def check_report(result: ScriptResult, saved: Path) -> None:
     """The report is the last thing on the screen, and names the checkpoint."""
     report = result.stderr.replace(" failed first at step", "").rpartition(" failed")[2]
-    assert f"The last step was saved: {saved}\n" in report, f"{result.stdout}\n{result.stderr}"
+    assert f"The last step was saved to {saved}\n" in report, f"{result.stdout}\n{result.stderr}"
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_half_a_step_is_not_saved(tmp_path, capsys, monkeypatch) -> None:
     strategy, model = Told(torch.device("cpu")), Model("among optimizer steps", is_manual=True)
     with pytest.raises(Stopped):
         fit(tmp_path, model, 1, strategy)
-    assert "among the optimizer steps of a batch" in capsys.readouterr().err
+    assert "between the optimizer steps of a batch" in capsys.readouterr().err
 
     def update_half(optimizer: Any) -> None:
         if model.global_step >= 4:

@@ -238,10 +238,10 @@ def test_all_parameters_may_be_delayed() -> None:
 def test_delayed_parameters_and_the_hooked_one_go_together() -> None:
     def rank_main(rank, world_size, group):
         module = net()
-        with pytest.raises(ConfigurationError, match="go together: pass both or none"):
+        with pytest.raises(ConfigurationError, match="hook_all_reduce need each other"):
             BucketedDDP(module, process_group=group, param_to_hook_all_reduce=module.one.weight)
         named = [("one.bias", module.one.bias)]
-        with pytest.raises(ConfigurationError, match="go together: pass both or none"):
+        with pytest.raises(ConfigurationError, match="hook_all_reduce need each other"):
             BucketedDDP(module, process_group=group, delay_all_reduce_named_params=named)
 
     run_threads(rank_main, 1)

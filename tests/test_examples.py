@@ -37,8 +37,8 @@ def table_of(result: ScriptResult) -> dict[str, str]:
 def test_two_of_four_processes_are_killed_and_the_others_go_on(tmp_path):
     script = EXAMPLES / "kill_a_rank.py"
     result = run_script(script, cwd=tmp_path, timeout_s=300, hidden_packages=()).check()
-    assert "rank 3 lost at step 60; 3 ranks go on" in result.stderr
-    assert "rank 1 lost at step 120; 2 ranks go on" in result.stderr
+    assert "rank 3 was lost at step 60; training continues on 3 ranks" in result.stderr
+    assert "rank 1 was lost at step 120; training continues on 2 ranks" in result.stderr
     assert "240 steps, picture: kill_a_rank.png" in result.stdout
     require_picture(tmp_path / "kill_a_rank.png")
     assert len(script.read_text().splitlines()) < 80

@@ -158,9 +158,9 @@ def check_cause(seen: dict[str, Any], fault: str, victim: int, moment: str, is_l
     elif fault in EXCEPTIONS:
         assert seen["exception_type"] == EXCEPTIONS[fault]
     elif fault == "stop":
-        assert f"said nothing for {STALL_S:g} s" in seen["message"] or "no progress" in seen["message"]
+        assert f"not answered for {STALL_S:g} s" in seen["message"] or "no progress" in seen["message"]
     elif is_launcher:  # nobody who is left has waited for it
-        assert "gone without a word" in seen["message"]
+        assert "died without a report" in seen["message"]
     else:
         assert seen["exit_code"] == EXIT_CODES[fault]
 
@@ -394,7 +394,7 @@ def test_reconciliate_processes_ends_the_run_with_its_trace(tmp_path) -> None:
 
 @starts
 def test_the_environment_switches_reconciliation_off(tmp_path, launcher) -> None:
-    result = run_user(tmp_path, {"PL_RECONCILE_PROCESS": "0"}, launcher, fault="kill", rank=1)
+    result = run_user(tmp_path, {"LIGHTNING_DDP_SUPERVISION": "0"}, launcher, fault="kill", rank=1)
     assert result.returncode == 1
     assert "failed first" not in result.stderr
     assert "on_exception-0" in read_notes(tmp_path)  # told by its own launcher, or by the broken connection
@@ -411,7 +411,7 @@ def test_an_exception_whose_text_is_long_or_cannot_be_had_is_told(tmp_path, stra
     assert (survivor["kind"], survivor["rank"]) == ("PeerFailure", victim), result.stderr
     assert survivor["exception_type"] == ("ValueError" if fault == "long" else "Untellable")
     told = survivor["message"].replace("\n", "")
-    assert told.startswith("漢" * 1_500 if fault == "long" else "(its own text cannot be had")
+    assert told.startswith("漢" * 1_500 if fault == "long" else "(its message is not available")
     report = result.stderr.rpartition("lightning_ddp: " if strategy == "custom_ddp" else "PeerFailure: ")[2]
     assert report.startswith(f"rank {victim} ("), result.stderr
     if fault == "long":

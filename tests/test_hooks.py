@@ -119,19 +119,19 @@ def test_a_catalogue_has_what_the_files_beside_its_base_class_derive(tmp_path, m
     ("spec", "message"),
     [
         ("powersdg", r"unknown communication hook 'powersdg'; did you mean 'powersgd'\?"),
-        ("zzz", "unknown communication hook 'zzz'; there are allreduce, bf16"),
+        ("zzz", "unknown communication hook 'zzz'; expected allreduce, bf16"),
         ({"name": "topk", "ration": 0.1}, r"'topk' has no option 'ration'; did you mean 'ratio'\?"),
-        ({"name": "topk", "k": 3}, "'topk' has no option 'k'; there are momentum, nesterov, start_step"),
+        ({"name": "topk", "k": 3}, "'topk' has no option 'k'; expected momentum, nesterov, start_step"),
         ({"name": "bf16", "k": 3}, "'bf16' has no option 'k'; it has none"),
         ({"name": "topk", "ratio": 0.0}, "'topk': ratio=0.0: expected above 0"),
         ({"name": "topk", "nesterov": True}, "needs a momentum above 0"),
         ({"name": "powersgd", "rank": 0}, "'powersgd': rank=0: expected at least 1"),
-        ({"name": "int8", "block": 3}, "'int8': block=3: expected a multiple of 8"),
+        ({"name": "int8", "block_size": 3}, "'int8': block_size=3: expected a multiple of 8"),
         ({"rank": 3}, "expected a name or a mapping with 'name'"),
         ([], "expected a name, a mapping with 'name', or a list"),
-        (["powersgd", "bf16"], "'powersgd' cannot be wrapped around 'bf16': only bf16, fp16, fp8, int8 can"),
+        (["powersgd", "bf16"], "'powersgd' cannot be wrapped around 'bf16'. Only bf16, fp16, fp8, int8 can"),
         (["bf16", "int8"], "'bf16' around 'int8': both encode the same numbers"),
-        (["bf16", "fp16", "topk"], "'bf16', 'fp16' around 'topk': what is sent is encoded once"),
+        (["bf16", "fp16", "topk"], "'bf16', 'fp16' around 'topk': values are encoded once"),
         (["bf16", "sign"], "'sign', which sends no floating-point tensors"),
     ],
 )
@@ -231,14 +231,14 @@ def test_loading_says_what_it_cannot_keep():
         other = Run(group, {"name": "topk", "ratio": 0.5}).hook
         notes += other.load_state_dict(state)
         notes += other.load_state_dict(other.state_dict() | {"options": {"ratio": 0.25}})
-        with pytest.raises(ConfigurationError, match="has format 99; this release reads 1"):
+        with pytest.raises(ConfigurationError, match="has format 99, but this release reads 1"):
             hook.load_state_dict(state | {"format": 99})
         return notes
 
     for notes in run_threads(rank_main, 2):
         assert notes == [
-            "state of hook 'sign' was dropped for unknown gone",
-            "state of hook 'sign' was dropped: the run uses 'topk'",
+            "state of hook 'sign' was dropped for unknown parameters: gone",
+            "state of hook 'sign' was dropped, because the run uses 'topk'",
             "hook 'topk' was saved with other options: {'ratio': 0.25}",
         ]
 

@@ -61,7 +61,8 @@ def test_16_bits_round_before_and_after_the_sum_and_nowhere_else(world_size, spe
 
 
 @pytest.mark.parametrize(
-    ("spec", "half_step"), [({"name": "int8", "block": 64}, 1 / 254), ({"name": "fp8", "block": 64}, 1 / 28)]
+    ("spec", "half_step"),
+    [({"name": "int8", "block_size": 64}, 1 / 254), ({"name": "fp8", "block_size": 64}, 1 / 28)],
 )
 def test_8_bits_err_by_at_most_half_a_step_of_the_blocks(world_size, spec, half_step):
     """Half a step for each rank's share and half a step for the mean; blocks only make the bound smaller."""
@@ -81,7 +82,7 @@ def test_an_outlier_coarsens_its_block_alone(world_size):
         inputs[rank][0]["first"][0, 0] = 1e4
     errors = {}
     for block in (16, 4096):
-        output = reduce_steps({"name": "int8", "block": block}, inputs)[0][0][0]
+        output = reduce_steps({"name": "int8", "block_size": block}, inputs)[0][0][0]
         expected = mean([inputs[r][0]["first"] for r in range(world_size)])
         errors[block] = (output["first"] - expected)[1:].abs().max().item()
     assert errors[16] < 0.05 < errors[4096]
@@ -305,13 +306,18 @@ def test_topk_begins_with_the_plain_mean_and_then_warms_up(world_size, momentum)
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"block": 50}, {"block": 64, "momentum": 0.9}, {"momentum": 0.5, "nesterov": True, "start_step": 2}],
+    [
+        {},
+        {"block_size": 50},
+        {"block_size": 64, "momentum": 0.9},
+        {"momentum": 0.5, "nesterov": True, "start_step": 2},
+    ],
     ids=str,
 )
 def test_sign_follows_the_papers(world_size, options):
     inputs = inputs_of(world_size)
     inputs[0][0]["first"][0] = 0.0  # the sign of zero is +1 on every rank
-    block, momentum = options.get("block", 10**6), options.get("momentum", 0.0)
+    block, momentum = options.get("block_size", 10**6), options.get("momentum", 0.0)
     errors = [{n: torch.zeros(math.prod(s)).double() for n, s in SHAPES.items()} for _ in range(world_size)]
     velocities = [{n: e.clone() for n, e in rank.items()} for rank in errors]
     answers = reduce_steps({"name": "sign", **options}, inputs, finish=lambda run: run.state())
@@ -413,7 +419,7 @@ def test_bucket_sizes_do_not_change_the_result(world_size, spec):
                 assert_close(a[name], b[name], 1e-4 if "powersgd" in str(spec) else 1e-6)
 
 
-@pytest.mark.parametrize("spec", ["bf16", {"name": "int8", "block": 16}], ids=str)
+@pytest.mark.parametrize("spec", ["bf16", {"name": "int8", "block_size": 16}], ids=str)
 def test_pieces_do_not_change_the_result(world_size, spec, monkeypatch):
     """Several are under way at once; blocks of 8-bit codes begin anew in each, hence the bound for them."""
     inputs = inputs_of(world_size, 2)

@@ -408,7 +408,7 @@ def test_a_child_that_cannot_import_the_script_is_named_with_its_output(tmp_path
     assert run.result.returncode == 1
     report = run.result.stderr.rpartition("lightning_ddp: ")[2]
     assert report.startswith("rank 1 (node 0, host ")
-    assert f"the process exited with code 1; what it printed is in {tmp_path}/outputs/" in report
+    assert f"the process exited with code 1; its output is in {tmp_path}/outputs/" in report
     assert report.rstrip().endswith("ModuleNotFoundError: No module named 'there_is_no_such_module'")
     assert "PeerFailure: rank 1" in run.result.stderr
 

@@ -40,8 +40,8 @@ def test_every_experiment_composes_and_its_sweep_names_strategies_that_exist(pat
         assert composed(f"+experiment={path.stem}", f"strategy={strategy}").strategy._target_
 
 
-def test_the_lines_of_the_readme_compose():
-    lines = (FOLDER.parents[1] / "lightning_ddp/conf/README.md").read_text().splitlines()
+def test_the_lines_of_the_guide_compose():
+    lines = (FOLDER.parents[1] / "lightning_ddp/docs/guides/hydra.md").read_text().splitlines()
     commands = [shlex.split(line) for line in lines if re.match(r"[^#`]*\bexamples/hydra/train\.py\b", line)]
     assert len(commands) == 6
     for words in commands:

@@ -94,7 +94,7 @@ def test_what_all_ranks_miss_is_a_warning_for_each_rank_and_then_an_error(
         text = str(warning.message)
         assert text.startswith(f"rank {rank}: backward 0 ended, but these parameters got no gradient:")
         assert [f"  rank {r}: {', '.join(missing)}" in text for r in range(2)] == [True, True]
-        assert "The next step will be refused." in text
+        assert "The next step will raise an error." in text
 
 
 def missing_in_the_first_step(rank, world_size, wrap):

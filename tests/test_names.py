@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from datetime import timedelta
 
 import pytest
 import pytorch_lightning as pl
@@ -101,7 +103,7 @@ def test_registering_the_same_again_is_allowed_and_another_is_not(variant_name) 
 
 @pytest.mark.parametrize("name", ["Custom_DDP", "", " custom"])
 def test_a_name_that_lightning_could_never_find_is_refused(name) -> None:
-    with pytest.raises(ConfigurationError, match="use lower case"):
+    with pytest.raises(ConfigurationError, match="expected lower case"):
         register_variant(name)
 
 
@@ -110,7 +112,7 @@ def test_an_unknown_argument_names_the_closest() -> None:
         register_variant("custom_ddp_x", bucket_cap_mbs=3)
     with pytest.raises(TypeError, match=r"argument 'bucket_cap'; did you mean 'bucket_cap_mb'\?"):
         CustomDDPStrategy(bucket_cap=3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'size'; there are accelerator, "):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'size'; expected accelerator, "):
         CustomDDPStrategy(size=3)  # type: ignore[call-arg]
 
 
@@ -119,10 +121,10 @@ def test_an_unknown_argument_names_the_closest() -> None:
     [
         ({"strategy": "custom-ddp"}, "no strategy 'custom-ddp'; did you mean 'custom_ddp'?"),
         ({"strategy": "Custom_DDP_fp61"}, "did you mean 'custom_ddp_fp16'?"),
-        ({"strategy": CustomDDPStrategy}, "strategy=CustomDDPStrategy is the class: make one, "),
+        ({"strategy": CustomDDPStrategy}, "strategy=CustomDDPStrategy is a class"),
         (
             {"plugins": [CustomDDPStrategy()]},
-            "in the place of plugins= write strategy=CustomDDPStrategy(...)",
+            "Instead of plugins= use strategy=CustomDDPStrategy(...)",
         ),
         ({"plugins": "custom_ddp"}, "or the name of a variant, strategy='custom_ddp'"),
         # not ours
@@ -147,16 +149,17 @@ def test_a_notebook_is_told_the_variant_for_notebooks(monkeypatch) -> None:
     [
         (
             {"start_method": "thread"},
-            "start_method='thread'; there are 'popen', 'spawn', 'fork', 'forkserver'",
+            "start_method='thread': expected 'popen', 'spawn', 'fork' or 'forkserver'",
         ),
         ({"ddp_comm_wrapper": lambda hook: hook}, "ddp_comm_wrapper wraps a hook"),
         ({"model_averaging_period": 4}, "post-local SGD needs both"),
-        ({"broadcast_buffers": "never"}, "broadcast_buffers='never': one of 'auto', True, False"),
-        ({"process_group_backend": "glo"}, "this process knows no backend 'glo'; there are "),
-        ({"timeout": 60}, r"timeout=60: expected a datetime.timedelta, such as timedelta\(minutes=5\)"),
-        ({"stall_timeout": 60.0}, "stall_timeout=60.0: expected a datetime.timedelta"),
-        ({"debug": "info"}, "debug='info'; there are None, 'detail'"),
-        ({"uneven_inputs": "joined"}, "uneven_inputs='joined'; there are None, 'error', 'join'"),
+        ({"broadcast_buffers": "never"}, "broadcast_buffers='never': expected 'auto', True or False"),
+        ({"process_group_backend": "glo"}, "unknown backend 'glo'; expected "),
+        ({"timeout": "60"}, "timeout='60': expected a datetime.timedelta or seconds"),
+        ({"stall_timeout": math.nan}, "stall_timeout=nan: expected a datetime.timedelta or seconds"),
+        ({"failure_grace_s": None}, "failure_grace_s=None: expected a datetime.timedelta or seconds"),
+        ({"debug": "info"}, "debug='info': expected None or 'detail'"),
+        ({"uneven_inputs": "joined"}, "uneven_inputs='joined': expected None, 'error' or 'join'"),
         ({"divide_by_initial_world_size": False}, "divide_by_initial_world_size=False needs uneven_inputs="),
         (
             {"divide_by_initial_world_size": False, "uneven_inputs": "error"},
@@ -167,6 +170,18 @@ def test_a_notebook_is_told_the_variant_for_notebooks(monkeypatch) -> None:
 def test_arguments_that_cannot_take_effect_raise(arguments, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         CustomDDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize("duration", [90, 90.0, timedelta(seconds=90)])
+def test_a_duration_is_a_timedelta_or_seconds(duration) -> None:
+    names = ("timeout", "heartbeat_timeout_s", "failure_grace_s", "stall_timeout")
+    strategy = CustomDDPStrategy(
+        **dict.fromkeys(names, duration), on_failure={"name": "replace", "wait_s": duration}
+    )
+    settings = strategy._reconcile_settings
+    assert strategy._group_timeout == strategy._timeout == timedelta(seconds=90)
+    assert settings.heartbeat_timeout_s == settings.failure_grace_s == settings.stall_timeout_s == 90
+    assert settings.recovery.wait_s == 90
 
 
 @pytest.mark.parametrize(
@@ -227,8 +242,8 @@ def test_the_old_spellings_and_lightnings_own_stand_for_the_same(four_gpus, argu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gpus": 2, "devices": 2}, "gpus=2 and devices=2 say the same thing"),
-        ({"num_processes": 2, "devices": 3}, "num_processes=2 and devices=3 say the same thing"),
+        ({"gpus": 2, "devices": 2}, "gpus=2 and devices=2 mean the same"),
+        ({"num_processes": 2, "devices": 3}, "num_processes=2 and devices=3 mean the same"),
         ({"gpus": 2, "accelerator": "cpu"}, "gpus=2 means accelerator='gpu', but accelerator='cpu'"),
         (
             {"num_processes": 2, "accelerator": "gpu"},

@@ -267,11 +267,11 @@ THREE_TASKS = {
     "SLURM_JOB_NAME": "train",
 }
 WRONG = {
-    "no node rank": (MASTER, 2, ["num_nodes=2, but NODE_RANK is not set", "NODE_RANK=0 on the one"]),
+    "no node rank": (MASTER, 2, ["num_nodes=2, but NODE_RANK is not set", "NODE_RANK=0 on the node"]),
     "address of another node": (
         {**MASTER, "NODE_RANK": "0"},
         2,
-        [f"MASTER_ADDR={NOBODY} (port {PORT}) is no address of this host, which is node 0", "interface"],
+        [f"MASTER_ADDR={NOBODY} (port {PORT}) is not an address of this host, which is node 0", "interface"],
     ),
     "address where nobody listens": (
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODE_RANK": "1"},

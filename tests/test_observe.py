@@ -62,11 +62,11 @@ def test_what_is_logged_are_medians_over_the_interval() -> None:
     assert summarize(records) == {
         "step_ms": 100.0,
         "exposed_ms": pytest.approx(10.0),
-        "megabytes": 2.0,
+        "gradient_mb_per_step": 2.0,
         "overlap_percent": pytest.approx(100 * 4 / 14),
-        "gigabytes_per_s": pytest.approx(2 / 14),
+        "bandwidth_gb_per_s": pytest.approx(2 / 14),
     }
-    assert summarize([record(0)]) == {"step_ms": 40.0, "exposed_ms": 0.0, "megabytes": 0.0}
+    assert summarize([record(0)]) == {"step_ms": 40.0, "exposed_ms": 0.0, "gradient_mb_per_step": 0.0}
 
 
 def test_lateness_is_the_slack_that_a_rank_lacks() -> None:
@@ -114,7 +114,7 @@ def test_a_step_is_recorded_in_the_order_in_which_it_happens() -> None:
         taken = recorder.take()
         assert recorder.take() == []
         assert list(recorder.records) == taken, "only the last ones are kept"
-        model.record_steps(0)
+        model.stop_recording()
         model(torch.ones(2, 8)).sum().backward()
         assert recorder.take() == []
         assert list(recorder.records) == taken
@@ -189,8 +189,9 @@ def test_steps_that_nobody_records_cost_no_look_at_a_bucket() -> None:
     def rank_main(rank: int, world_size: int, process_group: Any) -> list[int]:
         model = BucketedDDP(layers(), process_group=process_group, bucket_cap_mb=0.0003)
         counts = []
-        for num_steps in (0, 1):
-            model.record_steps(num_steps)
+        for is_recorded in (False, True):
+            if is_recorded:
+                model.record_steps(1)
             loss = model(torch.ones(2, 8)).sum()
             calls: list[str] = []
 
@@ -223,11 +224,14 @@ def test_a_second_call_begins_to_record_anew() -> None:
     run_threads(rank_main, 1)
 
 
-def test_a_negative_number_of_steps_is_refused() -> None:
+@pytest.mark.parametrize("num_steps", [-1, 0])
+def test_a_number_of_steps_below_one_is_refused(num_steps: int) -> None:
     def rank_main(rank: int, world_size: int, process_group: Any) -> None:
         model = BucketedDDP(layers(), process_group=process_group)
-        with pytest.raises(ConfigurationError, match="num_steps=-1: expected a number of steps from 0"):
-            model.record_steps(-1)
+        with pytest.raises(
+            ConfigurationError, match=f"num_steps={num_steps}: expected a number of steps from 1"
+        ):
+            model.record_steps(num_steps)
 
     run_threads(rank_main, 1)
 
@@ -239,8 +243,8 @@ def test_a_negative_number_of_steps_is_refused() -> None:
     ("arguments", "message"),
     [
         ({"every_n_steps": 0}, "every_n_steps=0: expected a number of steps from 1"),
-        ({"slow_after_steps": -1}, "slow_after_steps=-1: expected"),
-        ({"late_fraction": 0.0}, "late_fraction=0.0: expected a part of a step above 0"),
+        ({"straggler_patience": -1}, "straggler_patience=-1: expected"),
+        ({"straggler_threshold": 0.0}, "straggler_threshold=0.0: expected a fraction of a step above 0"),
     ],
 )
 def test_numbers_out_of_range(arguments, message) -> None:
@@ -260,6 +264,6 @@ def test_another_strategy_is_refused() -> None:
         callbacks=[lightning_ddp.callbacks.CommunicationMonitor()],
     )
     with pytest.raises(
-        ConfigurationError, match="watches the strategy 'custom_ddp' and its variants, not Single"
+        ConfigurationError, match="'custom_ddp' or one of its variants, but the Trainer has Single"
     ):
         trainer.fit(BoringModel())

@@ -1221,7 +1221,7 @@ def test_a_name_that_is_gone_is_an_error_with_the_version(monkeypatch, call, nam
     monkeypatch.setattr(_lightning, "_version", lambda root: "2.7.0rc1")
     other = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(advance=print)))
     with pytest.raises(
-        UnsupportedVersionError, match=rf"^pytorch-lightning 2\.7\.0rc1 has no `{name}` in .* 2\.5 to 2\.6"
+        UnsupportedVersionError, match=rf"^pytorch-lightning 2\.7\.0rc1 has no `{name}` in .* 2\.5 and 2\.6"
     ):
         call(other)
     assert set(vars(other)) == {"fit_loop"}

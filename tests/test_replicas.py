@@ -326,7 +326,7 @@ class _Wrapper(nn.Module):
 
 
 def test_a_compiled_part_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"^inner is a _Wrapper: scripted and compiled modules"):
+    with pytest.raises(ConfigurationError, match=r"^inner is a _Wrapper, and scripted and compiled modules"):
         replicate(nn.ModuleDict({"inner": _Wrapper(Scale())}), TWO)
 
 
@@ -445,7 +445,7 @@ def test_scalars_become_a_vector_with_a_warning() -> None:
     ("outputs", "message"),
     [
         ([], "gather got no outputs"),
-        ([{"n": 1}, {"n": 2}], r"output\['n'\] is no tensor and differs between the replicas: 1, 2"),
+        ([{"n": 1}, {"n": 2}], r"output\['n'\] is not a tensor and differs between the replicas: 1, 2"),
         ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], r"output holds different things .*\['a'\]; \['b'\]"),
         ([[torch.ones(1)], [None]], r"output\[0\] is of different types in the replicas: Tensor, NoneType"),
         ([[torch.ones(1)], []], r"output holds different things in the replicas: \[0\]; nothing"),
@@ -746,12 +746,12 @@ def test_devices_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="devices is empty"):
         DataParallel(Scale(), [])
     with pytest.raises(
-        ConfigurationError, match=f"device 4096 does not exist: there are {torch.cuda.device_count()}"
+        ConfigurationError, match=f"device 4096 does not exist: this machine has {torch.cuda.device_count()}"
     ):
         DataParallel(Scale(), [4096])
     with pytest.raises(ConfigurationError, match="device -1 does not exist"):
         DataParallel(Scale(), TWO, output_device=-1)
-    with pytest.raises(ConfigurationError, match="the same; pass one"):
+    with pytest.raises(ConfigurationError, match="mean the same"):
         DataParallel(Scale(), TWO, devices=TWO)
 
 

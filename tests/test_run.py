@@ -532,7 +532,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
         for path in (Path(entry["best"]), Path(entry["last"])):
             assert path.parent == folder / "checkpoints"
             assert path.exists()
-    history = re.search(r"this run went on (\d) times? with other ranks.*:\n((?:  .*\n)+)", result.stderr)
+    history = re.search(r"this run continued (\d) times? with other ranks.*:\n((?:  .*\n)+)", result.stderr)
     assert history is not None
     assert int(history[1]) == len(history[2].splitlines()) == len(lost)
     sizes = [(3 - number, 2 - number) for number in range(len(lost))]

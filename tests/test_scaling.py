@@ -236,7 +236,7 @@ def test_chunks_of_parameters_wait_for_hops_together_where_they_may() -> None:
 
 def test_gradients_averaged_within_the_node_cost_their_part() -> None:
     network = Network(hop=LINK.hop, ranks_per_node=2, node_hop=LINK.hop)
-    spec = {"name": "post_local_sgd", "period": 10, "gradients": "node"}
+    spec = {"name": "post_local_sgd", "period": 10, "intra_node_gradients": True}
     found = predict_averager(profile_of((100, 4.0)), parse_averager(spec), network, 4)
     round_s = network.seconds(network.transfer("all_reduce", 100, 4))
     assert found.exposed_s == pytest.approx(round_s / 10 + 1.5)
@@ -363,7 +363,7 @@ def test_a_profile_is_the_median_step_of_the_slowest_rank() -> None:
 def test_recordings_that_tell_too_little_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="no complete step in common"):
         StepProfile.from_recordings([recording_of(0, [(0, 0, 15)]), recording_of(1, [(1, 0, 15)])])
-    with pytest.raises(ConfigurationError, match="rank 0 has recorded no two steps in a row"):
+    with pytest.raises(ConfigurationError, match="rank 0 has recorded no two consecutive steps"):
         StepProfile.from_recordings([recording_of(0, [(0, 0, 15), (2, 80, 15)])])
 
 

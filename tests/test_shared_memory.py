@@ -153,7 +153,7 @@ def test_ranks_that_reduce_different_tensors_are_told_so() -> None:
         memory, tensors = connected(group, [(4, torch.float32), (5, torch.float64)])
         with pytest.raises(RuntimeError, match=r"rank 0 has 4 elements of torch\.float32 and rank 1 has 5"):
             memory.all_reduce(tensors[rank])
-        with pytest.raises(RuntimeError, match="do not reduce the same"):
+        with pytest.raises(RuntimeError, match="the ranks reduce different tensors"):
             memory.all_reduce(tensors[0])  # the ranks no longer agree on anything
 
     run_threads(rank_main, 2)
@@ -428,7 +428,7 @@ def gradient_with_too_little_memory(rank: int, _: int) -> tuple[list[float], lis
     model = BucketedDDP(nn.Linear(400, 400))
     model(torch.full((1, 400), rank + 1.0)).sum().backward()
     with pytest.raises(
-        ConfigurationError, match="transport='shared_memory' cannot be used: rank 1: no "
+        ConfigurationError, match="transport='shared_memory' is not available: rank 1: no "
     ) as told:
         BucketedDDP(nn.Linear(400, 400), transport=SHARED)
     return model.module.weight.grad.unique().tolist(), logged, str(told.value)
@@ -438,7 +438,7 @@ def test_ranks_without_enough_memory_use_gloo_all_alike_and_say_so_once() -> Non
     (first, logged, told), (second, logged_by_second, _) = run_ranks(gradient_with_too_little_memory, 2)
     assert first == second == [1.5]
     assert len(logged) == 1
-    assert "by gloo and not by shared memory: rank 1: no 642048 bytes" in logged[0]
+    assert "over gloo instead of shared memory: rank 1: no 642048 bytes" in logged[0]
     assert not logged_by_second
     assert "Use 'auto'" in told
 
@@ -448,7 +448,7 @@ def test_ranks_without_enough_memory_use_gloo_all_alike_and_say_so_once() -> Non
 
 def test_an_unknown_transport_is_refused_by_wrapper_and_strategy() -> None:
     for make in (BucketedDDP, CustomDDPStrategy):
-        with pytest.raises(ConfigurationError, match="transport='tcp'; there are 'auto', 'gloo'"):
+        with pytest.raises(ConfigurationError, match="transport='tcp': expected 'auto', 'gloo'"):
             make(**({"module": nn.Linear(1, 1)} if make is BucketedDDP else {}), transport="tcp")
 
 

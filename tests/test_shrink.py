@@ -252,7 +252,7 @@ def test_nobody_goes_on_from_the_first_step_of_such_an_optimizer_that_is_unknown
 ) -> None:
     """It is known from then on that it does."""
     order = {"devices": 2, "optimizer": "SharpnessAware", "faults": [fault(1, "second forward", 0)]}
-    train(tmp_path, refusal="no rank that is left holds a whole state", **order)
+    train(tmp_path, refusal="holds a whole state", **order)
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_a_rank_may_be_lost_before_the_first_step_as_well(moment, tmp_path) -> N
 
 @pytest.mark.slow
 def test_hooks_that_may_not_be_called_twice_end_the_run_where_they_wait_for_a_lost_rank(tmp_path) -> None:
-    text = "cannot go on: "
+    text = "cannot continue: "
     ledger = train(tmp_path, text, devices=3, agrees=True, faults=[fault(2, "train start", 0)])
     assert len(ledger.of("starts")) == 3
     assert ledger.commits == []
@@ -372,7 +372,7 @@ def test_a_process_group_that_was_kept_from_before_is_named(keeps, name, tmp_pat
     faults = [fault(2, "before the first bucket", 2)]
     train(tmp_path, name, devices=3, keeps=keeps, faults=faults)
     errors = {entry["text"] for entry in Ledger(tmp_path).of("excepts")}
-    assert any("was made before ranks were lost" in text for text in errors)
+    assert any("was created before ranks were lost" in text for text in errors)
 
 
 def test_who_is_lost_while_it_sends_holds_up_nobody(tmp_path) -> None:
@@ -429,7 +429,7 @@ def test_samples_that_end_whoever_reads_them_end_the_run(how, where, step, tmp_p
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1))
     limits = {"on_failure": {"name": "shrink", "exceptions": True}, "emergency_checkpoint": str(tmp_path)}
     poison = {"poison": int(order[3 * 16 + where]), "poison is": how}
-    train(tmp_path, f"step {step} failed twice alike: the data or the code", strategy=limits, **poison)
+    train(tmp_path, f"step {step} failed twice in the same way", strategy=limits, **poison)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"emergency-step={step}.ckpt"]
 
 
@@ -715,16 +715,19 @@ def test_a_schedule_lasts_as_long_as_one_rank_that_is_left_takes_steps(tmp_path)
     ("arguments", "reason"),
     [
         ({"uneven_inputs": "error"}, "some ranks may have one batch less"),
-        ({"uneven_inputs": "join", "model_averaging": "diloco"}, "do not run out together"),
+        ({"uneven_inputs": "join", "model_averaging": "diloco"}, "do not run out of batches together"),
         ({"ddp_comm_hook": "noop"}, "a model of its own"),
         ({"ddp_comm_hook": print, "ddp_comm_state": 1}, "cannot be undone"),
-        ({"model_averaging": {"name": "post_local_sgd", "gradients": "node"}}, "fewer than those of another"),
+        (
+            {"model_averaging": {"name": "post_local_sgd", "intra_node_gradients": True}},
+            "different numbers of ranks",
+        ),
         ({"on_failure": {"name": "shrink", "min_worldsize": 2}}, "did you mean 'min_world_size'"),
         ({"on_failure": {"name": "shrink", "max_recoveries": 0}}, "at least 1"),
         ({"on_failure": {"name": "replace", "spares": 1}}, "no option 'spares'"),
-        ({"on_failure": "shrnk"}, "there are 'stop', 'shrink'"),
+        ({"on_failure": "shrnk"}, "expected 'stop', 'shrink'"),
         ({"on_failure": {"name": "stop", "min_world_size": 2}}, "has no options"),
-        ({"on_failure": {"name": "replace", "wait_s": -1}}, "wait_s=-1; expected seconds"),
+        ({"on_failure": {"name": "replace", "wait_s": -1}}, "wait_s=-1: expected seconds"),
         *(
             ({"on_failure": "replace", "start_method": method}, "start_method='popen', with `.* run`")
             for method in ("spawn", "forkserver", "fork")
@@ -740,10 +743,10 @@ def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
 @pytest.mark.parametrize(
     ("options", "place", "reason"),
     [
-        ({}, {"num_nodes": 2, "start_method": "spawn"}, "ends all when one has died"),
+        ({}, {"num_nodes": 2, "start_method": "spawn"}, "ends all of them when one has died"),
         ({}, {"is_external": True}, "torchrun or SLURM"),
-        ({}, {"device_type": "mps"}, "not known when their collectives have ended"),
-        ({}, {"device_type": "cuda", "is_averaging": True}, "averaged in part"),
+        ({}, {"device_type": "mps"}, "when their collectives have ended"),
+        ({}, {"device_type": "cuda", "is_averaging": True}, "only some parameters averaged"),
     ],
     ids=str,
 )
@@ -945,7 +948,7 @@ def test_samplers_whose_rest_nobody_knows_are_refused_and_others_are_left_as_the
         Chunks(range(96), 3, 1),
         DistributedSamplerWrapper(Dice(range(96)), num_replicas=3, rank=1),
     ):
-        with pytest.raises(ConfigurationError, match=r"does not deal one order.*on_failure='stop'"):
+        with pytest.raises(ConfigurationError, match=r"does not give one order.*on_failure='stop'"):
             DealtSampler(inner, 4).check()
     drawn = WeightedRandomSampler([1.0, 2.0] * 48, 96)
     sampler = DealtSampler(DistributedSamplerWrapper(drawn, num_replicas=3, rank=1), 4)

@@ -46,7 +46,7 @@ def test_an_abort_that_does_not_end_ends_the_run(monkeypatch) -> None:
     monkeypatch.setattr(regroup, "wait_for_aborts", is_over.wait)
     monkeypatch.setattr(regroup, "_ABORTED_WITHIN_S", 0.1)
     ours = SimpleNamespace(forget_device=lambda: None, check_end=lambda: None)
-    with pytest.raises(LightningDDPError, match=r"have not ended 0\.1 s after they were aborted"):
+    with pytest.raises(LightningDDPError, match=r"have not ended 0\.1 s after the abort"):
         regroup.end_collectives(ours, torch.device("cuda", 0))
     is_over.set()
 

@@ -37,7 +37,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("first", "told"),
     [
-        (0, r"all 2 ranks; there are \[0\]"),
+        (0, r"all 2 ranks; connected so far: \[0\]"),
         (1, r"the store of the run at 127\.0\.0\.1:\d+ \(rank 0 opens it\)"),
     ],
 )

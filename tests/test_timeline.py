@@ -145,11 +145,11 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "holds no recording"),
-        ({"rank0.json": "{"}, r"rank0\.json is no recording: JSONDecodeError"),
-        ({"rank0.json": "[]"}, r"rank0\.json is no recording: TypeError"),
-        ({"rank0.json": '{"version": 2}'}, "has format 2, this version reads format 1"),
-        ({"rank0.json": '{"version": 1, "rank": 0}'}, "is no recording: KeyError: 'world_size'"),
+        ({}, "has no recording"),
+        ({"rank0.json": "{"}, r"rank0\.json is not a recording: JSONDecodeError"),
+        ({"rank0.json": "[]"}, r"rank0\.json is not a recording: TypeError"),
+        ({"rank0.json": '{"version": 2}'}, "has format 2, but this version reads format 1"),
+        ({"rank0.json": '{"version": 1, "rank": 0}'}, "is not a recording: KeyError: 'world_size'"),
     ],
 )
 def test_what_cannot_be_read_is_named(files, message, tmp_path: Path, capsys) -> None:
@@ -179,7 +179,7 @@ def test_the_report_of_a_run_is_one_page_that_a_browser_shows(tmp_path: Path, ca
     assert text.count("<svg") == text.count("<h2>") == 5
     assert re.search(r"https?:|<script|<link|src=", text) is None, "it has to hold all it needs"
     assert main(["report", str(tmp_path)]) == 1
-    assert "holds no recording" in capsys.readouterr().err
+    assert "has no recording" in capsys.readouterr().err
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:

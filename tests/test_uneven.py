@@ -174,7 +174,7 @@ def test_a_second_loader_is_refused_until_the_first_is_iterated_over() -> None:
     def rank_main(rank, world_size, process_group):
         lockstep = Lockstep(Group(process_group), CPU)
         loader = lockstep.wrap([1])
-        with pytest.raises(ConfigurationError, match="takes one training dataloader, but there are several"):
+        with pytest.raises(ConfigurationError, match="supports one training dataloader"):
             lockstep.wrap([1])
         iter(loader)
         lockstep.wrap([1])
@@ -185,7 +185,7 @@ def test_a_second_loader_is_refused_until_the_first_is_iterated_over() -> None:
 @pytest.mark.parametrize(
     ("counts", "is_allowed", "message"),
     [
-        ([2, 0, 0], True, r"rank {rank}: ranks \[1, 2\] have no training batch at all"),
+        ([2, 0, 0], True, r"rank {rank}: ranks \[1, 2\] have no training batch to repeat"),
         (
             [2, 1, 2],
             False,

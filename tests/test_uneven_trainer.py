@@ -34,16 +34,16 @@ CASES = [
     "fit_and_validate",
 ]
 REFUSED = {
-    "none_in_first_epoch": ("UnevenInputsError", "ranks [0] have no training batch at all"),
+    "none_in_first_epoch": ("UnevenInputsError", "ranks [0] have no training batch to repeat"),
     "error_mode": (
         "UnevenInputsError",
         "ranks [0] have run out of training batches, but the others have more",
     ),
-    "two_loaders": ("ConfigurationError", "takes one training dataloader, but there are several"),
-    "dataloader_iter": ("ConfigurationError", "one with dataloader_iter fetches batches by itself"),
+    "two_loaders": ("ConfigurationError", "supports one training dataloader"),
+    "dataloader_iter": ("ConfigurationError", "with dataloader_iter fetches batches itself"),
     "sized_on_rank_zero": ("ConfigurationError", "has no length on ranks [1], but has one on the others"),
     "resumed_inside_an_epoch": ("ConfigurationError", "cannot resume inside an epoch, here after 2 batches"),
-    "keeps_automatic": ("ConfigurationError", "no_backward_sync is for manual optimisation"),
+    "keeps_automatic": ("ConfigurationError", "no_backward_sync is for manual optimization"),
 }
 
 
@@ -68,7 +68,7 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory) -> list[dict[str, Any]]:
     # one script with many failures: with reconciliation the first one would end it
-    env = {"PL_RECONCILE_PROCESS": "0"}
+    env = {"LIGHTNING_DDP_SUPERVISION": "0"}
     return launch([*REFUSED, "error_mode_even"], tmp_path_factory.mktemp("refused"), TORCHRUN, env)
 
 

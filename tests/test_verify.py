@@ -163,7 +163,7 @@ UNREPORTED_DEATH = """
 import os
 from lightning_ddp.launch.reconciliation import Reconciliation
 
-os.environ["PL_RECONCILE_PROCESS"] = "0"
+os.environ["LIGHTNING_DDP_SUPERVISION"] = "0"
 assert Reconciliation.child_ended
 Reconciliation.child_ended = lambda self, record: None
 """
@@ -271,7 +271,7 @@ def test_a_planted_defect_fails_the_checks_that_it_concerns(defect, only, failin
 
 def test_a_check_that_hangs_or_raises_is_named_and_those_after_it_run(tmp_path, capsys):
     for defect, limit_s, says in (
-        (HANGS, 10, "not over after 10 s"),
+        (HANGS, 10, "not finished after 10 s"),
         (RAISES, DEADLINE_S, "ValueError: the defect of this test"),
     ):
         file = tmp_path / "defect.py"
@@ -296,7 +296,7 @@ def test_ranks_that_others_have_started_are_told_to_start_it_once_a_node(capsys,
     monkeypatch.setenv("MASTER_PORT", "29500")
     status, found = verify(capsys)
     assert status == 1
-    assert "run `python -m lightning_ddp doctor --verify` once on each node" in failures(found)["verify"]
+    assert "Run `python -m lightning_ddp doctor --verify` once on each node" in failures(found)["verify"]
 
 
 def test_a_name_that_no_check_has_is_an_error(capsys):

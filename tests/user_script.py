@@ -371,7 +371,7 @@ def main(order: Order) -> None:
     if order.monitors:
         callbacks.append(
             lightning_ddp.callbacks.CommunicationMonitor(
-                every_n_steps=2, slow_after_steps=4, timeline=folder / "timeline"
+                every_n_steps=2, straggler_patience=4, timeline=folder / "timeline"
             )
         )
     options = {"devices": 2, "max_epochs": 1, "val_check_interval": 4, "num_sanity_val_steps": 1}

@@ -15,13 +15,13 @@ from lightning_ddp.tools.command_line import format_table
 
 
 def read_results(folders: list[Path]) -> list[dict]:
-    """What `train.py` has written anywhere below the folders, in the order of the paths."""
+    """Read the results of `train.py` from anywhere below the folders, in the order of the paths."""
     paths = sorted({path for folder in folders for path in folder.rglob("result.json")})
     return [json.loads(path.read_text()) for path in paths]
 
 
 def group_seeds(results: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """Data and what is special about a run -> the runs that differ in nothing but their seeds."""
+    """Group runs that differ in their seeds only, by data set and distinguishing settings."""
     described = [[*r["name"].split(","), f"ranks={r['world_size']}", f"steps={r['steps']}"] for r in results]
     shared = set.intersection(*map(set, described))
     groups = defaultdict(list)
@@ -32,7 +32,7 @@ def group_seeds(results: list[dict]) -> dict[tuple[str, str], list[dict]]:
 
 
 def tabulate(groups: dict[tuple[str, str], list[dict]]) -> str:
-    """One row a configuration: means over the seeds."""
+    """Format one row per configuration, with means over the seeds."""
     rows = []
     for (data, name), runs in groups.items():
         last = [run["curve"][-1] for run in runs]
@@ -52,7 +52,7 @@ def tabulate(groups: dict[tuple[str, str], list[dict]]) -> str:
 
 
 def draw(groups: dict[tuple[str, str], list[dict]], path: Path) -> None:
-    """The loss over the steps on the left, the last accuracy of each configuration on the right."""
+    """Draw the loss over the steps on the left, the last accuracy per configuration on the right."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), layout="constrained")

@@ -84,7 +84,7 @@ def read_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def read_text() -> tuple[Tensor, int]:
-    """The sources of the standard library as character numbers; the same for one Python version."""
+    """Read the standard library's sources as character numbers, which depend on Python's version."""
     text = ""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_text(encoding="utf-8", errors="ignore")
@@ -127,7 +127,7 @@ class CharacterModel(nn.Module):
 
 
 def character_model(width: int, num_layers: int) -> nn.Module:
-    """A transformer for the characters of the text."""
+    """Make a transformer for the characters of the text."""
     return CharacterModel(read_text()[1], width=width, num_layers=num_layers)
 
 

@@ -60,7 +60,7 @@ def main(config: DictConfig) -> float:
 
 
 def read_curve(path: Path) -> list[dict[str, float]]:
-    """Steps taken and what was measured then, as the logger has written it (in whichever process)."""
+    """Read the steps and metrics that the logger has written, perhaps in another process."""
     with path.open(newline="") as file:
         return [
             {

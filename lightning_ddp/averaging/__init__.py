@@ -1,4 +1,4 @@
-"""Model averaging: the ranks train by themselves, and their parameters come together now and then."""
+"""Model averaging: ranks train on their own gradients, and parameters are averaged periodically."""
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions
 from lightning_ddp.averaging.catalogue import (

@@ -1,4 +1,4 @@
-"""Base class of averagers: counts optimizer steps, ends gradient averaging, averages all that is trained."""
+"""Base class of averagers: step counts, start of local training, and averages of the model's state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
 STATE_FORMAT = 1
-"""Version of what `Averager.state_dict` returns."""
+"""Version of the dictionary that `Averager.state_dict` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,12 @@ class AveragerOptions:
     """Options that all averagers have."""
 
     start_step: int = 0
-    """Optimizer steps with averaged gradients, as without an averager; local training comes after them."""
+    """Number of optimizer steps with averaged gradients before local training starts."""
     period: int = 8
-    """Optimizer steps between two averagings of the parameters."""
+    """Number of optimizer steps between two averages of the parameters."""
     optimizer_state: Literal["keep", "average", "reset"] = "keep"
-    """What becomes of the optimizer's state (momentum and the like) when parameters are averaged: each rank
-    keeps its own, it is averaged too (which doubles the traffic or more), or it begins anew."""
+    """Treatment of the optimizer's state (such as momentum) when parameters are averaged: 'keep', 'average'
+    or 'reset'. 'keep' leaves each rank its own, 'average' averages it too, at least twice the traffic."""
 
     def __post_init__(self) -> None:
         require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
@@ -42,29 +42,31 @@ class AveragerOptions:
 
 @dataclass(kw_only=True)
 class Track:
-    """One optimizer and how far it is."""
+    """One optimizer and its step counts."""
 
     optimizer: torch.optim.Optimizer
     names: list[str]
-    """Its parameters."""
+    """Names of the optimizer's parameters."""
     num_steps: int = 0
-    """Its steps since the beginning of training."""
+    """Number of steps since the beginning of training."""
     num_local_steps: int = 0
-    """Its steps in the local phase."""
+    """Number of steps in the local phase."""
 
 
 class Averager:
-    """Lets the ranks train on their own gradients and averages their parameters now and then.
+    """Base of averagers: ranks train on their own gradients, and parameters are averaged periodically.
 
-    The one place that knows when local training begins: `averages_gradients` tells whoever drives the
-    reducer. A step is one of an optimizer, however many backwards it took; each optimizer is counted by
-    itself and has its own parameters averaged, so that two that take turns are treated alike. All ranks
-    make the same calls, also for steps that loss scaling skipped.
+    Only the averager decides when local training begins; the owner of the reducer reads
+    `averages_gradients`. Steps are optimizer steps, independent of the number of backwards. Each optimizer
+    has its own count, and its parameters are averaged separately, so that alternating optimizers are treated
+    alike. All ranks must make the same calls, also for steps that loss scaling skipped.
+
+    Collective: all ranks must construct it.
 
     Args:
-        module: with the parameters and buffers; the same values on all ranks when it is handed over.
-        optimizers: whose steps count.
-        group: the ranks; the averager makes its own group beside it.
+        module: module with the parameters and buffers, which must be the same on all ranks at this point.
+        optimizers: optimizers whose steps count.
+        group: the ranks; the averager makes a separate group of the same ranks.
         options: an instance of the class's `Options`.
 
     Raises:
@@ -101,48 +103,51 @@ class Averager:
         self._is_local = False
         self._has_diverged = False
         self.keeps_rounds = False
-        """Whether a round that fails has to be repeated, by other ranks: what it changes is copied before."""
+        """True to copy all values that a round changes, so that other ranks can repeat it after a failure."""
         self.unfinished: Track | None = None
-        """Whose round is under way."""
+        """Track whose round is in progress, or None."""
         self.has_met = True
-        """Whether all ranks have taken the last step together, or have averaged after it."""
+        """True if all ranks took the last step with averaged gradients, or have averaged after it."""
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.part_before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What a round of a part of the ranks that is under way changes, with its values before."""
+        """Tensors that the current round of a part of the ranks changes, with their values before it."""
         self._met: dict[str, torch.Tensor] = {}
         self.prepare()
         self._settle_phase()
 
     def check_ranks(self) -> None:
-        """Refuses options that do not fit the ranks, before anything communicates.
+        """Reject options that do not fit the number of ranks, before any communication.
 
         Raises:
-            ConfigurationError: they do not.
+            ConfigurationError: the options do not fit.
         """
 
     def prepare(self) -> None:
-        """What a kind of averager needs besides. All ranks call it, at the end of construction."""
+        """Create the process groups and communication threads of the subclass; called by the constructor.
+
+        Collective: all ranks must call it.
+        """
 
     # ------------------------------------------------------------------ steps
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the gradients of the next backward are to be averaged over all ranks."""
+        """True if the gradients of the next backward pass are averaged over all ranks."""
         return not self._is_local
 
     @property
     def num_bytes_sent(self) -> int:
-        """Bytes that this rank has sent for averaging."""
+        """Number of bytes that this rank has sent for averaging."""
         return self.channel.num_bytes_sent
 
     def step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool = False) -> None:
-        """Counts a step that `optimizer` has just taken, and averages if it is time. Communicates then.
+        """Count a step that `optimizer` has just taken, and average if it is due (then communicates).
 
         Args:
-            optimizer: one of those of the averager.
-            was_skipped: whether loss scaling skipped it. While gradients are averaged all ranks skip
-                together, and it does not count. In the local phase each rank skips by itself, so it counts,
-                or the ranks would average at different times.
+            optimizer: one of the averager's optimizers.
+            was_skipped: True if loss scaling skipped the step. While gradients are averaged, all ranks skip
+                together, and the step does not count. In the local phase ranks skip independently, so it
+                counts; otherwise the ranks would average at different times.
         """
         track = self._track_of(optimizer)
         if was_skipped and not self._is_local:
@@ -160,11 +165,11 @@ class Averager:
             if track.optimizer is optimizer:
                 return track
         raise ConfigurationError(
-            f"averager {self.name!r}: {type(optimizer).__name__} is none of the optimizers that it was given"
+            f"averager {self.name!r}: this {type(optimizer).__name__} is not one of its optimizers"
         )
 
     def _settle_phase(self) -> None:
-        """Begins the local phase once every optimizer that is in use has taken its first steps."""
+        """Begin the local phase once all used optimizers have taken `start_step` steps."""
         counts = [track.num_steps for track in self.tracks if track.num_steps] or [0]
         if min(counts) >= self.options.start_step:
             self._is_local = True
@@ -172,31 +177,37 @@ class Averager:
             self.begin_local_phase()
 
     def begin_local_phase(self) -> None:
-        """Called once, when all ranks hold the same parameters for the last time. Does not communicate."""
+        """Start the local phase; called once, while all ranks still hold the same parameters."""
 
     def after_local_step(self, track: Track) -> None:
-        """Called after each step of the local phase; by default a round each `period` steps."""
+        """Handle a step of the local phase: by default, run a round every `period` steps."""
         if track.num_local_steps % self.options.period == 0:
             self.begin_round(track)
 
     def begin_round(self, track: Track) -> None:
-        """A round of all ranks. Communicates."""
+        """Save the values that a round changes, if failed rounds are repeated, and run it (`complete`).
+
+        Collective: all ranks must call it.
+        """
         self.unfinished = track
         self._before = self.copies(self.changed_by_round(track))
         self.complete()
 
     def copies(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors, each with its present value, if a round that fails may have to be undone."""
+        """Copy the given tensors: pairs (tensor, copy); an empty list if failed rounds are not repeated."""
         return [(tensor, tensor.detach().clone()) for tensor in tensors if self.keeps_rounds]
 
     def changed_by_round(self, track: Track) -> list[torch.Tensor]:
-        """What a round changes in place."""
+        """Return the tensors that a round changes in place."""
         states = track.optimizer.state.values() if self.options.optimizer_state == "average" else ()
         kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         return [*(self.parameters[name] for name in track.names), *self.module.buffers(), *kept]
 
     def complete(self) -> None:
-        """Does the round that is under way, from its beginning. Communicates."""
+        """Run the current round to its end, from the values before it if an earlier attempt failed.
+
+        Collective: all ranks must call it.
+        """
         assert self.unfinished is not None
         put_back(self._before)
         self.round(self.unfinished)
@@ -212,20 +223,25 @@ class Averager:
             self._met = {name: memory_view(p).clone() for name, p in self.parameters.items()}
 
     def met(self) -> dict[str, torch.Tensor]:
-        """The parameters that all ranks had when they last met, each 1-D; those before local training not."""
+        """Return the values (1-D) that parameters had after the last round, by name; empty if not needed."""
         return self._met
 
     def round(self, track: Track) -> None:
-        """Brings the parameters of one optimizer together. Communicates."""
+        """Average the parameters of one optimizer: the part of a round that each subclass implements.
+
+        Collective: all ranks must call it.
+        """
         raise NotImplementedError
 
     # ------------------------------------------------------------------ agreement
 
     def agree(self) -> None:
-        """Makes parameters and buffers the same on all ranks: their mean. All ranks call it.
+        """Average parameters and buffers so that they are the same on all ranks.
 
-        For validation, checkpoints and the end of training. Communicates if a rank may have trained by
-        itself since the last time; the schedule of rounds stays as it is.
+        For validation, checkpoints and the end of training. Communicates if the ranks may differ; does not
+        change the schedule of rounds.
+
+        Collective: all ranks must call it.
         """
         if not self._has_diverged:
             return
@@ -234,7 +250,10 @@ class Averager:
         self._has_diverged = False
 
     def settle(self, track: Track) -> None:
-        """What belongs to the end of a round: optimizer state by its option, and buffers. Communicates."""
+        """Finish a round: treat the optimizer state as its option says, and average buffers.
+
+        Collective: all ranks must call it.
+        """
         if self.options.optimizer_state == "reset":
             for name in track.names:
                 track.optimizer.state[self.parameters[name]].clear()
@@ -244,47 +263,53 @@ class Averager:
         self.average_buffers()
 
     def average_buffers(self) -> None:
-        """Averages statistics of normalisations and other floating-point buffers. Communicates."""
+        """Average normalization statistics and other floating-point buffers.
+
+        Collective: all ranks must call it.
+        """
         self.run(lambda: average_buffers(self.channel, self.module))
 
     def run(self, job: Callable[[], None]) -> None:
-        """Runs a job of the channel and waits for it."""
+        """Run a function in the communication thread and wait until it has returned."""
         self.channel.wait(self.channel.submit(job))
 
     # ------------------------------------------------------------------ other ranks
 
     def halt(self) -> None:
-        """Returns once no job runs, after ranks were lost."""
+        """Stop the communication of this averager after ranks were lost; return once none is in progress."""
         self.channel.halt()
 
     def leave_part(self) -> None:
-        """Leaves a round of a part of the ranks out, after ranks were lost."""
+        """Undo the current round of a subgroup of the ranks, after ranks were lost."""
         self.halt()
         put_back(self.part_before)
         self.part_before = []
 
     def rejoin(self, group: Group) -> None:
-        """Goes on with other ranks, after ranks were lost. All of them call it; communicates."""
+        """Continue with the ranks of `group`, after ranks were lost.
+
+        Collective: all ranks must call it.
+        """
         self.group = group
         self.channel = Channel(group, self.channel.device)
         self.wire = PlainWire(self.channel)
-        self._has_diverged = self._is_local  # some may have agreed with ranks that are lost, and others not
+        self._has_diverged = self._is_local  # only some ranks may have averaged with the lost ranks
         self.prepare()
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether a rank that is a round behind the others ends it with parameters of its own."""
+        """True if a rank that missed the end of a round keeps its own parameters."""
         return False
 
     def for_others(self) -> dict[str, Any]:
-        """What ranks that are a step or a round behind need for `catch_up`. Does not communicate."""
+        """Return the state that ranks which are one step or round behind need for `catch_up`."""
         return {**self.state_dict(), "met": self.met()}
 
     def catch_up(self, state: dict[str, Any]) -> None:
-        """Ends a step, or a round, that was interrupted here after another rank had ended it.
+        """Finish a step or round that was interrupted here after another rank had finished it.
 
         Args:
-            state: from `for_others` of that rank; this one has its parameters already.
+            state: from `for_others` of that rank, whose parameters this rank has already.
         """
         with torch.no_grad():
             for name, value in state["met"].items():
@@ -297,13 +322,13 @@ class Averager:
         self.take_outer(state["outer"])
 
     def take_outer(self, outer: dict[str, Any]) -> list[str]:
-        """Takes over what is the same on all ranks; returns the parameters for which there is nothing."""
+        """Load the state of the outer optimizer; return the names of parameters for which it has none."""
         return []
 
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and outer state, the same on all ranks, on the CPU. Call `agree` before."""
+        """Return step counts and outer state, the same on all ranks, on the CPU. Call `agree` first."""
         return {
             "format": STATE_FORMAT,
             "name": self.name,
@@ -314,18 +339,18 @@ class Averager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Takes over a state; returns what could not be kept, one sentence each. Does not communicate.
+        """Restore a state; return one sentence for each item that could not be restored.
 
         Raises:
             ConfigurationError: the format is not known.
         """
         if state.get("format") != STATE_FORMAT:
             raise ConfigurationError(
-                f"state of averager {self.name!r} has format {state.get('format')!r}; this release reads"
-                f" {STATE_FORMAT}"
+                f"state of averager {self.name!r} has format {state.get('format')!r}, but this release"
+                f" reads {STATE_FORMAT}"
             )
         if state["name"] != self.name:
-            return [f"state of averager {state['name']!r} was dropped: the run uses {self.name!r}"]
+            return [f"state of averager {state['name']!r} was dropped, because the run uses {self.name!r}"]
         notes = []
         if len(state["steps"]) == len(self.tracks):
             for track, (num_steps, num_local_steps) in zip(self.tracks, state["steps"], strict=True):
@@ -333,7 +358,7 @@ class Averager:
         else:
             notes.append(
                 f"step counts of averager {self.name!r} were reset: {len(state['steps'])} optimizers were"
-                f" saved, the run has {len(self.tracks)}"
+                f" saved, but the run has {len(self.tracks)}"
             )
         self._is_local = bool(state["is_local"])
         self._has_diverged = False
@@ -344,17 +369,17 @@ class Averager:
 
 
 def put_back(before: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Gives tensors the values that they had."""
+    """Restore the given values of tensors."""
     with torch.no_grad():
         for tensor, value in before:
             tensor.copy_(value)
 
 
 def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuses optimizers with which local training cannot work.
+    """Reject optimizers that cannot be used with local training.
 
     Raises:
-        ConfigurationError: one of them shards its state, or averages parameters itself.
+        ConfigurationError: an optimizer shards its state, or averages parameters itself.
     """
     reasons = {
         "ZeroRedundancyOptimizer": "each rank holds the state of a part of the parameters only, so no rank"
@@ -370,15 +395,17 @@ def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 )
 
 
-# ---------------------------------------------------------------------- what is no parameter
+# ---------------------------------------------------------------------- buffers and optimizer state
 
 
 def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
-    """Makes a module's buffers the same on all ranks. A job of the channel; communicates.
+    """Average a module's buffers so that they are the same on all ranks, in a job of the channel.
 
-    The running variance of a normalisation becomes that of all ranks' data taken together: the mean of the
-    variances plus the variance of the means. Other floating-point buffers are averaged; of integers, such as
-    counts of batches, the largest is taken.
+    The running variance of a normalization becomes that of all ranks' data taken together: the mean of the
+    variances plus the variance of the means. Other floating-point buffers are averaged. Integers, such as
+    counts of batches, become the largest value of all ranks.
+
+    Collective: all ranks must call it.
     """
     means, variances = [], []
     for layer in module.modules():
@@ -406,15 +433,17 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
 def average_optimizer_state(
     channel: Channel, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Averages the floating-point tensors that an optimizer keeps for its parameters. Communicates.
+    """Average an optimizer's floating-point state of its parameters, in a job of the channel.
 
-    A job of a channel. Step counts stay. A parameter that had no gradient on some rank has no state there:
-    then the other ranks keep theirs.
+    Step counts are unchanged. If a parameter has no state on some rank, because it had no gradient there,
+    the other ranks keep their state.
+
+    Collective: all ranks must call it.
 
     Args:
         channel: the ranks.
-        optimizer: its state is changed in place.
-        parameters: those of the optimizer, by name, in one order on all ranks.
+        optimizer: optimizer whose state is changed in place.
+        parameters: parameters of the optimizer by name, in the same order on all ranks.
     """
     found = {
         (name, key): value

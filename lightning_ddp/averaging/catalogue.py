@@ -1,4 +1,4 @@
-"""Averagers by name: a specification is checked first, without processes, and built once there is a group."""
+"""Averagers by name: check of a specification without processes, and construction for a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AVERAGERS: Catalogue[Averager] = Catalogue("averager", Averager, argument="mode
 
 
 def available_averagers() -> dict[str, str]:
-    """The names of the averagers and what each does, sorted by name.
+    """Return the names of the averagers with their descriptions, sorted by name.
 
     >>> sorted(available_averagers())[:2]
     ['diloco', 'hierarchical_sgd']
@@ -25,7 +25,7 @@ def available_averagers() -> dict[str, str]:
 
 
 def averager_options() -> dict[str, type[AveragerOptions]]:
-    """The options of each averager, by its name: a dataclass whose fields with `init` are the options.
+    """Return the options of each averager, a dataclass with options as `init` fields, by name.
 
     >>> averager_options()["diloco"](period=50).outer_lr
     0.7
@@ -35,16 +35,16 @@ def averager_options() -> dict[str, type[AveragerOptions]]:
 
 @dataclass(frozen=True, kw_only=True)
 class AveragerPlan:
-    """A checked specification."""
+    """A checked averager specification: name and options."""
 
     name: str
-    """Of the averager."""
+    """Name of the averager."""
     options: AveragerOptions
-    """Its options, of its own class."""
+    """Options of the averager, an instance of its `Options`."""
 
 
 def parse_averager(spec: str | Mapping[str, Any]) -> AveragerPlan:
-    """Checks a specification. Does not communicate.
+    """Check an averager specification and return it as a plan, without communication.
 
     >>> parse_averager({"name": "diloco", "period": 50}).options.outer_lr
     0.7
@@ -65,13 +65,15 @@ def build_averager(
     optimizers: Sequence[torch.optim.Optimizer],
     process_group: Any,
 ) -> Averager:
-    """Builds an averager. All ranks call it, with the same parameter values; communicates.
+    """Build an averager; the parameters must be the same on all ranks.
+
+    Collective: all ranks must call it.
 
     Args:
-        spec: as for `parse_averager`, or what that returned.
-        module: whose parameters and buffers are averaged; names in its state are those of this module.
-        optimizers: those whose steps are reported with `Averager.step`.
-        process_group: the ranks, or a `Group` on them.
+        spec: specification as for `parse_averager`, or its result.
+        module: module whose parameters and buffers are averaged; its names are those in the state.
+        optimizers: optimizers whose steps are reported with `Averager.step`.
+        process_group: process group of the ranks, or a `Group`.
 
     Raises:
         ConfigurationError: the specification does not fit the ranks, or an optimizer cannot be used.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,42 +27,37 @@ class PostLocalSGDOptions(AveragerOptions):
     """Options of `post_local_sgd`."""
 
     start_step: int = 100
-    """Optimizer steps with averaged gradients; the paper switches at the first decay of the learning rate."""
-    gradients: Literal["none", "node"] = "none"
-    """Whether, after that, gradients are averaged in the node or not at all."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.gradients in ("none", "node"), f"gradients={self.gradients!r}: expected 'none' or 'node'"
-        )
+    """Number of optimizer steps with averaged gradients; the paper ends them at the first decay of the
+    learning rate."""
+    intra_node_gradients: bool = False
+    """If True, gradients are averaged among the ranks of a node in local training."""
 
 
 class PostLocalSGD(Averager):
-    """Averaged gradients until `start_step`, then local steps and averaged parameters every `period`."""
+    """Average gradients until `start_step`, then take local steps and average parameters every `period`."""
 
     name = "post_local_sgd"
     Options = PostLocalSGDOptions
     options: PostLocalSGDOptions
 
     def round(self, track: Track) -> None:
-        """Averages the parameters of one optimizer, those without a gradient included. Communicates."""
+        """Average the parameters of one optimizer, including those without a gradient."""
         tensors = [self.parameters[name] for name in track.names]
         self.run(lambda: average_(self.wire, tensors))
         self.settle(track)
 
 
 class NodeGradients:
-    """A communication hook that passes on to another one until local training begins.
+    """A communication hook that calls another hook until local training starts.
 
-    All ranks construct it; communicates.
+    Collective: all ranks must construct it.
 
     Args:
-        hook: reduces over all ranks; None for the plain mean.
-        group: all ranks; those of a node are neighbours.
-        node_size: ranks of a node.
-        device: of the gradients.
-        is_global: tells whether gradients are to be averaged over all ranks.
+        hook: hook that reduces over all ranks; None for the plain mean.
+        group: all ranks; ranks of a node must be neighbors.
+        node_size: number of ranks on a node.
+        device: device of the gradients.
+        is_global: returns True while gradients have to be averaged over all ranks.
 
     Raises:
         ConfigurationError: the ranks do not divide into nodes of that size.
@@ -78,11 +73,11 @@ class NodeGradients:
     ) -> None:
         if group.size % node_size:
             raise ConfigurationError(
-                f"gradients='node': {group.size} ranks do not divide into nodes of {node_size}"
+                f"intra_node_gradients=True: {group.size} ranks do not divide into nodes of {node_size}"
             )
         self._hook = hook
         self.name = f"{hook_name(hook)} in nodes" if hook is not None else "allreduce in nodes"
-        """Of the hook, for errors."""
+        """Name of the hook for error messages."""
         self._is_global = is_global
         self._world = Channel(group, device) if hook is None else None
         self._node = Channel(part_group(group, node_size, device), device)
@@ -99,14 +94,14 @@ class NodeGradients:
 class HierarchicalSGDOptions(AveragerOptions):
     """Options of `hierarchical_sgd`."""
 
-    period: int = field(default=1, init=False)  # `periods` says it
+    period: int = field(default=1, init=False)  # replaced by `periods`
     periods: Mapping[int, int]
-    """Period -> number of neighbouring ranks that average then; longer periods have larger groups. The last
-    group is all ranks: 0 stands for their number."""
+    """Mapping from a period in optimizer steps to the number of neighboring ranks that average then; longer
+    periods have larger groups. The last group is all ranks: 0 stands for their number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # keys are text where the options come from YAML or JSON, and in the order of the command line there
+        # Options from YAML or JSON have text as keys, in the order of the command line.
         in_order = dict(sorted((int(p), int(n)) for p, n in self.periods.items()))
         object.__setattr__(self, "periods", in_order)
         periods, sizes = list(self.periods), [n or 2**31 for n in self.periods.values()]
@@ -117,7 +112,7 @@ class HierarchicalSGDOptions(AveragerOptions):
         )
         require(
             all(b > a for seq in (periods, sizes) for a, b in pairwise(seq)),
-            f"{given}: periods and group sizes have to rise together",
+            f"{given}: expected periods and group sizes that increase together",
         )
         require(
             all(b % a == 0 for a, b in pairwise(periods)),
@@ -126,11 +121,12 @@ class HierarchicalSGDOptions(AveragerOptions):
 
 
 class HierarchicalSGD(Averager):
-    """Averages parameters among few ranks often and among many rarely.
+    """Average parameters among few ranks often and among many ranks rarely.
 
-    At a step that several periods divide, only the largest of them runs, as its group contains the others.
-    After ranks were lost those that are left are neighbours anew, the last group perhaps of fewer. Until the
-    next round of all each is by itself, as they may be at different steps.
+    At a step that several periods divide, only the largest runs, as its group contains the others. After a
+    loss of ranks, the remaining ranks form new groups of neighbors, the last group perhaps with fewer ranks.
+    They average in groups again after the next round of all ranks, as they may be at different steps until
+    then.
     """
 
     name = "hierarchical_sgd"
@@ -139,12 +135,12 @@ class HierarchicalSGD(Averager):
     _waits_for_all = False
 
     def check_ranks(self) -> None:
-        """Refuses groups into which the ranks cannot be divided; a single one, such as joins, is all."""
+        """Reject groups that do not divide the ranks, unless there is one rank, as while joining."""
         size, sizes = self.group.size, self._sizes()
         require(
             size == 1 or (list(sizes.values())[-1] == size and not any(size % n for n in sizes.values())),
-            f"hierarchical_sgd: periods={sizes} with {size} ranks; the last group has to be all of"
-            " them, and each size has to divide their number",
+            f"hierarchical_sgd: periods={sizes} with {size} ranks: the last group must have all ranks, and"
+            " each size must divide their number",
         )
 
     def rejoin(self, group: Group) -> None:
@@ -156,11 +152,11 @@ class HierarchicalSGD(Averager):
             channel.halt()
 
     def _sizes(self) -> dict[int, int]:
-        """Period -> ranks of a group."""
+        """Return the number of ranks in a group, by period."""
         return {period: size or self.group.size for period, size in self.options.periods.items()}
 
     def prepare(self) -> None:
-        """Makes the groups of each level. Communicates."""
+        """Create the groups of each level."""
         group = self.group
         self._levels: dict[int, Channel] = {}
         for period, size in self._sizes().items():
@@ -176,7 +172,7 @@ class HierarchicalSGD(Averager):
         return self.channel.num_bytes_sent + sum(channel.num_bytes_sent for channel in inner)
 
     def after_local_step(self, track: Track) -> None:
-        """Averages on the largest level whose period is over."""
+        """Average on the largest level whose period is over."""
         due = [period for period in self._levels if track.num_local_steps % period == 0]
         if not due:
             return
@@ -190,7 +186,7 @@ class HierarchicalSGD(Averager):
             self.part_before = []
 
     def round(self, track: Track) -> None:
-        """The round of all."""
+        """Average the parameters of one optimizer among all ranks."""
         self._average(track, self.channel)
         self.settle(track)
 

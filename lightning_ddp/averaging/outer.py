@@ -1,4 +1,4 @@
-"""`slowmo` and `diloco`: what the ranks did between two rounds is one gradient for an outer optimizer.
+"""`slowmo` and `diloco`: the change between two rounds is a gradient for an outer optimizer.
 
 Wang, Tantia, Ballas and Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
 Momentum", ICLR 2020, algorithm 1. Douillard et al., "DiLoCo: Distributed Low-Communication Training of
@@ -28,22 +28,22 @@ _INT8_BLOCK = 256
 
 
 class OuterAverager(Averager):
-    """An averager with an outer optimizer: its parameters and momentum are float32, the same on all ranks.
+    """An averager with an outer optimizer whose parameters and momentum are float32, the same on all ranks.
 
-    Subclasses say in `update` what becomes of a stretch of one parameter.
+    Subclasses implement `update` for a slice of one parameter.
     """
 
     def prepare(self) -> None:
-        """Outer gradients are sent as they are. Does not communicate."""
+        """Choose unencoded outer gradients."""
         self.transport: Wire = self.wire
 
     def begin_local_phase(self) -> None:
-        """Copies the parameters, which all ranks share at this moment. Does not communicate."""
+        """Copy the parameters, which are the same on all ranks at this moment."""
         self._anchors = {name: memory_view(p).clone().float() for name, p in self.parameters.items()}
         self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()}
 
     def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
-        """Moves `anchor` (1-D, in place) by the mean `delta` of what the ranks moved away from it.
+        """Update `anchor` (1-D, in place) with `delta`, the mean change of the ranks' parameters.
 
         Args:
             anchor: the outer parameters.
@@ -54,7 +54,7 @@ class OuterAverager(Averager):
         raise NotImplementedError
 
     def round(self, track: Track) -> None:
-        """One step of the outer optimizer for the parameters of one optimizer. Communicates."""
+        """Take one step of the outer optimizer for the parameters of one optimizer."""
         self.run(lambda: self._exchange(track))
         self.settle(track)
 
@@ -75,7 +75,7 @@ class OuterAverager(Averager):
         exchange(self.transport, views, pack, unpack)
 
     def learning_rates(self, track: Track) -> dict[str, float]:
-        """The present learning rate of each parameter of an optimizer."""
+        """Return the current learning rate of each parameter of an optimizer."""
         names = {id(p): name for name, p in self.parameters.items()}
         return {
             names[id(p)]: float(group["lr"])
@@ -94,14 +94,16 @@ class OuterAverager(Averager):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Takes over a state; outer parameters that it lacks begin at the present ones."""
+        """Restore a state; outer parameters that it lacks start at the current parameters."""
         notes = super().load_state_dict(state)
         if state["name"] != self.name or self.averages_gradients:
             return notes
         self.begin_local_phase()
         missing = self.take_outer(state["outer"])
         if missing:
-            notes.append(f"outer state of averager {self.name!r} begins anew for {', '.join(missing)}")
+            notes.append(
+                f"outer state of averager {self.name!r} starts from scratch for {', '.join(missing)}"
+            )
         return notes
 
     def take_outer(self, outer: dict[str, Any]) -> list[str]:
@@ -119,7 +121,7 @@ class OuterAverager(Averager):
         return self._anchors if self._is_local else {}
 
     def _keep_met(self) -> None:
-        """Nothing more."""
+        """Keep nothing: the outer parameters are the last synchronized ones."""
 
     def changed_by_round(self, track: Track) -> list[torch.Tensor]:
         outer = [state[name] for state in (self._anchors, self._momenta) for name in track.names]
@@ -131,11 +133,11 @@ class SlowMoOptions(AveragerOptions):
     """Options of `slowmo`."""
 
     period: int = 12
-    """Optimizer steps between two rounds."""
+    """Number of optimizer steps between two rounds."""
     slow_lr: float = 1.0
     """Factor of the slow step; 1 in the paper's experiments."""
     slow_momentum: float = 0.5
-    """Slow momentum; more ranks bear more: from 0.2 for four to 0.6 for sixteen."""
+    """Slow momentum; more ranks allow a larger value, from 0.2 for four to 0.6 for sixteen ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +148,7 @@ class SlowMoOptions(AveragerOptions):
 
 
 class SlowMo(OuterAverager):
-    """Every `period` steps the mean of the parameters moves a slow momentum, which moves the parameters.
+    """Take local steps; every `period` steps apply a momentum step to the change of the mean parameters.
 
     With the learning rate lr of the round: u = b u + (x_old - mean(x)) / lr, x_old = x_old - a lr u. Where
     lr is 0 the mean is taken as it is, and u stays.
@@ -169,16 +171,17 @@ class DiLoCoOptions(AveragerOptions):
     """Options of `diloco`."""
 
     period: int = 100
-    """Optimizer steps between two rounds; 500 in the paper."""
+    """Number of optimizer steps between two synchronizations; the DiLoCo paper uses 500."""
     outer_lr: float = 0.7
     """Learning rate of the outer optimizer."""
     outer_momentum: float = 0.9
-    """Momentum of the outer optimizer. 0.9 is for eight ranks and long runs; two ranks bear about 0.5, and a
-    step of 1 / (1 - outer_momentum) times what the ranks moved has to be one that training survives."""
+    """Momentum of the outer optimizer; 0.9 is for eight ranks and long runs, about 0.5 for two ranks.
+    Training must tolerate a step of 1 / (1 - outer_momentum) times the mean change of the ranks'
+    parameters."""
     nesterov: bool = True
-    """Whether the outer momentum looks one step ahead."""
+    """If True, use Nesterov momentum in the outer optimizer."""
     encoding: Literal["fp32", "bf16", "int8"] = "fp32"
-    """In what form outer gradients are sent; they are added in float32."""
+    """Encoding in which outer gradients are sent: 'fp32', 'bf16' or 'int8'; sums are float32."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,7 +196,7 @@ class DiLoCoOptions(AveragerOptions):
 
 
 class DiLoCo(OuterAverager):
-    """Every `period` steps an outer SGD with Nesterov momentum takes the mean of what the ranks moved.
+    """Take local steps, and every `period` an outer SGD step with Nesterov momentum on their mean change.
 
     The optimizer of the training script is the inner one (AdamW in the paper); its state stays on each rank.
     With outer learning rate 1 and no momentum it is plain averaging of the parameters.
@@ -204,7 +207,7 @@ class DiLoCo(OuterAverager):
     options: DiLoCoOptions
 
     def prepare(self) -> None:
-        """Chooses how outer gradients are sent. Does not communicate."""
+        """Choose the encoding of outer gradients."""
         super().prepare()
         encoding = self.options.encoding
         if encoding != "fp32":

@@ -1,4 +1,4 @@
-"""`streaming_diloco`: DiLoCo a fragment at a time, while training goes on.
+"""`streaming_diloco`: DiLoCo one fragment at a time, while training continues.
 
 Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025,
 algorithm 2.
@@ -23,12 +23,13 @@ class StreamingDiLoCoOptions(DiLoCoOptions):
     """Options of `streaming_diloco`."""
 
     num_fragments: int = 4
-    """Parts of the parameters, synchronised in turn, evenly over a period. Parameters are dealt out like
-    cards, so each fragment has some of every depth."""
+    """Number of parts of the parameters, synchronized in turn, evenly over a period. Parameters are dealt out
+    like cards, so that each fragment has parameters of every depth."""
     delay: int = 1
-    """Optimizer steps between the start of a fragment's exchange and its application: training goes on."""
+    """Number of optimizer steps between the start of a fragment's exchange and its application, during which
+    training continues."""
     local_weight: float = 0.5
-    """Part of the rank's own parameters in the mix with the outer ones when they are applied."""
+    """Weight of the rank's own parameters when outer parameters are mixed in (0 to below 1)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,22 +48,23 @@ class StreamingDiLoCoOptions(DiLoCoOptions):
 
 @dataclass(kw_only=True)
 class _Exchange:
-    """A fragment's exchange under way, or ended and not yet applied."""
+    """The exchange of a fragment, from its start until it is applied."""
 
     names: list[str]
     due: int
-    """Local step after which it is applied."""
+    """Number of the local step after which it is applied."""
     moved: torch.Tensor
-    """What this rank had moved when it began, flat."""
+    """Change of this rank's parameters when the exchange began, 1-D."""
     future: torch.futures.Future[torch.Tensor] | None = None
-    """Of the mean of that; None if it has still to be sent to those that are left of the ranks."""
+    """Future of the mean of `moved`; None if the exchange must be sent again, after a loss of ranks."""
 
 
 class StreamingDiLoCo(DiLoCo):
-    """DiLoCo a fragment at a time: each starts its outer step at its time, and ends it `delay` steps later.
+    """DiLoCo by fragments: each fragment starts its outer step in turn and applies it `delay` steps later.
 
-    What a rank learned meanwhile is not lost: its parameters become a mix of the outer ones and its own. So
-    they agree only where `agree` makes them. The peak of traffic is that of one fragment.
+    Progress of a rank during the exchange is kept: its parameters become a mix of the outer parameters and
+    its own. So parameters are the same on all ranks only after `agree`. The peak of traffic is that of one
+    fragment.
     """
 
     name = "streaming_diloco"
@@ -86,7 +88,7 @@ class StreamingDiLoCo(DiLoCo):
         names = track.names[fragment :: self.options.num_fragments]
         if not names:
             return
-        # a copy: the parameters change while it is sent
+        # Copies, as the parameters change during the exchange.
         views = [memory_view(self.parameters[name]) for name in names]
         deltas = [self._anchors[n] - view for n, view in zip(names, views, strict=True)]
         exchange = _Exchange(
@@ -115,7 +117,7 @@ class StreamingDiLoCo(DiLoCo):
         return super().changed_by_round(replace(track, names=exchange.names))
 
     def round(self, track: Track) -> None:
-        """Ends the outer step of the fragment that is under way, and mixes it in. Communicates."""
+        """Finish the outer step of the pending fragment, and mix it in."""
         self._send_again()
         index = self.tracks.index(track)
         exchange = self._under_way[index]
@@ -137,7 +139,7 @@ class StreamingDiLoCo(DiLoCo):
             own.mul_(weight).add_(self._anchors[name], alpha=1 - weight)
 
     def agree(self) -> None:
-        """As of others; what is under way comes first on all ranks."""
+        """Apply the pending fragment on all ranks, then synchronize as `Averager.agree` does."""
         self._send_again()
         super().agree()
 
@@ -145,11 +147,11 @@ class StreamingDiLoCo(DiLoCo):
 
     @property
     def keeps_parameters(self) -> bool:
-        """They never agree, once local training has begun."""
+        """True once local training has started: the ranks keep different parameters."""
         return self._is_local
 
     def rejoin(self, group: Group) -> None:
-        """Goes on with other ranks, to which what is under way is sent again, unless one has applied it."""
+        """Continue with other ranks; send the pending fragment again, unless a rank has applied it."""
         under_way = self._under_way
         super().rejoin(group)
         self._under_way = under_way
@@ -162,11 +164,11 @@ class StreamingDiLoCo(DiLoCo):
                 exchange.future = self._send(exchange)
 
     def for_others(self) -> dict[str, Any]:
-        """Without what is under way, of which each rank has its own part."""
+        """Return the shared state without the pending fragment, which differs between ranks."""
         return {**super().state_dict(), "met": self.met()}
 
     def catch_up(self, state: dict[str, Any]) -> None:
-        """Takes the outer state of a rank that has applied what is under way, and mixes this one's in."""
+        """Adopt the outer state of a rank that has applied the pending fragment, and mix it in here."""
         if not self._is_local:
             super().catch_up(state)
             return
@@ -180,7 +182,7 @@ class StreamingDiLoCo(DiLoCo):
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """As `DiLoCo`, and exchanges that are not yet applied; waits for them."""
+        """Return the state of `DiLoCo` and the pending exchanges; wait for them first."""
         state = super().state_dict()
         self._send_again()
         state["under_way"] = {

@@ -1,8 +1,8 @@
-"""Record of this rank's collectives, and the failure that ends its waits for them.
+"""Record of this rank's collectives, and the failure that interrupts its waits for them.
 
-`Activity`, which collectives the threads have started and wait for, is written by the threads that
-communicate, at about a microsecond a collective, and read by the control channel's thread when somebody asks
-where this rank is. `Interrupt` holds it, and the failure of which that thread has learned.
+`Activity` records which collectives the threads have started and wait for. Threads that communicate write it,
+at about a microsecond per collective; the control channel's thread reads it to report where this rank is.
+`Interrupt` holds the record, and a failure that was reported to that thread.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ _MOST_PENDING = 64
 _MOST_TENSORS = 8
 _MOST_DIMENSIONS = 8
 _LOOK_AFTER_S = 5.0
-"""How old a collective is when somebody looks whether the ranks wait for different ones."""
+"""Age in seconds at which a wait checks whether the ranks wait for different collectives."""
 
 
 class Entry(NamedTuple):
-    """A collective that this rank has started, or is about to."""
+    """Record of a collective that this rank has started, or is about to start."""
 
     lane: Lane
-    """Of which process group."""
+    """Record of the collective's process group."""
     number: int
-    """From 1, in the order in which this rank starts those of the group."""
+    """Sequence number within the group, from 1."""
     kind: str
-    """'all_reduce', 'broadcast from 0' ..."""
+    """Operation, such as 'all_reduce' or 'broadcast from 0'."""
     label: str | None
-    """Such as 'reduce of bucket 4'."""
+    """Purpose, such as 'reduce of bucket 4'; None if not given."""
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
     """Shapes and dtypes of the first few tensors."""
     num_tensors: int
     since: float
-    """When it was started, of `time.monotonic`."""
+    """Start time, in seconds of `time.monotonic`."""
 
     def name(self) -> str:
-        """What people call it."""
+        """Return the name for messages: the label, or the operation."""
         return self.label or self.kind
 
     def text(self) -> str:
-        """All that has to be the same on all ranks; at most some hundred characters."""
+        """Describe all that must be the same on all ranks, in a few hundred characters."""
         shapes = ", ".join(f"{_shape(shape)} {str(d).removeprefix('torch.')}" for shape, d in self.tensors)
         more = f" and {self.num_tensors - len(self.tensors)} more" * (self.num_tensors > len(self.tensors))
         label, kind = self.label or "", self.kind
-        is_function = label.isidentifier() and label.startswith(kind.split()[0])  # its name says no more
+        is_function = label.isidentifier() and label.startswith(kind.split()[0])  # the label repeats the kind
         purpose = "" if is_function or kind.startswith(label) else f"{label}: "
         return f"{purpose}{kind} of {shapes}{more}"
 
@@ -68,7 +68,7 @@ class Lane:
     """The collectives of one process group, in the order in which this rank starts them.
 
     Args:
-        name: the same on all ranks of the group, and no other group's.
+        name: a unique name of the group, the same on all its ranks.
         ranks: global ranks of the group, in group order.
     """
 
@@ -80,7 +80,7 @@ class Lane:
         self._pending: dict[int, Entry] = {}
 
     def next(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None) -> Entry:
-        """The entry of a collective that is about to start."""
+        """Record a collective that is about to start; return its entry."""
         self.number += 1
         shown = tuple([(t.shape, t.dtype) for t in tensors[:_MOST_TENSORS]])
         entry = Entry(self, self.number, kind, label, shown, len(tensors), time.monotonic())
@@ -88,13 +88,13 @@ class Lane:
         return entry
 
     def started(self, work: object) -> None:
-        """The last entry is this work."""
-        if len(self._pending) >= _MOST_PENDING:  # of works that nobody waits for
+        """Attach `work` to the most recent entry."""
+        if len(self._pending) >= _MOST_PENDING:  # works without a wait stay here
             self._pending.clear()
         self._pending[id(work)] = self.recent[-1]
 
     def entry_of(self, work: object) -> Entry | None:
-        """The entry of a work that is waited for, the first time."""
+        """Remove and return the entry of a work; None if there is none, or at a second call."""
         return self._pending.pop(id(work), None)
 
 
@@ -103,69 +103,69 @@ class Waiting(NamedTuple):
 
     label: str
     since: float
-    """When it began, of `time.monotonic`."""
+    """Start of the wait, in seconds of `time.monotonic`."""
     entry: Entry | None
-    """The collective that is waited for, where that is known."""
+    """The awaited collective; None if unknown."""
     is_start: bool = False
-    """Whether it waits for the others before it starts that."""
+    """True while the thread waits for the other ranks before it starts the collective."""
     is_side: bool = False
-    """Whether the thread is one beside the main one."""
+    """True if the thread is not the main thread."""
     is_for_job: bool = False
-    """Whether it waits for such a thread."""
+    """True if the thread waits for a job of another thread."""
 
     @property
     def begun_at(self) -> float:
-        """When the collective was started, of `time.monotonic`; where that is not known, the wait."""
+        """Start of the collective in seconds of `time.monotonic`, or that of the wait if unknown."""
         return self.since if self.entry is None else self.entry.since
 
 
 class Activity:
-    """What the threads of this rank wait for, and whether it gets on. Read by other threads."""
+    """Record of the waits of this rank's threads and of its progress, for other threads to read."""
 
     def __init__(self) -> None:
         self.since = time.monotonic()
-        """When the last wait ended, or a step began."""
+        """Time at which the last wait ended or a step began, in seconds of `time.monotonic`."""
         self.count = 0
-        """Waits that have ended, steps that have begun: while it grows, the rank makes progress."""
+        """Number of ended waits and begun steps; the rank makes progress while it increases."""
         self.lanes: list[Lane] = []
         self.busy: set[int] = set()
-        """Threads beside the main one, while they have something to do."""
+        """Identifiers of the other threads that have a job at the moment."""
         self.on_device: Waiting | None = None
-        """What a device of this rank has had to run for a while, though no thread may wait for it."""
+        """Wait of a device for queued work that has not run yet; None if there is none."""
         self.absent: tuple[int, ...] = ()
-        """Global ranks that have not come to what a thread waits for, where shared memory tells."""
+        """Global ranks missing in the awaited collective, if known from shared memory."""
         self._waits: dict[int, Waiting] = {}
         self._known: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
 
     @property
     def label(self) -> str | None:
-        """What the main thread waits for, else the device; None while neither does."""
+        """Label of the main thread's wait, else of the device's; None if neither waits."""
         wait, on_device = self.wait(), self.on_device
         if wait is not None and not wait.is_side:
             return wait.label
         return on_device.label if on_device is not None else None
 
     def wait(self) -> Waiting | None:
-        """What the main thread waits for; otherwise what one beside it does."""
+        """Return the wait of the main thread, else that of another thread, else None."""
         waits = list(self._waits.copy().values())
         return next((w for w in waits if not w.is_side), waits[0] if waits else None)
 
     def last_started(self) -> Entry | None:
-        """The last collective that this rank has started, of whatever group."""
+        """Return the entry of the last collective that this rank started in any group."""
         last = [lane.recent[-1] for lane in self.lanes if lane.recent]
         return max(last, key=lambda entry: entry.since, default=None)
 
     def entry(self) -> Entry | None:
-        """The collective that a thread of this rank waits for, the main one's before others', or a device."""
+        """Return the awaited collective: of the main thread, else another thread, else a device."""
         waits = sorted(self._waits.copy().values(), key=lambda wait: wait.is_side)
         on_device = self.on_device
         entries = [wait.entry for wait in (*waits, on_device) if wait is not None and wait.entry is not None]
         return entries[0] if entries else None
 
     def blocked_on(self) -> list[tuple[str, int, bool]]:
-        """Group, number and `is_start` of the collectives without which this rank does not get on.
+        """Return group, number and `is_start` of the collectives that block this rank.
 
-        Empty if a thread may get on by itself.
+        Empty if some thread may continue without a collective.
         """
         waits = self._waits.copy()
         main = next((wait for wait in waits.values() if not wait.is_side), None)
@@ -174,14 +174,14 @@ class Activity:
         return [(w.entry.lane.name, w.entry.number, w.is_start) for w in waits.values() if w.entry]
 
     def of_this_thread(self) -> Waiting | None:
-        """What the calling thread waits for."""
+        """Return the wait of the calling thread, or None."""
         return self._waits.get(threading.get_ident())
 
     @contextmanager
     def waiting(
         self, label: str, entry: Entry | None = None, *, is_start: bool = False, is_for_job: bool = False
     ) -> Generator[None, None, None]:
-        """The calling thread waits in here."""
+        """Record that the calling thread waits in this context."""
         thread = threading.get_ident()
         self._waits[thread] = Waiting(
             label, time.monotonic(), entry, is_start, thread in self.busy, is_for_job
@@ -192,38 +192,38 @@ class Activity:
             self.advance()
 
     def advance(self) -> None:
-        """The calling thread's wait has ended, or a step has begun."""
+        """Record the end of the calling thread's wait, or the begin of a step."""
         self._waits.pop(threading.get_ident(), None)
         self.since = time.monotonic()
         self.count += 1
 
     def lane(self, process_group: Any) -> Lane:
-        """The lane of a process group; a new one for a group that is seen for the first time."""
+        """Return the lane of a process group; make it at the first call for that group."""
         lane = self._known.get(process_group)
         if lane is None:
             lane = self.add(process_group, *_describe(process_group, len(self.lanes)))
         return lane
 
     def groups(self) -> list[Any]:
-        """The process groups that have a lane."""
+        """Return the process groups that have a lane."""
         return list(self._known)
 
     def forget_groups(self) -> list[Any]:
-        """The process groups, which are about to be destroyed, and others made in their place."""
+        """Drop all lanes before process groups are destroyed; return the groups that had one."""
         groups = self.groups()
         self.lanes, self._known = [], weakref.WeakKeyDictionary()
         self._waits.clear()
         return groups
 
     def add(self, process_group: Any, name: str, ranks: Sequence[int]) -> Lane:
-        """Makes the lane of a process group, with a name of the caller's."""
+        """Make the lane of a process group, with the given name."""
         lane = self._known[process_group] = Lane(name, ranks)
         self.lanes = [known for known in self.lanes if known in self._known.values()] + [lane]
         return lane
 
 
 def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
-    """Name and global ranks of a group."""
+    """Return name and global ranks of a group."""
     if process_group in known_groups():
         ranks = dist.get_process_group_ranks(process_group)
         if dist.is_initialized() and process_group is dist.group.WORLD:
@@ -233,30 +233,32 @@ def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
 
 
 class Interrupt:
-    """A failure that some other thread has learned of, for the thread that waits.
+    """A failure reported by another thread, which interrupts waits for collectives.
 
-    `set` may be called from any thread; the first call wins. `check` raises in the thread that calls it.
+    The first call of `set` wins. `check` raises in the thread that calls it.
+
+    Thread-safe.
     """
 
     def __init__(self) -> None:
         self.activity = Activity()
         self.deadline_s = float("inf")
-        """A collective that is older while somebody waits for it has failed."""
+        """Age in seconds at which an awaited collective counts as failed."""
         self.explain: Callable[[Waiting], BaseException] | None = None
-        """Makes the error for a wait whose deadline has passed. May take a second."""
+        """Function that makes the error of a wait whose deadline has passed; may take a second."""
         self.look: Callable[[Entry], BaseException | None] | None = None
-        """Makes the error of a collective where other ranks wait for another one. May take a second."""
+        """Function that makes the error if other ranks wait for another collective; may take a second."""
         self.compare: Callable[[Entry], None] | None = None
-        """Called before each collective; returns once all ranks are about to start the same one."""
+        """Function called before each collective; waits until all ranks are about to start the same one."""
         self.expect: Callable[..., None] | None = None
-        """Has what a device has still to run looked after, as no thread waits for it: `DeviceWatch`."""
+        """Function that registers queued device work with `DeviceWatch`, as no host thread waits for it."""
         self._looked_at: Entry | None = None
         self._lock = threading.Lock()
         self.error: BaseException | None = None
-        """The failure, if there is one."""
+        """The failure, or None."""
 
     def set(self, error: BaseException) -> bool:
-        """Keeps `error` for the waiting threads. Returns whether it was the first."""
+        """Set the failure that waits raise; return True if there was none before."""
         with self._lock:
             if self.error is not None:
                 return False
@@ -264,19 +266,19 @@ class Interrupt:
             return True
 
     def clear(self) -> None:
-        """Forgets the failure: the ranks that are left go on."""
+        """Clear the failure, so that the remaining ranks can continue."""
         self.error = None
 
     def check(self) -> None:
-        """Raises the failure, if there is one."""
+        """Raise the failure, if any."""
         if self.error is not None:
             raise self.error
 
     def check_deadline(self, *, is_over: bool = False) -> None:
-        """Raises if the calling thread has waited too long, and the control channel can tell for whom.
+        """Raise if a wait has passed its timeout and the other ranks have reported what they do instead.
 
         Args:
-            is_over: whether the backend has given up, so that it was too long in any case.
+            is_over: True if the backend's own timeout has passed already.
         """
         if self.explain is None:
             return

@@ -1,10 +1,9 @@
-"""Collectives that add up, or take the least or the largest: all_reduce, reduce, reduce_scatter.
+"""Reducing collectives: all_reduce, reduce, reduce_scatter.
 
-Every function here is called by all ranks of the group, in one order, and communicates; what all collectives
-have in common is said of `all_reduce`. bool takes part as
-logical or (sum, max) and logical and (product, min), 8- and 16-bit integers that a backend does not know are
-added as 32-bit ones, complex numbers can only be added and averaged. The mean of integers is computed in
-floating point and written back as integers, as Lightning does.
+All ranks of the group must call these functions in the same order; `all_reduce` documents the common
+arguments. bool is reduced by logical or (sum, max) or logical and (product, min). Integers of 16 bits are
+reduced as 32 bits. Complex numbers support sum and mean only. The mean of integers is computed in floating
+point and written back as integers, as in Lightning.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lightning_ddp._torch import REDUCE_SCATTER_FLAT, reduce_scatter_flat
 from lightning_ddp.comm.gather_scatter import chunks, filled, unpack
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.handle import Call, Collective, Handle, check_rank
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.errors import ConfigurationError, one_of
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -44,7 +43,7 @@ _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32}
 
 
 def reduce_op(op: Any) -> Any:
-    """A `ReduceOp` from its name, or the operation itself.
+    """Return the `ReduceOp` of a name, or the given operation itself.
 
     Raises:
         ConfigurationError: the name is unknown.
@@ -55,53 +54,55 @@ def reduce_op(op: Any) -> Any:
         return op
     known = _REDUCE_OPS.get(op.lower())
     if known is None:
-        raise ConfigurationError(f"unknown reduce_op {op!r}; there are {', '.join(sorted(_REDUCE_OPS))}")
+        raise ConfigurationError(f"reduce_op={op!r}: expected {one_of(sorted(_REDUCE_OPS))}")
     return known
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Reduction:
-    """What travels for a tensor, and how it comes back."""
+    """The tensor that is sent for a tensor, and its conversion back."""
 
     sent: torch.Tensor
-    """Contiguous, of a type that backends know; may be a view of the tensor."""
+    """Contiguous tensor of a dtype that backends support; may be a view of the caller's tensor."""
     op: Any
-    """For the backend."""
+    """`ReduceOp` for the backend."""
     is_mean: bool
-    """Whether the sum is divided at the end."""
+    """True if the sum is divided by the number of ranks at the end."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, op: Any, *, in_place: bool = True) -> _Reduction:
-        """Raises ConfigurationError where the operation means nothing for the type."""
+        """Convert a tensor and its operation.
+
+        Raises:
+            ConfigurationError: the operation is not defined for the dtype.
+        """
         resolved = reduce_op(op)
-        # gloo has an average only since torch 2.12, and no backend has one that promotes integers
+        # gloo has an average only since torch 2.12, and no backend promotes integers for it.
         is_mean = bool(resolved == dist.ReduceOp.AVG)
         sent = tensor.detach().contiguous()
         if tensor.dtype == torch.bool:
             logical = _LOGICAL.get(getattr(resolved, "name", ""))
             if logical is None:
                 raise ConfigurationError(
-                    f"reduce_op {op!r} of bool: a truth value has only sum and max (any rank), product and"
-                    " min (every rank). Convert the tensor to numbers first."
+                    f"reduce_op {op!r} of bool: expected sum or max (any rank), product or min (every"
+                    " rank). Convert the tensor to numbers first."
                 )
             sent, resolved = sent.view(torch.uint8), logical
         elif tensor.is_complex() and not is_mean and resolved != dist.ReduceOp.SUM:
-            raise ConfigurationError(
-                f"reduce_op {op!r} of complex numbers: only 'sum' and 'mean' have a meaning"
-            )
+            raise ConfigurationError(f"reduce_op {op!r} of complex numbers: expected 'sum' or 'mean'")
         sent = sent.to(_WIDENED.get(sent.dtype, sent.dtype))
         if not in_place and sent.data_ptr() == tensor.data_ptr():
             sent = sent.clone()
         return cls(sent=sent, op=dist.ReduceOp.SUM if is_mean else resolved, is_mean=is_mean)
 
     def finish(self, size: int) -> torch.Tensor:
-        """What was sent, reduced."""
+        """Return the reduced tensor, divided if the operation is a mean."""
         if self.is_mean:
             self.sent.copy_(self.sent / size)
         return self.sent
 
     def write_back(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Puts the result into `tensor` and returns that."""
+        """Copy the result to `tensor` and return it."""
         result = self.finish(size)
         return tensor if result.data_ptr() == tensor.data_ptr() else filled(tensor, result)
 
@@ -112,20 +113,22 @@ def all_reduce(
     tensor: torch.Tensor,
     op: Any = "sum",
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_reduce",
 ) -> Handle[torch.Tensor]:
-    """Reduces `tensor` over all ranks in place, in one collective, and returns it.
+    """Reduce `tensor` over all ranks in place, in one collective, and return it.
+
+    Collective: all ranks must call it.
 
     Args:
         group: the ranks.
         tensor: any shape; the same shape and dtype on all ranks.
         op: a `ReduceOp` or 'sum', 'mean', 'avg', 'min', 'max', 'product'.
-        timeout: deadline of this call; None for the group's own limit.
-        label: what it is called in errors, in the profiler and where somebody asks what a rank waits for.
+        timeout: deadline of this call; None for the group's timeout.
+        label: name of the collective in errors, in the profiler and in reports of what a rank waits for.
 
     Raises:
-        ConfigurationError: the operation is unknown, or means nothing for the type.
+        ConfigurationError: the operation is unknown, or not defined for the dtype.
         CollectiveTimeoutError: the deadline has passed.
         CollectiveError: the backend failed.
     """
@@ -140,13 +143,15 @@ def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor],
     op: Any = "sum",
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_reduce_coalesced",
 ) -> None:
-    """Reduces each of `tensors` in place, with one collective for all of one dtype and device.
+    """Reduce each of `tensors` in place, with one collective per dtype and device.
+
+    Collective: all ranks must call it.
 
     Args:
-        tensors: of the same shapes and dtypes on all ranks, in one order.
+        tensors: the same shapes and dtypes on all ranks, in the same order.
         op: as in `all_reduce`.
 
     Raises:
@@ -166,12 +171,14 @@ def reduce(
     dst: int = 0,
     op: Any = "sum",
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "reduce",
 ) -> Handle[torch.Tensor]:
-    """Reduces `tensor` over all ranks, in place on group rank `dst`; on the others it stays as it was.
+    """Reduce `tensor` in place on group rank `dst`; other ranks keep their tensor.
 
     On a backend without a reduce it is an all-reduce of a copy.
+
+    Collective: all ranks must call it.
 
     Args:
         tensor: any shape; the same shape and dtype on all ranks.
@@ -204,12 +211,14 @@ def reduce_scatter(
     tensor: torch.Tensor | Sequence[torch.Tensor],
     op: Any = "sum",
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "reduce_scatter",
 ) -> Handle[torch.Tensor]:
-    """Reduces over all ranks and leaves part r of the result on rank r.
+    """Reduce over all ranks; return part r of the result on rank r.
 
-    On a backend without a reduce-scatter it is an all-reduce of which each rank keeps its part.
+    On a backend without a reduce-scatter it is an all-reduce, from which each rank keeps its part.
+
+    Collective: all ranks must call it.
 
     Args:
         tensor: of shape (size * k, ...), whose k rows r * k and following are part r; or a list of `size`
@@ -249,18 +258,18 @@ def reduce_scatter(
 
 
 def _parts(group: Group, tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts of all ranks, in rank order: shape (size, *shape of a part)."""
+    """Return the parts of all ranks, in rank order: shape (size, *shape of a part)."""
     if isinstance(tensor, torch.Tensor):
         if tensor.dim() == 0 or tensor.shape[0] % group.size:
             raise ConfigurationError(
                 f"reduce_scatter of shape {list(tensor.shape)} over {group.size} ranks: the first dimension"
-                " is no multiple of their number. Pad it, or use all_reduce."
+                " is not a multiple of the number of ranks. Pad it, or use all_reduce."
             )
         return tensor.detach().reshape(group.size, tensor.shape[0] // group.size, *tensor.shape[1:])
     kinds = {(t.shape, t.dtype) for t in tensor}
     if len(tensor) != group.size or len(kinds) != 1:
         raise ConfigurationError(
             f"reduce_scatter of a list of {len(tensor)} tensors of {len(kinds)} kinds over {group.size}"
-            " ranks: expected one tensor a rank, all of one shape and dtype"
+            " ranks: expected one tensor per rank, all with the same shape and dtype"
         )
     return torch.stack([t.detach() for t in tensor])

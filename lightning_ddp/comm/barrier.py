@@ -1,8 +1,8 @@
-"""Barriers: one that is a collective, one that knows who is missing, and the first one of a torchrun attempt.
+"""Barriers: a collective, one that names missing ranks, and the rendezvous of a torchrun attempt.
 
-torchrun starts all processes again when one fails, and the new ones get the store of the old ones, with what
-those have written. The number of restarts that it tells them differs between nodes. So rank 0 names each
-attempt, and the others believe the name once rank 0 has answered them.
+torchrun restarts all processes when one fails, and the new processes get the store of the old ones, with its
+contents. The restart count that torchrun passes to them differs between nodes. So rank 0 names each attempt,
+and the other ranks use the name once rank 0 has replied to them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm.group import Group, InThread, OnSlice
-from lightning_ddp.comm.handle import Call, Collective, Handle, check_timeout
+from lightning_ddp.comm.handle import Call, Collective, Handle, limit_of
 from lightning_ddp.errors import CollectiveTimeoutError, ConfigurationError, RendezvousError
 
 _POLL_S = 0.005
@@ -32,14 +32,16 @@ def barrier(
     device: torch.device,
     name: str | None = None,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str | None = None,
 ) -> Handle[None]:
-    """Returns once all ranks have called it. All ranks call it; it communicates.
+    """Wait until all ranks have called this function.
+
+    Collective: all ranks must call it.
 
     Args:
-        device: one that the group's backend serves.
-        name: part of the label, if that is not given.
+        device: a device that the group's backend serves.
+        name: part of the label, if `label` is not given.
     """
     call = Call(group=group, device=device, label=label or _label("barrier", name), timeout=timeout)
     token = torch.zeros(1, dtype=torch.int32, device=device)
@@ -56,19 +58,21 @@ def monitored_barrier(
     group: Group,
     name: str | None = None,
     *,
-    timeout: timedelta,
+    timeout: timedelta | float,
     label: str | None = None,
 ) -> Handle[None]:
-    """A barrier that names the ranks that have not called it in time. All ranks call it.
+    """Wait until all ranks have called this function, or name the ranks that have not.
 
-    It goes through the group's key-value store and not through the backend, so that it is the same with
-    every backend and does not harm the group when it fails. The first rank whose deadline passes decides who
-    is missing, for all: also a rank that comes later gets that error; where the store does not answer, each
-    rank gets its own. It does not wait for CUDA devices.
+    It uses the group's key-value store and not the backend, so it works alike with every backend, and the
+    group is usable after a failure. The first rank whose deadline passes decides for all which ranks are
+    missing; a rank that calls later gets the same error. If the store does not reply, each rank raises an
+    error of its own. It does not wait for CUDA devices.
     Costs a few round trips to the store, so it is for set-up and tests, not for every step.
 
+    Collective: all ranks must call it.
+
     Args:
-        name: part of the label, if that is not given.
+        name: part of the label, if `label` is not given.
         timeout: deadline of this call.
 
     Raises:
@@ -76,8 +80,8 @@ def monitored_barrier(
         ConfigurationError: torch knows no store for this group; pass one with `Group(..., store=store)`.
     """
     given = label or _label("monitored_barrier", name)
-    check_timeout(timeout, given)
-    # no deadline of the call's own: when time is up, the ranks decide together who is missing
+    limit_s = limit_of(timeout, given)
+    # The call has no deadline of its own: at the deadline the ranks decide together which are missing.
     call = Call(group=group, device=torch.device("cpu"), label=given)
     if group.store is None:
         raise ConfigurationError(
@@ -85,7 +89,7 @@ def monitored_barrier(
             " pass its store: Group(process_group, store=store)"
         )
     store, rank, size = group.store, group.rank, group.size
-    number, limit_s = group.next_number("monitored_barrier"), timeout.total_seconds()
+    number = group.next_number("monitored_barrier")
 
     def key(what: str | int) -> str:
         return f"lightning_ddp/monitored_barrier/{number}/{what}"
@@ -94,12 +98,14 @@ def monitored_barrier(
         store.compare_set(key("verdict"), "", verdict)
 
     def come(thread: InThread[str]) -> str:
-        """The verdict, the first that a rank has given."""
+        """Report this rank, and return the first verdict of any rank."""
         store.set(key(rank), "came")
         if store.add(key("count"), 1) == size:
             decide(_ALL_CAME)
         is_over = partial(store.check, [key("verdict")])
-        thread.until(lambda: call.waited_s >= limit_s or is_over(), _POLL_S, "nobody says why")
+        thread.until(
+            lambda: call.waited_s >= limit_s or is_over(), _POLL_S, "no rank has reported the result"
+        )
         if not is_over():
             missing = [other for other in range(size) if not store.check([key(other)])]
             decide(f"{rank} {limit_s:g} {' '.join(map(str, missing))}" if missing else _ALL_CAME)
@@ -141,12 +147,12 @@ def _missing(call: Call, verdict: str) -> CollectiveTimeoutError:
 
 
 def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
-    """The part of the store of torchrun's agent that is new in this attempt. All ranks call it.
+    """Return this attempt's part of torchrun's store, once rank 0 knows all ranks.
 
-    It returns once rank 0 knows all.
+    Collective: all ranks must call it.
 
     Raises:
-        RendezvousError: not all ranks have come within the store's timeout.
+        RendezvousError: not all ranks called within the store's timeout.
     """
     timeout = store.timeout
     try:
@@ -162,7 +168,7 @@ def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
 
 @cache
 def _token(rank: int) -> str:
-    """Of this process alone: asked and answered once, it has its answer at once when it asks again."""
+    """Return a random token, cached: a repeated request of this process has its reply already."""
     return secrets.token_hex(8)
 
 
@@ -179,7 +185,7 @@ def _ask(store: Any, rank: int, timeout: timedelta) -> str:
     token, name = _token(rank), ""
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        latest = store.get(_ATTEMPT).decode()  # of the attempt before, perhaps
+        latest = store.get(_ATTEMPT).decode()  # may be the name of the previous attempt
         if latest != name:
             name = latest
             store.set(f"{_ATTEMPT}/{name}/hello/{rank}", token)

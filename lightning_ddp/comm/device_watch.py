@@ -1,9 +1,9 @@
-"""Watches what a device has still to run, so that a step which never ends is found though no host waits.
+"""Watch of queued device work, which detects a step that never ends though no host thread waits.
 
-With NCCL a wait returns as soon as it is queued on the stream: a rank that is late, gone or lacks a gradient
-leaves the others' devices waiting, and nobody looks at the deadline or at what that rank has to say. So the
-engine records one event at the end of each backward, and a thread of its own asks now and then whether it has
-come. It is not the thread of the control channel, which must hear of failures while this one asks.
+With NCCL a wait returns as soon as it is queued on the stream. If a rank is late, lost or lacks a gradient,
+the devices of the others wait, and no host thread checks the deadline or the report of that rank. So the
+engine records one event at the end of each backward, and a separate thread polls it. The thread of the
+control channel cannot do that, because it must receive failures meanwhile.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lightning_ddp.comm.activity import Entry, Interrupt, Waiting
 from lightning_ddp.errors import CollectiveError
 
 _LOOK_S = 0.2
-"""Time in seconds between two looks at the device."""
+"""Seconds between two polls of the device."""
 _IDLE_LOOKS = 50
-"""After so many looks at nothing the thread ends; the next step starts another one."""
+"""Number of polls without work after which the thread stops; the next step starts another thread."""
 _CAPTURE_OF_THIS_THREAD = 1  # cudaStreamCaptureModeThreadLocal
 
 
 @dataclass(kw_only=True)
 class _Queued:
-    """What a stream held when its event was recorded."""
+    """Work that was on a stream when its event was recorded."""
 
     event: Any
     label: str
@@ -41,25 +41,25 @@ class _Queued:
     since: float
 
     def waiting(self) -> Waiting:
-        """The device's wait for it."""
+        """Return the wait of the device for this work."""
         return Waiting(self.label, self.since, self.entry, is_side=True)
 
 
 def _record(event: Any | None, device: torch.device) -> Any:
-    """Records an event, a new one for None, on the current stream; returns it."""
+    """Record an event on the current stream and return it; None makes a new event."""
     event = torch.cuda.Event() if event is None else event
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 class DeviceWatch:
-    """Looks whether what was queued on a device has run, and says why if it does not within the deadline.
+    """Thread that checks that queued device work runs within the deadline, and explains why if not.
 
     Args:
         interrupt: has the deadline, and makes the error of a step that passes it.
-        on_failure: called in the thread of the watch with what has gone wrong; once.
-        record: records an event that can be asked with `query`; gets one to use again, or None, and a device.
-        look_s: seconds between two looks.
+        on_failure: called once, in the watching thread, with the error.
+        record: records an event with a method `query`; gets an event to reuse or None, and a device.
+        look_s: seconds between two polls.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DeviceWatch:
         self._lock = threading.Lock()
         self._latest: _Queued | None = None
         self._watched: _Queued | None = None
-        self._spare: list[Any] = []  # to destroy an event may wait for a lock of CUDA's
+        self._spare: list[Any] = []  # reused, because destroying an event may wait for a lock of CUDA
         self._is_running = False
         self._is_closed = threading.Event()
 
@@ -91,16 +91,16 @@ class DeviceWatch:
         entry: Entry | None = None,
         on_slice: Callable[[float], None] | None = None,
     ) -> None:
-        """What the current stream holds now has to run. Returns after a few microseconds.
+        """Register the work queued on the current stream; return after a few microseconds.
 
         Args:
-            label: what it is, for people.
-            process_group: whose collectives are in it.
-            device: of the stream.
-            since: before the first of those collectives, of `time.monotonic`.
-            entry: the last of those collectives.
-            on_slice: called in the thread of the watch now and then, with the seconds since, as long as it
-                has not run; may raise what is to be raised here instead.
+            label: description for messages.
+            process_group: group of the queued collectives.
+            device: device of the stream.
+            since: time before the first of the collectives started, in seconds of `time.monotonic`.
+            entry: last of the collectives.
+            on_slice: called repeatedly in the watching thread until the work has run, with the seconds since
+                the start; may raise the failure to report.
         """
         if self._is_closed.is_set():
             return
@@ -116,7 +116,7 @@ class DeviceWatch:
             since=since,
         )
         with self._lock:
-            if self._latest is not None:  # of an earlier step: this one comes after it
+            if self._latest is not None:  # of an earlier step: the new event completes after it
                 self._spare.append(self._latest.event)
             self._latest = queued
             has_to_start = not self._is_running
@@ -125,13 +125,13 @@ class DeviceWatch:
             threading.Thread(target=self._run, daemon=True, name="lightning_ddp device watch").start()
 
     def forget(self) -> None:
-        """What was queued until now is not looked after any more: its groups are about to be aborted."""
+        """Stop watching all queued work, before its groups are aborted."""
         with self._lock:
             self._latest = self._watched = None
         self._interrupt.activity.on_device = None
 
     def close(self) -> None:
-        """From now on nothing is looked at."""
+        """Stop the watching thread."""
         self._is_closed.set()
 
     # ------------------------------------------------------------------ the thread
@@ -152,7 +152,7 @@ class DeviceWatch:
                     self._release(queued)
                 else:
                     self._interrupt.activity.on_device = queued.waiting()
-            except Exception as error:  # noqa: BLE001 (whatever it is, the main thread gets it)
+            except Exception as error:  # noqa: BLE001 (any error is passed to the main thread)
                 if self._interrupt.error is None and self._watched is queued:
                     self._on_failure(error)
                 self.forget()
@@ -179,20 +179,20 @@ class DeviceWatch:
             return not self._is_running
 
     def _has_run(self, queued: _Queued) -> bool:
-        """Whether it has.
+        """Return True if the queued work has run.
 
         Raises:
             CollectiveError: NCCL has found an error.
-            CollectiveTimeoutError: it has not within the deadline.
-            BaseException: what `on_slice` raised.
+            CollectiveTimeoutError: the work has not run within the deadline.
+            BaseException: the error that `on_slice` raised.
         """
         waited_s = time.monotonic() - queued.since
         found = error_of(queued.process_group, queued.device)
         if found is not None:
             raise CollectiveError(
-                f"{queued.label}: NCCL's watchdog reports {found}, so that what was averaged cannot be"
-                " trusted. What it has found stands in the log above: as a rule a connection that broke, or"
-                " a rank that is gone",
+                f"{queued.label}: NCCL's watchdog reports {found}, so that averaged values cannot be"
+                " trusted. The log above has the watchdog's message, usually a broken connection or a lost"
+                " rank.",
                 label=queued.label,
                 rank=queued.process_group.rank(),
                 waited_s=waited_s,
@@ -207,7 +207,7 @@ class DeviceWatch:
 
 
 def _let_others_capture() -> None:
-    """A query must not spoil the graph that another thread captures; torch's own watchdog says the same."""
+    """Keep queries of this thread from invalidating a graph capture, as torch's watchdog does."""
     exchange = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)
     if exchange is not None:
         exchange(ctypes.byref(ctypes.c_int(_CAPTURE_OF_THIS_THREAD)))

@@ -1,9 +1,9 @@
-"""Collectives that move tensors as they are: broadcast, all_gather, gather, scatter, all_to_all.
+"""Collectives that move tensors unchanged: broadcast, all_gather, gather, scatter, all_to_all.
 
-Every function here is called by all ranks of the group, in one order, and communicates. Tensors of any dtype
-travel: complex numbers as pairs, and what a backend does not know (bool, int16 ...) as bytes. For `timeout`,
-`label` and the errors of the backend see `all_reduce`; a `src` or `dst` that the group does not have is a
-ConfigurationError.
+All ranks of the group must call these functions in the same order. Tensors may have any dtype: complex
+numbers are sent as pairs, and dtypes that a backend does not support (bool, int16 ...) as bytes. For
+`timeout`, `label` and the errors of the backend see `all_reduce`; a `src` or `dst` that the group does not
+have is a ConfigurationError.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _TRAVEL_AS_THEY_ARE = {
 _DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 _MOST_DIMS = 16
 CHUNK_BYTES = 25 * 2**20
-"""Most bytes of small tensors that are copied together, so that they travel in one collective."""
+"""Largest number of bytes of small tensors that are copied together into one collective."""
 _IN_PLACE_BYTES = 2**20
 Splits = Sequence[int]
 S = TypeVar("S", bound=torch.Tensor)
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor: a 1-D view of a type that every backend sends."""
+    """View a contiguous tensor's elements in 1-D, with a dtype that every backend sends."""
     flat = tensor.detach().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -48,7 +48,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def filled(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The tensor, once it has these values."""
+    """Copy `values` to `tensor` and return it."""
     tensor.detach().copy_(values)
     return tensor
 
@@ -59,10 +59,12 @@ def broadcast(
     tensor: torch.Tensor,
     src: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "broadcast",
 ) -> Handle[torch.Tensor]:
-    """Overwrites `tensor` with that of group rank `src` and returns it.
+    """Overwrite `tensor` with that of group rank `src` and return it.
+
+    Collective: all ranks must call it.
 
     Args:
         tensor: any shape and strides; the same shape and dtype on all ranks.
@@ -77,7 +79,7 @@ def broadcast(
 
 
 def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
-    """The tensors that have elements, those of one dtype and device together, up to so many bytes."""
+    """Group non-empty tensors by dtype and device, up to the given number of bytes."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[S]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -95,7 +97,7 @@ def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
 
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Gives tensors the values that stand one after the other in a flat one."""
+    """Fill tensors from consecutive values of a flat tensor."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         filled(tensor, part.view(tensor.shape))
 
@@ -103,10 +105,12 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 def broadcast_coalesced(
     group: Group, tensors: Sequence[torch.Tensor], src: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
-    """Overwrites `tensors` with those of group rank `src`. All ranks call it; it communicates.
+    """Overwrite `tensors` with those of group rank `src`.
 
-    They have the same shapes and dtypes on all ranks. Small tensors of one dtype and device travel together
-    in chunks of at most `chunk_bytes`; a contiguous one of 1 MiB or more travels in place, without a copy.
+    Shapes and dtypes must be the same on all ranks. Small tensors of one dtype and device are sent together
+    in chunks of at most `chunk_bytes`; a contiguous tensor of 1 MiB or more is sent in place, without a copy.
+
+    Collective: all ranks must call it.
     """
     with torch.no_grad():
         large = [t for t in tensors if t.is_contiguous() and t.nbytes >= _IN_PLACE_BYTES]
@@ -139,7 +143,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def start_gather(call: Call, tensor: torch.Tensor) -> Handle[torch.Tensor]:
-    """Starts an all-gather of the tensors of all ranks, stacked."""
+    """Start an all-gather of the stacked tensors of all ranks."""
     group = call.group
     stacked = tensor.new_empty((group.size, *tensor.shape))
     outputs = [numbers(row) for row in stacked.unbind(0)]
@@ -149,7 +153,7 @@ def start_gather(call: Call, tensor: torch.Tensor) -> Handle[torch.Tensor]:
 
 
 def _numbers_of_all(call: Call, mine: list[int]) -> list[list[int]]:
-    """As many numbers of each rank, in rank order."""
+    """Gather the numbers of all ranks, equally many per rank, in rank order."""
     gathered = start_gather(call, torch.tensor(mine, device=call.device)).wait()
     call.group.wait_device(call.device)
     rows: list[list[int]] = gathered.tolist()
@@ -162,16 +166,18 @@ def all_gather(
     tensor: torch.Tensor,
     *,
     sync_grads: bool = False,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_gather",
 ) -> Handle[torch.Tensor]:
-    """The tensors of all ranks, stacked: shape (size, *tensor.shape), in rank order.
+    """Return the tensors of all ranks, stacked: shape (size, *tensor.shape), in rank order.
+
+    Collective: all ranks must call it.
 
     Args:
         tensor: the same shape and dtype on all ranks; see `all_gather_uneven`.
-        sync_grads: whether gradients flow back to the rank that contributed (its backward communicates);
+        sync_grads: True to let gradients flow back to the contributing rank (the backward communicates);
             then `start` waits as well.
-        timeout: deadline of this call, and of its backward; None for the group's own limit.
+        timeout: deadline of this call, and of its backward; None for the group's timeout.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     if sync_grads and torch.is_grad_enabled() and tensor.requires_grad:
@@ -185,21 +191,23 @@ def all_gather_uneven(
     group: Group,
     tensor: torch.Tensor,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_gather_uneven",
 ) -> Handle[list[torch.Tensor]]:
-    """The tensors of all ranks, in rank order, which may differ in every dimension and in how many they have.
+    """Return the tensors of all ranks, which may differ in shape and dimensions, in rank order.
 
-    Two collectives: the shapes first, for which it waits in `start` as well, then the tensors, padded to
-    the longest.
+    Two collectives: the shapes first, for which `start` waits as well, then the tensors, padded to the
+    longest.
+
+    Collective: all ranks must call it.
 
     Args:
-        tensor: of one dtype on all ranks; up to 16 dimensions.
-        timeout: deadline of both together; None for the group's own limit.
+        tensor: the same dtype on all ranks; up to 16 dimensions.
+        timeout: deadline of both collectives together; None for the group's timeout.
 
     Raises:
         ConfigurationError: more than 16 dimensions.
-        RankMismatchError: the ranks have different dtypes; on all of them.
+        RankMismatchError: the ranks have different dtypes; raised on all ranks.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     shapes = _all_shapes(call, tensor)
@@ -212,7 +220,9 @@ def all_gather_uneven(
 
 def _all_shapes(call: Call, tensor: torch.Tensor) -> list[tuple[int, ...]]:
     if tensor.dim() > _MOST_DIMS:
-        raise ConfigurationError(f"{call.label}: {tensor.dim()} dimensions; at most {_MOST_DIMS} can be sent")
+        raise ConfigurationError(
+            f"{call.label}: the tensor has {tensor.dim()} dimensions; expected at most {_MOST_DIMS}"
+        )
     described = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     described += [0] * (2 + _MOST_DIMS - len(described))
     rows = _numbers_of_all(call, described)
@@ -220,7 +230,8 @@ def _all_shapes(call: Call, tensor: torch.Tensor) -> list[tuple[int, ...]]:
     if len(set(dtypes)) > 1:
         raise RankMismatchError(
             f"rank {call.group.rank}: {call.label}: the ranks have different dtypes:"
-            f" {', '.join(f'rank {rank} {dtype}' for rank, dtype in enumerate(dtypes))}. Convert them to one."
+            f" {', '.join(f'rank {rank} {dtype}' for rank, dtype in enumerate(dtypes))}. Convert them to"
+            " one dtype."
         )
     return [tuple(row[2 : 2 + row[1]]) for row in rows]
 
@@ -234,16 +245,18 @@ def gather(
     tensor: torch.Tensor,
     dst: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "gather",
 ) -> Handle[torch.Tensor | None]:
-    """The tensors of all ranks, stacked, on group rank `dst`; None on the others.
+    """Return the stacked tensors of all ranks on group rank `dst`, and None on the others.
 
     On a backend without a gather it is an all-gather.
 
+    Collective: all ranks must call it.
+
     Args:
         tensor: the same shape and dtype on all ranks.
-        dst: the rank that gets them, of shape (size, *tensor.shape).
+        dst: the rank that gets the result, of shape (size, *tensor.shape).
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     check_rank(group, dst, "gather to")
@@ -270,16 +283,18 @@ def scatter(
     parts: Sequence[torch.Tensor] | None = None,
     src: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "scatter",
 ) -> Handle[torch.Tensor]:
-    """Overwrites `tensor` on rank r with part r of those that group rank `src` passed, and returns it.
+    """Overwrite `tensor` on rank r with part r of group rank `src`, and return it.
 
     On a backend without a scatter it is a broadcast of all parts.
 
+    Collective: all ranks must call it.
+
     Args:
         tensor: any shape and strides; the same shape and dtype on all ranks.
-        parts: on `src` one tensor a rank, of the shape and dtype of `tensor`; ignored on the others.
+        parts: on `src` one tensor per rank, of the shape and dtype of `tensor`; ignored on the others.
 
     Raises:
         ConfigurationError: `src` is no rank of the group, or its parts do not fit.
@@ -312,7 +327,7 @@ def _check_parts(call: Call, tensor: torch.Tensor, parts: Sequence[torch.Tensor]
     if parts is None or len(parts) != call.group.size:
         found = "none" if parts is None else str(len(parts))
         raise ConfigurationError(
-            f"rank {call.group.rank}: {call.label}: the source passes one part a rank: expected"
+            f"rank {call.group.rank}: {call.label}: the source passes one part per rank: expected"
             f" {call.group.size}, found {found}"
         )
     for rank, part in enumerate(parts):
@@ -334,17 +349,19 @@ def all_to_all(
     input_splits: Splits | None = None,
     output_splits: Splits | None = None,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_to_all",
 ) -> Handle[torch.Tensor]:
-    """Sends each rank its rows of `tensor`; returns the rows that all ranks had for this one, in rank order.
+    """Send each rank its rows of `tensor`; return the rows from all ranks, in rank order.
 
-    Uneven splits cost an all-gather of the splits first, for which it waits in `start` as well, unless
-    `output_splits` are given too. On a backend without an all-to-all it is an all-gather of everything,
-    padded to the longest, of which each rank keeps its rows.
+    Uneven splits cost an all-gather of the splits first, for which `start` waits as well, unless
+    `output_splits` are given too. On a backend without an all-to-all it is an all-gather of all rows,
+    padded to the longest, from which each rank keeps its rows.
+
+    Collective: all ranks must call it.
 
     Args:
-        tensor: of shape (rows, ...); dtype and the other dimensions are the same on all ranks.
+        tensor: shape (rows, ...); dtype and the other dimensions are the same on all ranks.
         input_splits: rows for rank 0, 1 ... Given on all ranks or on none; None for the same number for all.
         output_splits: rows that come from rank 0, 1 ..., if they are known. Given on all ranks or on none.
 
@@ -380,7 +397,7 @@ def all_to_all(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """As many rows, of a type that every backend sends."""
+    """Return a 2-D view with the same rows, of a dtype that every backend sends."""
     if tensor.numel():
         return numbers(tensor).view(tensor.shape[0], -1)
     return numbers(tensor.new_empty((1, *tensor.shape[1:]))).view(1, -1)[:0]
@@ -392,17 +409,20 @@ def _check_splits(
     size = call.group.size
     where = f"rank {call.group.rank}: {call.label}"
     if tensor.dim() == 0:
-        raise ConfigurationError(f"{where}: a tensor without dimensions has no rows to send")
+        raise ConfigurationError(
+            f"{where}: a tensor without dimensions has no rows to send. Give it at least one dimension."
+        )
     rows = tensor.shape[0]
     for name, splits in (("input_splits", input_splits), ("output_splits", output_splits)):
         if splits is not None and (len(splits) != size or min(splits) < 0):
             raise ConfigurationError(
-                f"{where}: {name}={list(splits)}; expected {size} numbers of rows, one a rank"
+                f"{where}: {name}={list(splits)}: expected {size} numbers of rows, one per rank"
             )
     if input_splits is None:
         if rows % size:
             raise ConfigurationError(
-                f"{where}: {rows} rows cannot be split evenly among {size} ranks; say how with input_splits"
+                f"{where}: {rows} rows cannot be split evenly over {size} ranks. Pass their numbers in"
+                " input_splits."
             )
         return [rows // size] * size
     if sum(input_splits) != rows:
@@ -413,7 +433,7 @@ def _check_splits(
 
 
 def _from_everything(call: Call, sent: torch.Tensor, table: list[list[int]]) -> Handle[torch.Tensor]:
-    """What row r of the table says that rank r sends to rank 0, 1 ..., out of all that all ranks have."""
+    """Do an all-to-all by an all-gather; row r of `table` has rank r's numbers of rows to send."""
     padded = sent.new_empty((max(map(sum, table)), *sent.shape[1:]))
     padded[: sent.shape[0]] = sent
     rank = call.group.rank

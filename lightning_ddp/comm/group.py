@@ -1,8 +1,8 @@
-"""Process group wrapper: starts collectives that return works, and waits for them with deadlines.
+"""Process group wrapper that starts collectives and waits for their works with deadlines.
 
-Blocking in C++ until a peer answers hides signals and the failure of other ranks. Everything in this
-package therefore waits in slices: between two slices Python runs signal handlers, and the group's
-`Interrupt` is looked at. What cannot be cut into slices blocks a thread of its own, and that is waited for.
+A wait that blocks in C++ until a peer replies hides signals and the failure of other ranks. So all waits in
+this package are in slices: between two slices Python runs signal handlers and checks the group's `Interrupt`.
+A call that cannot be sliced blocks a separate thread, for which the caller waits in slices.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError
 
 T = TypeVar("T")
 OnSlice = Callable[[float], None] | None
-"""Called after each expired slice of a wait with the seconds waited so far; may raise."""
+"""Function called after each expired slice of a wait with the seconds waited so far; may raise."""
 
 SLICE_S = 0.05
-"""Longest time in seconds between two looks at signals and at the interrupt."""
+"""Longest time in seconds between two checks of signals and of the interrupt."""
 JOB_MARK = "is_lightning_ddp_job"
-"""Attribute of the futures that a thread of this package makes."""
+"""Attribute that marks futures made by threads of this package."""
 
 _SLICE = timedelta(seconds=SLICE_S)
 _POLL_S = 0.0005
 _NO_TIMEOUT = timedelta(0)
 _ANSWER_WAIT_S = 1.0
-"""How long after its time limit the thread of a call may take to say so."""
+"""Seconds that the thread of a call has, after its time limit, to report its timeout."""
 
 
 def span(label: str) -> AbstractContextManager[Any]:
-    """A span of torch.profiler, while it records this thread."""
+    """Return a span of torch.profiler if this thread is profiled, else a null context."""
     return torch.profiler.record_function(f"lightning_ddp::{label}") if is_profiling() else nullcontext()
 
 
 def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on `device`, at its turn in the current stream; the host does not wait.
+    """Copy a CPU tensor to `device` in the current stream, without a wait of the host.
 
-    From pageable memory CUDA copies only when the stream has run so far, and the host waits for it. Pinned
-    memory it reads later; torch keeps that until then.
+    A copy from pageable memory makes the host wait until the stream has reached it. A copy from pinned
+    memory is asynchronous; torch keeps the memory until then.
     """
     if device.type != "cuda":
         return tensor.to(device)
@@ -64,20 +64,20 @@ def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class InThread(Generic[T]):
-    """A call that may block in C++ until another process answers, made in a thread of its own.
+    """A call in a separate thread, as it may block in C++ until another process replies.
 
-    A store answers nobody while its process is stopped (SIGSTOP), and no time limit of torch ends that.
+    A store does not reply while its process is stopped (SIGSTOP), and no timeout of torch applies then.
 
     Args:
-        call: what to call; gets this object, for `until`.
-        limit_s: how many seconds there are for it.
+        call: function to call; gets this object, for `until`.
+        limit_s: time limit in seconds.
     """
 
     def __init__(self, call: Callable[[InThread[T]], T], limit_s: float = float("inf")) -> None:
         self.is_over = threading.Event()
-        """Set once it has returned or raised."""
+        """Set once the call has returned or raised."""
         self.error: Exception | None = None
-        """What it raised, or a TimeoutError where there was no answer in time."""
+        """Error that the call raised, or a TimeoutError after the time limit; None otherwise."""
         self._call = call
         self._limit_s = limit_s
         self._ends_at = time.monotonic() + limit_s
@@ -88,23 +88,23 @@ class InThread(Generic[T]):
     def _run(self) -> None:
         try:
             self._result = self._call(self)
-        except Exception as error:  # noqa: BLE001 (whatever it is, who waits gets it)
+        except Exception as error:  # noqa: BLE001 (any error is passed to the waiting thread)
             self.error = self.error or error
         finally:
             self.is_over.set()
 
     @property
     def result(self) -> T:
-        """What it returned; raises the error where there is one. To be asked for after a wait."""
+        """Value that the call returned, to be read after a wait; raises `error`, if any."""
         if self.error is not None:
             raise self.error
         return self._result
 
     def until(self, done: Callable[[], bool], every_s: float, otherwise: str) -> None:
-        """For the call: polls, often at first and then every `every_s` seconds, until `done` says so.
+        """Poll in the call until `done`, often at first, then every `every_s` seconds.
 
         Raises:
-            TimeoutError: the time is over, or nobody waits any more. Its text ends with `otherwise`.
+            TimeoutError: the time is over, or no thread waits any more. Its text ends with `otherwise`.
         """
         pause_s = _POLL_S
         while not done():
@@ -117,11 +117,11 @@ class InThread(Generic[T]):
         return TimeoutError(f"Timed out after {self._limit_s:g} s: {why}")
 
     def wait(self, on_slice: Callable[[float], None]) -> None:
-        """Returns once it is over, or its time is.
+        """Wait until the call has ended, or its time limit has passed.
 
         Args:
-            on_slice: called after each slice with the seconds waited so far; may raise. Unless that is a
-                `CollectiveTimeoutError`, after which a handle may be waited for again, it ends `until`.
+            on_slice: called after each slice with the seconds waited so far; may raise. Any error except a
+                `CollectiveTimeoutError`, after which a handle may be waited for again, stops `until`.
         """
         start = time.monotonic()
         try:
@@ -129,8 +129,8 @@ class InThread(Generic[T]):
                 on_slice(time.monotonic() - start)
                 if time.monotonic() > self._ends_at + _ANSWER_WAIT_S:
                     self.error = self._timeout(
-                        "the group's store does not answer; the process that has it, as a rule that of rank"
-                        " 0, is stopped or cannot be reached"
+                        "the group's store does not answer. The process that holds it, usually that of"
+                        " rank 0, is stopped or cannot be reached"
                     )
                     return
         except CollectiveTimeoutError:
@@ -141,12 +141,12 @@ class InThread(Generic[T]):
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """A view without complex numbers, which most backends do not know."""
+    """Return a view without complex numbers, which most backends do not support."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def options_of(kind: Any, timeout: timedelta | None, **fields: Any) -> Any:
-    """Options of a collective that the backend gives up after `timeout`, such as `dist.ReduceOptions`."""
+    """Make options of a collective, such as `dist.ReduceOptions`; None for the backend's timeout."""
     options = kind()
     if timeout is not None:
         fields["timeout"] = timeout
@@ -156,22 +156,22 @@ def options_of(kind: Any, timeout: timedelta | None, **fields: Any) -> Any:
 
 
 class Group:
-    """What the engine needs of a process group: rank, size, store, collectives that return works, waits.
+    """A process group with the operations that the engine needs: collectives, waits, ranks and a store.
 
     Never uses the default group by itself, so ranks may be threads of one process. Methods that start a
-    collective must be called by all ranks of the group in one order. Each wait raises what the interrupt
-    holds, what a signal handler raises, and CollectiveTimeoutError once the deadline of the interrupt has
-    passed.
+    collective must be called by all ranks of the group in the same order. Each wait raises the failure of the
+    interrupt, an error of a signal handler, and CollectiveTimeoutError once the deadline of the interrupt
+    has passed.
 
     Args:
         process_group: a `torch.distributed.ProcessGroup`, or a single backend such as `ProcessGroupGloo`.
-        interrupt: looked at in every slice of a wait; None for none.
-        store: a key-value store that these ranks alone use; None for the one that torch knows of.
+        interrupt: checked in every slice of a wait; None for none.
+        store: a key-value store that only these ranks use; None for the group's store in torch.
         transport: how CPU ranks of one host send gradients and parameters; see `shm.hosts`.
     """
 
     _counts: ClassVar[weakref.WeakKeyDictionary[Any, Counter[Hashable]]] = weakref.WeakKeyDictionary()
-    """Of each process group, which several objects of this class may be of."""
+    """Counters of `next_number`, shared by all `Group` objects of a process group."""
 
     def __init__(
         self,
@@ -184,18 +184,18 @@ class Group:
         self.process_group: Any = process_group
         self.interrupt = interrupt
         self.lane: Lane | None = interrupt.activity.lane(process_group) if interrupt is not None else None
-        """What is noted of this group's collectives; None without an interrupt."""
+        """Record of this group's collectives; None without an interrupt."""
         self.transport = transport
         self._store = store
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.lacking: set[tuple[str, str]] = set()
-        """Methods of the process group, with the type of device, that it turned out not to have."""
+        """Methods, with the type of device, that the process group has turned out not to have."""
         self._names: dict[str, str] = {}
 
     @property
     def store(self) -> Any | None:
-        """The key-value store that the group was made with, or None where torch does not tell."""
+        """Key-value store of the group, or None if torch does not know it."""
         if self._store is not None:
             return self._store
         get = getattr(self.process_group, "get_group_store", None)
@@ -205,13 +205,16 @@ class Group:
         return known[1] if known else None
 
     def next_number(self, of: Hashable) -> int:
-        """Counts from 0 what is made or sent over this process group; the same on all ranks that do alike."""
+        """Count the calls with the name `of` in this process, from 0; return the count.
+
+        Ranks that make the same calls get the same numbers.
+        """
         counts = self._counts.setdefault(self.process_group, Counter())
         counts[of] += 1
         return counts[of] - 1
 
     def backend(self, device: torch.device) -> str:
-        """Name of the backend that serves `device`: 'gloo', 'nccl' ...; 'python' for one in Python."""
+        """Return the backend for `device`: 'gloo', 'nccl' and so on; 'python' for one in Python."""
         name = self._names.get(device.type)
         if name is None:
             pg = self.process_group
@@ -223,7 +226,7 @@ class Group:
         return name
 
     def timeout_s(self, device: torch.device) -> float:
-        """After how many seconds the backend that serves `device` gives a collective up."""
+        """Return the timeout in seconds of the backend that serves `device`; infinity if unknown."""
         backend = self.process_group
         if type(backend) is dist.ProcessGroup:
             backend = backend_of(backend, device)
@@ -233,17 +236,17 @@ class Group:
     # ------------------------------------------------------------------ collectives, not waited for
 
     def announce(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None = None) -> None:
-        """Notes a collective that is about to start; every method that starts one calls it first.
+        """Record a collective that is about to start; every method that starts one calls it first.
 
-        With debug="detail" it returns once all ranks are about to start the same one.
+        With debug="detail" it waits until all ranks are about to start the same collective.
 
         Args:
-            kind: its name and what else has to be the same on all ranks, such as the source.
-            tensors: what this rank sends; of the same shapes and dtypes on all ranks.
-            label: what it is for; the same on all ranks.
+            kind: operation with all that must be the same on all ranks, such as the source.
+            tensors: tensors that this rank sends; the same shapes and dtypes on all ranks.
+            label: purpose of the collective; the same on all ranks.
 
         Raises:
-            CollectiveMismatchError: the ranks are about to start different ones.
+            CollectiveMismatchError: the ranks are about to start different collectives.
         """
         lane, interrupt = self.lane, self.interrupt
         if lane is None or interrupt is None:
@@ -260,10 +263,10 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Starts an in-place all-reduce; `op` defaults to the sum, `label` says what it is for.
+        """Start an in-place all-reduce; `op` defaults to the sum, `label` names its purpose.
 
-        The tensor is contiguous, or sparse where the backend knows that. Complex numbers travel as pairs.
-        The backend gives it up after `timeout`; None for the group's own.
+        The tensor is contiguous, or sparse where the backend supports that. Complex numbers are sent as
+        pairs. `timeout` is that of the backend; None for the group's.
         """
         kind = "all_reduce" if op is None else f"all_reduce {getattr(getattr(op, 'op', op), 'name', op)}"
         options = options_of(dist.AllreduceOptions, timeout, reduceOp=dist.ReduceOp.SUM if op is None else op)
@@ -278,7 +281,7 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Starts an in-place broadcast from group rank `src`."""
+        """Start an in-place broadcast from group rank `src`."""
         options = options_of(dist.BroadcastOptions, timeout, rootRank=src)
         start, kind = self.process_group.broadcast, f"broadcast from {src}"
         return self.start(kind, (tensor,), lambda: start([_as_real(tensor)], options), label=label)
@@ -291,7 +294,7 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Starts an all-gather into `outputs`, one tensor of the input's shape a rank."""
+        """Start an all-gather into `outputs`, one tensor of the input's shape per rank."""
         options = options_of(dist.distributed_c10d.AllgatherOptions, timeout)
         note_sent(outputs)
         start, filled = self.process_group.allgather, [[_as_real(output) for output in outputs]]
@@ -307,7 +310,7 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Starts a collective of the process group, which sends `tensors`; returns its work."""
+        """Call `begin`, which starts a collective that sends `tensors`; return torch's `Work` for it."""
         self.announce(kind, tensors, label)
         note_sent(tensors)
         with without_engine_context():
@@ -327,14 +330,15 @@ class Group:
         *,
         on_host: bool = False,
     ) -> None:
-        """Waits for a work: on the CPU until done, with NCCL until it is queued on the current stream.
+        """Wait for a work: on the CPU until done, with NCCL until queued on the current stream.
 
         Args:
-            work: what a collective of this group returned.
+            work: work that a collective of this group returned.
             device: device of its tensors.
             on_slice: called after each expired slice with the seconds waited so far; may raise.
-            label: what is waited for; None for what it was called when it was started.
-            on_host: with NCCL too, wait here until it has run; else `on_slice` is not called.
+            label: name of the wait; None for the name of the collective.
+            on_host: True to make the host wait until the work has run with NCCL, too; otherwise `on_slice`
+                is not called with NCCL.
 
         Raises:
             RuntimeError: the collective failed, for example as a peer closed its connection.
@@ -346,37 +350,37 @@ class Group:
                 self._in_slices(lambda: self._ends_in_slice(work), on_slice)
             elif backend == "python":
                 self._wait_done(work.get_future(), on_slice)
-                work.wait(_NO_TIMEOUT)  # as torch's C++ code calls it; some works take it without a default
+                work.wait(_NO_TIMEOUT)  # as torch's C++ code calls it; some works have no default
             elif device.type == "cpu" or on_host:
                 self._poll(work.is_completed, on_slice)
                 work.wait()
             else:
                 self.check()
-                work.wait()  # queues a stream wait; passing NCCL a time limit would block and then abort it
+                work.wait()  # queues a stream wait; with a timeout NCCL would block, and then abort
 
     def _ends_in_slice(self, work: Any) -> bool:
         self.check()
         try:
             work.wait(_SLICE)
         except RuntimeError:
-            # gloo raises both for the end of the slice and for a failure; only a failure completes it
+            # gloo raises at the end of the slice and for a failure; only a failure completes the work.
             if not work.is_completed():
                 return False
             try:
                 work.wait()
             except RuntimeError as error:
                 if "timed out" in str(error).lower() and self.interrupt is not None:
-                    self.interrupt.check_deadline(is_over=True)  # the backend's own was sooner
+                    self.interrupt.check_deadline(is_over=True)  # the backend's timeout came first
                 raise
         return True
 
     def wait_future(self, future: Any, on_slice: OnSlice = None) -> Any:
-        """Waits for a `torch.futures.Future` and returns its value."""
+        """Wait for a `torch.futures.Future` and return its value."""
         self.wait_done(future, on_slice)
         return future.wait()
 
     def wait_done(self, future: Any, on_slice: OnSlice = None, label: str = "communication hook") -> None:
-        """Waits until a future has a value or an error, which it does not raise."""
+        """Wait until a future has a value or an error, without raising the error."""
         if not future.done():
             with self._waiting(label, is_for_job=getattr(future, JOB_MARK, False)):
                 self._wait_done(future, on_slice)
@@ -387,17 +391,17 @@ class Group:
         self._in_slices(lambda: done.wait(SLICE_S), on_slice)
 
     def wait_call(self, call: InThread[Any], label: str, on_slice: OnSlice = None) -> None:
-        """Waits for a call in a thread as `wait` does for a work; raises nothing that the call does."""
+        """Wait for a call in a thread as `wait` does for a work, without raising its error."""
         with self._waiting(label):
             call.wait(lambda waited_s: self._look(waited_s, on_slice))
 
     # ------------------------------------------------------------------ devices
 
     def wait_device(self, device: torch.device) -> None:
-        """Waits until what is queued on the current stream has run, as a whole; at once on the CPU.
+        """Wait until all work queued on the current stream has run; returns at once on the CPU.
 
         Raises:
-            CollectiveError: NCCL has found an error, so that it may have ended half-way.
+            CollectiveError: NCCL has found an error, so results may be incomplete.
         """
         if device.type != "cuda":
             return
@@ -410,7 +414,7 @@ class Group:
             self.check()
             found = error_of(self.process_group, device)
             if found is not None:
-                label = "what was queued on the device"
+                label = "work queued on the device"
                 raise CollectiveError(
                     f"{label} ended without its results: NCCL's watchdog reports {found}",
                     label=label,
@@ -419,14 +423,14 @@ class Group:
                 )
 
     def watch_device(self, device: torch.device, label: str, since: float, on_slice: OnSlice = None) -> None:
-        """Has somebody look after what waits have only queued on the current stream. Returns at once.
+        """Let a thread watch the work queued on the current stream, and report if it never ends; do not wait.
 
-        Where waits of this group wait here, or nobody would hear of what is found, it does nothing.
+        Without effect if waits of this group block the host, or if there is no watch.
 
         Args:
-            device: of the stream.
-            label: what is queued there.
-            since: before the first of its collectives was started, of `time.monotonic`.
+            device: device of the stream.
+            label: description of the queued work.
+            since: time before its first collective started, in seconds of `time.monotonic`.
             on_slice: as for `wait`, but called in another thread.
         """
         interrupt = self.interrupt
@@ -446,7 +450,7 @@ class Group:
     # ------------------------------------------------------------------ slices
 
     def check(self) -> None:
-        """Raises the failure that the interrupt holds, if any."""
+        """Raise the failure that the interrupt holds, if any."""
         if self.interrupt is not None:
             self.interrupt.check()
 

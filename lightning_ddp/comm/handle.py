@@ -1,9 +1,9 @@
-"""Handle of a collective under way: its label, its deadline, its result.
+"""Handle of a collective in progress: its label, deadline and result.
 
-A deadline is looked at by the rank that waits, so that it raises an error which names the collective. The
-backend gets the same time and a margin, as what it still does for a call that was given up would keep the
-process from ending. After a missed deadline the group is of no more use, as the ranks do not agree on what
-comes next: gloo breaks its connections, and the communicator of NCCL is aborted.
+The waiting rank checks the deadline, so that its error names the collective. The backend gets the same
+timeout plus a margin, because an abandoned collective that still runs would keep the process from exiting.
+After a missed deadline the group cannot be used any more, as the ranks disagree on the next collective: gloo
+breaks its connections, and the communicator of NCCL is aborted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from lightning_ddp.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
     LightningDDPError,
+    in_seconds,
+    require,
 )
 
 E = TypeVar("E", bound=CollectiveError)
@@ -33,7 +35,7 @@ P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 Wait = Callable[[OnSlice], None]
-"""Waits until something has ended; calls its argument, which may raise, now and then."""
+"""Function that waits for an end; calls its argument, which may raise, after each slice."""
 
 _MARGIN = timedelta(seconds=2)
 _LACKING = ("not support", "not implemented", "unsupported")
@@ -41,19 +43,24 @@ _WORDS_OF_A_TIMEOUT = ("timed out", "timeout")
 
 
 def no_wait(on_slice: OnSlice) -> None:
-    """The wait for what has ended, or never began."""
+    """Return at once: the wait for a collective that has ended, or needs no communication."""
 
 
 def check_rank(group: Group, rank: int, what: str) -> None:
-    """Refuses a rank that the group does not have; `what` is such as 'broadcast from'."""
+    """Reject a rank that is not in the group; `what` is a phrase such as 'broadcast from'."""
     if not 0 <= rank < group.size:
         raise ConfigurationError(f"{what} rank {rank}, but the group has ranks 0 to {group.size - 1}")
 
 
-def check_timeout(timeout: timedelta | None, what: str) -> None:
-    """Refuses what is neither None nor a `timedelta` above 0."""
-    if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
-        raise ConfigurationError(f"{what}: timeout={timeout!r}; expected a timedelta above 0, or None")
+def limit_of(timeout: timedelta | float, label: str) -> float:
+    """Convert the timeout of a collective to seconds.
+
+    Raises:
+        ConfigurationError: It is not a time above 0.
+    """
+    seconds = in_seconds(f"{label}: timeout", timeout)
+    require(seconds > 0, f"{label}: timeout={timeout!r}: expected a time above 0")
+    return seconds
 
 
 @dataclass(kw_only=True)
@@ -61,27 +68,27 @@ class Call:
     """A collective that this rank has called.
 
     Raises:
-        ConfigurationError: this rank is not in the group, or the deadline is none.
+        ConfigurationError: this rank is not in the group, or the timeout is invalid.
     """
 
     group: Group
-    """Whose ranks all call it."""
+    """Group whose ranks all call the collective."""
     device: torch.device
-    """Where its tensors are."""
+    """Device of the tensors."""
     label: str
-    """Seen where somebody asks what a rank waits for, in errors and in the profiler."""
-    timeout: timedelta | None = None
-    """How long it may take from now on; None for as long as the backend's own limit is."""
+    """Name in errors, in the profiler and in reports of what a rank waits for."""
+    timeout: timedelta | float | None = None
+    """Time limit from the call on; None for the backend's timeout."""
     started_at: float = field(default_factory=time.monotonic)
-    """Of `time.monotonic`."""
+    """Time of the call, in seconds of `time.monotonic`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, Group):
             raise ConfigurationError(
-                f"this rank is not in the group ({self.group!r}): sub_group returns None to the ranks that"
-                " are not in its list, and those must not take part in the collectives of the others"
+                f"this rank is not in the group ({self.group!r}). sub_group returns None on the ranks that"
+                " are not in its list; those ranks must not take part in its collectives."
             )
-        check_timeout(self.timeout, self.label)
+        self._limit_s = None if self.timeout is None else limit_of(self.timeout, self.label)
 
     @property
     def waited_s(self) -> float:
@@ -90,8 +97,8 @@ class Call:
 
     @property
     def backend_timeout(self) -> timedelta | None:
-        """After this the backend gives up what is still under way."""
-        return None if self.timeout is None else self.timeout + _MARGIN
+        """Timeout passed to the backend: `timeout` and a margin; None for the backend's own."""
+        return None if self._limit_s is None else timedelta(seconds=self._limit_s) + _MARGIN
 
     @property
     def limit(self) -> dict[str, Any]:
@@ -99,13 +106,13 @@ class Call:
         return {"label": self.label, "timeout": self.backend_timeout}
 
     def options(self, kind: Any, **fields: Any) -> Any:
-        """Options of the backend's collective, such as `dist.ReduceOptions`."""
+        """Make options of the backend's collective, such as `dist.ReduceOptions`."""
         return options_of(kind, self.backend_timeout, **fields)
 
     # ------------------------------------------------------------------ start
 
     def start(self, begin: Callable[[], Any]) -> Any:
-        """Starts what `begin` starts, in a span; returns what it returns."""
+        """Call `begin` in a profiler span; return its result, with errors explained."""
         try:
             with span(self.label), without_engine_context():
                 return begin()
@@ -122,15 +129,16 @@ class Call:
         kind: str | None = None,
         sent: Sequence[torch.Tensor] = (),
     ) -> Any | None:
-        """As `start`, for a method that a process group may lack: then None, on all ranks alike.
+        """Call `begin`, or return None, on all ranks alike, if the process group lacks the method.
 
-        Backends refuse what they do not have before they communicate.
+        Backends refuse unsupported methods before they communicate.
 
         Args:
-            method: name of the method of the process group, which `begin` calls.
-            begin: starts it.
-            kind: what all ranks of the group have to call alike, source included; None for a message.
-            sent: tensors whose shapes and dtypes have to be the same on all ranks.
+            method: name of the method of the process group that `begin` calls.
+            begin: starts the collective.
+            kind: operation with all that must be the same on all ranks, such as the source; None for a
+                point-to-point message.
+            sent: tensors whose shapes and dtypes must be the same on all ranks.
         """
         group = self.group
         key = (method, self.device.type)
@@ -138,7 +146,7 @@ class Call:
             return None
         own = type(group.process_group)
         inherited = getattr(torch.distributed.ProcessGroup, method, None)
-        # a process group in Python has no backend to which the inherited method could turn
+        # A process group in Python has no backend that the inherited method could call.
         if group.backend(self.device) == "python" and getattr(own, method, None) is inherited:
             group.lacking.add(key)
             return None
@@ -155,7 +163,7 @@ class Call:
     # ------------------------------------------------------------------ wait
 
     def wait_for(self, work: Any) -> Wait:
-        """The wait for a work of the group's backend."""
+        """Return the wait for a work of the group's backend."""
 
         def wait(on_slice: OnSlice) -> None:
             try:
@@ -163,14 +171,14 @@ class Call:
             except LightningDDPError:
                 raise
             except RuntimeError as error:
-                if not work.is_completed():  # a signal handler raised it, such as a data loader's
+                if not work.is_completed():  # raised by a signal handler, such as a data loader's
                     raise
                 raise self.explain(error) from error
 
         return wait
 
     def wait_for_thread(self, start: Callable[[], InThread[T]]) -> Callable[[OnSlice], T]:
-        """The wait for what a thread does; `start` is called by who waits, and returns it."""
+        """Return the wait for a call in a thread, which the wait obtains from `start`."""
 
         def wait(on_slice: OnSlice) -> T:
             thread = start()
@@ -181,25 +189,25 @@ class Call:
 
         return wait
 
-    def await_(self, wait: Wait, timeout: timedelta | None = None) -> None:
-        """Waits within the deadline of the call, and within `timeout` from now on."""
+    def await_(self, wait: Wait, within_s: float | None = None) -> None:
+        """Wait within the deadline of the call, and within `within_s` from this moment."""
         start = time.monotonic()
 
         def look_at_deadlines(_: float) -> None:
-            if self.timeout is not None and self.waited_s >= self.timeout.total_seconds():
-                if self.device.type != "cpu":  # what the device still does would never end by itself
+            if self._limit_s is not None and self.waited_s >= self._limit_s:
+                if self.device.type != "cpu":  # the device's kernel would never end by itself
                     threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
                 raise self._timeout_error(
-                    f"its deadline of {self.timeout.total_seconds():g} s",
-                    "The group cannot be used any further. Look at what the other ranks do, or allow more"
+                    f"its deadline of {self._limit_s:g} s",
+                    "The group cannot be used any further. Check what the other ranks do, or allow more"
                     " time.",
                 )
-            if timeout is not None and time.monotonic() - start >= timeout.total_seconds():
+            if within_s is not None and time.monotonic() - start >= within_s:
                 raise self._timeout_error(
-                    "the time of this wait", "It is still under way and may be waited for again."
+                    "the time of this wait", "It is still in progress and may be waited for again."
                 )
 
-        wait(None if self.timeout is None and timeout is None else look_at_deadlines)
+        wait(None if self._limit_s is None and within_s is None else look_at_deadlines)
 
     def _abort(self) -> None:
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend without abort
@@ -209,13 +217,13 @@ class Call:
         waited_s = self.waited_s
         return self._error(
             CollectiveTimeoutError,
-            f"has not ended after {waited_s:.1f} s, past {limit}: not all ranks have called it, or one is"
-            f" slow or gone. {then}",
+            f"has not ended after {waited_s:.1f} s, past {limit}: not all ranks have called it, or a rank"
+            f" is slow or lost. {then}",
             waited_s,
         )
 
     def explain(self, error: Exception) -> CollectiveError:
-        """The same error of the backend with the name of the collective."""
+        """Convert an error of the backend to one that names the collective."""
         waited_s = self.waited_s
         is_timeout = any(words in str(error).lower() for words in _WORDS_OF_A_TIMEOUT)
         kind = CollectiveTimeoutError if is_timeout else CollectiveError
@@ -230,15 +238,15 @@ class Call:
         )
 
     def handle(self, work: Any, finish: Callable[[], T]) -> Handle[T]:
-        """The handle of a work of the backend; `finish` makes the result once it has ended."""
+        """Return the handle of a work of the backend; `finish` makes the result once it has ended."""
         return Handle(self, self.wait_for(work), finish)
 
 
 class Handle(Generic[T]):
-    """A collective that is under way, as `start` of one returns it.
+    """A collective in progress, as returned by `start` of a collective (`all_reduce.start`).
 
-    Tensors that it sends or fills must stay as they are until `wait` has returned. Collectives of a group
-    may be waited for in any order, but are started in the same order on all ranks.
+    Tensors that it sends or fills must not be changed until `wait` has returned. Collectives of a group may
+    be waited for in any order, but must be started in the same order on all ranks.
     """
 
     def __init__(self, call: Call, wait: Wait, finish: Callable[[], T]) -> None:
@@ -246,41 +254,41 @@ class Handle(Generic[T]):
 
     @property
     def label(self) -> str:
-        """What the collective is called."""
+        """Name of the collective."""
         return self._call.label
 
-    def wait(self, timeout: timedelta | None = None) -> T:
-        """Waits and returns the result; the second time the same again. Runs signal handlers meanwhile.
+    def wait(self, timeout: timedelta | float | None = None) -> T:
+        """Wait for the collective and return its result; may be called again.
 
-        On CUDA it waits until the collective is queued on the current stream, as torch does; with a
-        deadline until it has run.
+        Signal handlers run during the wait. On CUDA it waits until the collective is queued on the current
+        stream, as torch does; with a deadline until it has run.
 
         Args:
-            timeout: how long to wait now; None for as long as the deadline of the call allows.
+            timeout: time limit of this wait; None for the deadline of the call.
 
         Raises:
-            CollectiveTimeoutError: the deadline of the call has passed, or `timeout`, after which the
-                collective goes on and `wait` may be called again.
-            CollectiveError: the backend failed, for example as a peer is gone.
-            BaseException: what the group's interrupt holds, such as `PeerFailure`.
+            CollectiveTimeoutError: the deadline of the call has passed; or `timeout`, after which the
+                collective continues and `wait` may be called again.
+            CollectiveError: the backend failed, for example because a peer was lost.
+            BaseException: the failure of the group's interrupt, such as `PeerFailure`.
         """
-        check_timeout(timeout, self.label)
-        self._call.await_(self._wait, timeout)
+        self._call.await_(self._wait, None if timeout is None else limit_of(timeout, self.label))
         result = self._finish()
         self._wait, self._finish = no_wait, lambda: result
         return result
 
     def then(self, change: Callable[[T], S]) -> Handle[S]:
-        """A handle of the same collective with another result, made of this one's."""
+        """Return a handle of the same collective whose result is `change(result)`."""
         finish = self._finish
         return Handle(self._call, self._wait, lambda: change(finish()))
 
 
 class Collective(Generic[P, T]):
-    """A collective written once, as what starts it: called it waits, `start` returns its `Handle` at once.
+    """A collective: a call waits for the result, `start` returns a `Handle` at once.
 
     Args:
-        start: starts it. Its documentation is that of the call: what it returns is the result of the handle.
+        start: function that starts the collective. Its docstring documents the call, which returns the
+            result of the handle.
     """
 
     def __init__(self, start: Callable[P, Handle[T]]) -> None:

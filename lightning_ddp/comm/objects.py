@@ -1,8 +1,8 @@
-"""Collectives on Python objects, and on containers of tensors whose tensors travel as tensors.
+"""Collectives on Python objects, and on containers of tensors whose tensors are sent as tensors.
 
-Every function here is called by all ranks of the group, in one order, and communicates. Objects are anything
-that pickles, and are unpickled, so that the ranks have to trust each other. `device` is where the tensors of
-the exchange live, as the backend needs it; for the rest see `all_reduce`.
+All ranks of the group must call these functions in the same order. Objects must be picklable; they are
+unpickled by the receivers, so the ranks have to trust each other. `device` is that of the tensors of the
+exchange, as the backend needs it; for the other arguments see `all_reduce`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_ddp.comm.handle import Call, Handle, check_rank
 
 _PACKET_BYTES = 4096
 _GATHERED_PACKET_BYTES = 1024
-"""Of each rank, so that all have the packets of all."""
+"""Size of the first packet of each rank, which all ranks gather."""
 _HEADER_BYTES = 8
 _INLINE_BYTES = 1024
 
@@ -32,12 +32,14 @@ def broadcast_object(
     src: int,
     device: torch.device,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "broadcast_object",
 ) -> Any:
-    """The object that group rank `src` passed, on all ranks.
+    """Return the object that group rank `src` passed.
 
-    Pickled; up to 4 KiB it costs one collective, above that two. What the others pass is ignored.
+    Pickled; one collective up to 4 KiB, two above. The objects of other ranks are ignored.
+
+    Collective: all ranks must call it.
     """
     call = Call(group=group, device=device, label=label, timeout=timeout)
     check_rank(group, src, "broadcast from")
@@ -57,7 +59,7 @@ def _broadcast_payload(call: Call, payload: bytes, src: int) -> bytes:
 
 
 def _packet(payload: bytes, inline: int) -> bytes:
-    """How long it is, and its first bytes."""
+    """Return the length of the payload followed by its first `inline` bytes."""
     return len(payload).to_bytes(_HEADER_BYTES, "little") + payload[:inline].ljust(inline, b"\0")
 
 
@@ -76,12 +78,12 @@ def _broadcast(call: Call, tensor: torch.Tensor, src: int) -> Handle[None]:
 
 
 def to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
-    """The bytes as uint8 on a device; at least one."""
+    """Convert bytes to a uint8 tensor on a device; at least one element."""
     return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(device)
 
 
 def to_bytes(group: Group, tensor: torch.Tensor) -> bytes:
-    """The bytes of a uint8 tensor, once they have arrived."""
+    """Return the bytes of a uint8 tensor, once they have arrived."""
     group.wait_device(tensor.device)
     data: bytes = tensor.cpu().numpy().tobytes()
     return data
@@ -92,12 +94,14 @@ def all_gather_objects(
     obj: Any,
     device: torch.device,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "all_gather_objects",
 ) -> list[Any]:
-    """The objects of all ranks, in rank order.
+    """Return the objects of all ranks, in rank order.
 
-    Pickled; up to 1 KiB on all ranks it costs one collective, above that two.
+    Pickled; one collective up to 1 KiB on all ranks, two above.
+
+    Collective: all ranks must call it.
     """
     call = Call(group=group, device=device, label=label, timeout=timeout)
     payload = pickle.dumps(obj)
@@ -115,7 +119,7 @@ def all_gather_objects(
 
 
 def _gather_bytes(call: Call, data: bytes) -> list[bytes]:
-    """As many bytes of each rank, in rank order."""
+    """Gather the bytes of all ranks, equally many per rank, in rank order."""
     gathered = start_gather(call, to_tensor(data, call.device)).wait()
     return [to_bytes(call.group, row) for row in gathered.unbind(0)]
 
@@ -130,25 +134,27 @@ def broadcast_nested(
     device: torch.device,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "broadcast_nested",
 ) -> Any:
-    """The object that group rank `src` passed, on all ranks; the tensors in it travel as tensors.
+    """Return the object of group rank `src`, with its tensors sent as tensors.
 
-    They may be anywhere in it: in dicts, lists, tuples, named tuples, dataclasses, objects of your own.
-    Structure, dtype, shape, `requires_grad` and which places hold the same tensor are preserved; the others
-    get new memory, contiguous, on the CPU for a tensor of the CPU and otherwise on their own `device`. Two
-    tensors that share memory do not on the other ranks. Small CPU tensors and unusual ones (parameters and
-    other subclasses, sparse, quantised) are pickled with the rest.
+    Tensors may be anywhere in the object: in dicts, lists, tuples, named tuples, dataclasses, own classes.
+    Structure, dtype, shape, `requires_grad` and the identity of tensors that occur several times are
+    preserved. Other ranks get new, contiguous memory, on the CPU for CPU tensors and otherwise on their
+    `device`. Different tensors that share memory do not share it on other ranks. Small CPU tensors and
+    special tensors (parameters and other subclasses, sparse, quantized) are pickled with the rest.
 
     One or two collectives for the structure, then one for each chunk of tensors of one dtype.
 
+    Collective: all ranks must call it.
+
     Args:
-        value: anything that pickles; ignored on other ranks than `src`.
-        chunk_bytes: most bytes that are copied together; a larger tensor is a chunk of its own.
+        value: picklable object; ignored on other ranks than `src`.
+        chunk_bytes: largest number of bytes copied together; a larger tensor is a chunk of its own.
 
     Returns:
-        On `src` the object itself.
+        On `src` the object itself, on other ranks its copy.
     """
     call = Call(group=group, device=device, label=label, timeout=timeout)
     check_rank(group, src, "broadcast from")
@@ -174,7 +180,7 @@ def broadcast_nested(
 
 
 def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, chunk_bytes: int) -> None:
-    """Fills contiguous tensors on the call's device; all chunks are under way before it waits."""
+    """Broadcast contiguous tensors on the call's device; start all chunks before the first wait."""
     under_way = []
     for chunk in chunks([numbers(t) for t in tensors], chunk_bytes):
         flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
@@ -186,7 +192,7 @@ def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, ch
 
 
 class _TakingApart(pickle.Pickler):
-    """Keeps the tensors that are worth a collective, and leaves their numbers in the pickle."""
+    """Pickler that takes out the tensors worth a collective, and stores their numbers instead."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -194,7 +200,7 @@ class _TakingApart(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        """The tensor's number, or None for what is pickled."""
+        """Return the number of a tensor that is taken out; None for an object that is pickled."""
         if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.is_quantized:
             return None
         if obj.is_meta or (obj.is_cpu and obj.nbytes < _INLINE_BYTES):
@@ -206,13 +212,13 @@ class _TakingApart(pickle.Pickler):
 
 
 class _Assembler(pickle.Unpickler):
-    """Puts tensors where their numbers stand."""
+    """Unpickler that replaces the numbers by tensors."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
 
     def persistent_load(self, number: Any) -> torch.Tensor:
-        """The tensor of a number."""
+        """Return the tensor with this number."""
         tensor: torch.Tensor = self._tensors[number]
         return tensor

@@ -1,9 +1,9 @@
-"""send and recv: one rank to another. Only those two call them; both communicate.
+"""Point-to-point messages, send and recv, which only the two ranks involved call.
 
-`tag` tells messages between the same ranks apart; `timeout`, of each message, `label` and errors of the
+`tag` distinguishes messages between the same ranks; `timeout`, of each message, `label` and errors of the
 backend are those of `all_reduce`, `device` is that of `objects`. Between two ranks, messages of one tag
 arrive in the order in which they were sent. With NCCL the first message between two ranks sets up a
-connection of their own, and tags are ignored.
+connection for these two, and tags are ignored.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ def send(
     dst: int,
     tag: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "send",
 ) -> Handle[None]:
-    """Sends `tensor` to group rank `dst`, which calls `recv`. It must not change until the wait has returned.
+    """Send `tensor` to group rank `dst`, which must call `recv`.
 
-    On a backend without messages they go through the group's key-value store.
+    Uses the group's key-value store if the backend has no point-to-point messages.
 
     Args:
-        tensor: any shape, strides and dtype.
+        tensor: any shape, strides and dtype; must not be changed before the wait returns.
 
     Raises:
-        ConfigurationError: `dst` is this rank or no rank of the group, or there is neither way to send.
+        ConfigurationError: `dst` is this rank or no rank of the group, or the group has neither messages
+            nor a store.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     _check_peer(call, dst, "send to")
@@ -63,16 +64,17 @@ def recv(
     src: int,
     tag: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "recv",
 ) -> Handle[torch.Tensor]:
-    """Overwrites `tensor` with what group rank `src` sends to this rank, and returns it.
+    """Overwrite `tensor` with the tensor that group rank `src` sends, and return it.
 
     Args:
-        tensor: of the shape and dtype that are sent; any strides.
+        tensor: the shape and dtype of the sent tensor; any strides.
 
     Raises:
-        ConfigurationError: `src` is this rank or no rank of the group, or there is no way to receive.
+        ConfigurationError: `src` is this rank or no rank of the group, or the group has neither messages
+            nor a store.
         CollectiveTimeoutError: the deadline has passed.
         CollectiveError: the backend failed, or the message has another size.
     """
@@ -88,7 +90,7 @@ def recv(
 def _check_peer(call: Call, rank: int, what: str) -> None:
     check_rank(call.group, rank, what)
     if rank == call.group.rank:
-        raise ConfigurationError(f"{what} rank {rank}, which is this rank itself: nobody would answer")
+        raise ConfigurationError(f"{what} rank {rank}: this is the rank itself. Pass another rank.")
 
 
 # ---------------------------------------------------------------------- objects
@@ -101,10 +103,10 @@ def send_object(
     device: torch.device,
     tag: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "send_object",
 ) -> None:
-    """Sends an object, pickled, to group rank `dst`, which calls `recv_object`. Two messages."""
+    """Send a pickled object in two messages to group rank `dst`, which calls `recv_object`."""
     payload = to_tensor(pickle.dumps(obj), device)
     size = torch.tensor([payload.numel()], device=device)
     send(group, size, dst, tag, timeout=timeout, label=label)
@@ -117,10 +119,10 @@ def recv_object(
     device: torch.device,
     tag: int = 0,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     label: str = "recv_object",
 ) -> Any:
-    """The object that group rank `src` sends to this rank."""
+    """Return the object that group rank `src` sends to this rank."""
     size = recv(
         group, torch.zeros(1, dtype=torch.int64, device=device), src, tag, timeout=timeout, label=label
     )
@@ -133,7 +135,10 @@ def recv_object(
 
 
 def _wait_for(call: Call, work: Any) -> Wait:
-    """gloo cannot be asked whether a message is there, and a wait of its that ends breaks the connection."""
+    """Return the wait for a message; with gloo in a thread, as its waits cannot be sliced.
+
+    gloo cannot be polled for a message, and an expired wait breaks its connection.
+    """
     if call.group.backend(call.device) != "gloo":
         return call.wait_for(work)
     limit = call.backend_timeout
@@ -172,7 +177,7 @@ def _wait_for_key(call: Call, flat: torch.Tensor, src: int, tag: int) -> Wait:
         data: bytes = store.get(key)
         store.delete_key(key)
         if len(data) != flat.nbytes:
-            raise RuntimeError(f"rank {src} has sent {len(data)} bytes, and {flat.nbytes} were expected")
+            raise RuntimeError(f"rank {src} has sent {len(data)} bytes, but {flat.nbytes} were expected")
         return data
 
     taken = call.wait_for_thread(cache(lambda: InThread(take, _limit_s(call))))

@@ -1,8 +1,8 @@
-"""Groups of some of a group's ranks: a second one of all, neighbours, a list, the ranks of a node.
+"""Groups made from a group: of all its ranks, of neighbors, of a list, of the ranks of a node.
 
-All ranks of the group call these, in one order among calls on the same group; they communicate. `device` is
-where the tensors of the new group's collectives will be. Where torch offers no way to make it of the group,
-that is a ConfigurationError.
+All ranks of the group must call these functions, in the same order for calls on the same group. `device` is
+that of the tensors in the new group's collectives. A group from which torch cannot make another is a
+ConfigurationError.
 """
 
 from __future__ import annotations
@@ -24,37 +24,42 @@ from lightning_ddp.errors import ConfigurationError
 
 
 def sibling_group(group: Group, device: torch.device) -> Group:
-    """A second group of the same ranks, whose collectives cannot mix with those of the first.
+    """Create a second group of the same ranks, with a separate order of collectives.
 
-    Where torch offers no way to make one, the group itself is returned, in whose order its collectives then
-    have to be.
+    If torch cannot make one, the group itself is returned; then all collectives must be in one order.
+
+    Collective: all ranks must call it.
     """
     return _make(group, device, [range(group.size)]) or group
 
 
 def part_group(group: Group, size: int, device: torch.device) -> Group:
-    """The group of `size` neighbouring ranks that this rank is in; rank 0 to size - 1 are the first one.
+    """Create groups of `size` neighboring ranks, from rank 0 on; return that of this rank.
 
-    The last group is smaller where `size` does not divide the number of ranks.
+    The last group is smaller if `size` does not divide the number of ranks.
+
+    Collective: all ranks must call it.
 
     Args:
-        size: how many are neighbours.
+        size: number of ranks in a group.
     """
     parts = [range(start, min(start + size, group.size)) for start in range(0, group.size, size)]
     return _require(_make(group, device, parts), f"groups of {size} ranks")
 
 
 def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group | None:
-    """A group of the listed ranks; None on the ranks that are not listed, which cannot use it.
+    """Create a group of the listed ranks; return None on other ranks, which cannot use it.
 
-    All ranks of `group` call it with the same list; it communicates among the listed ones.
+    All ranks pass the same list; only the listed ranks communicate.
+
+    Collective: all ranks must call it.
 
     Args:
         ranks: group ranks, in the order in which they are numbered in the new group.
 
     Raises:
-        ConfigurationError: the list is empty, names a rank twice, or one that the group does not have; or
-            torch offers no way to number its ranks so.
+        ConfigurationError: the list is empty, has a rank twice, or has a rank that is not in the group; or
+            torch cannot number the ranks in this order.
     """
     chosen = list(ranks)
     wrong = [rank for rank in chosen if not 0 <= rank < group.size]
@@ -67,7 +72,9 @@ def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group
 
 
 def node_group(group: Group, device: torch.device, node: str | int | None = None) -> Group:
-    """The group of this rank's node: the ranks that say the same of where they are, in their old order.
+    """Create the group of the ranks on this rank's node, in their order.
+
+    Collective: all ranks must call it.
 
     Args:
         node: name or number of this rank's node; None for the host's name.
@@ -81,14 +88,14 @@ def node_group(group: Group, device: torch.device, node: str | int | None = None
 def _require(made: Group | None, what: str) -> Group:
     if made is None:
         raise ConfigurationError(
-            f"no {what} can be made: this process group is not known to torch.distributed."
-            " Create it with init_process_group or new_group."
+            f"no {what} can be created, because torch.distributed does not know this process group. Create"
+            " it with init_process_group or new_group."
         )
     return made
 
 
 def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) -> Group | None:
-    """Makes a group of each part; the one that this rank is in, None if torch offers no way or in none."""
+    """Make a group of each part; return that of this rank, or None if there is none."""
     number = group.next_number("group")
     mine = next((part for part in parts if group.rank in part), None)
     if group.backend(device) != "gloo":
@@ -110,7 +117,7 @@ def _make(group: Group, device: torch.device, parts: Sequence[Sequence[int]]) ->
 def _beside(
     group: Group, made: Any, ranks: Sequence[int], number: int, store: dist.Store | None = None
 ) -> Group:
-    """The new group; what is noted of its collectives names it after the one that it was made of."""
+    """Wrap the new process group; its lane is named after that of `group`."""
     if group.interrupt is not None and group.lane is not None:
         of_run = [group.lane.ranks[rank] for rank in ranks]
         part = f" from rank {of_run[0]}" * (len(ranks) < group.size)
@@ -120,10 +127,10 @@ def _beside(
 
 
 def _keep_timeout(first: Any, made: Any, device: torch.device) -> None:
-    """Gives a new group the timeout of another one; torch gives it the backend's, 10 minutes for NCCL."""
+    """Copy the timeout of a group to a new group, for which torch sets the backend's default."""
     try:
         timeout = timeout_of(backend_of(first, device))
-    except RuntimeError:  # a third party's, which may have no device
+    except RuntimeError:  # a third-party backend may have no device
         return
     if timeout is not None:
         set_timeout(backend_of(made, device), timeout)
@@ -135,7 +142,7 @@ def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Any | None
         return None
     ranks = dist.get_process_group_ranks(process_group)
     mine = None
-    # all ranks of the run make all groups; if this group has some of them only, its ranks make theirs
+    # All ranks of the job make all groups. If this group has only some ranks, only these make groups.
     is_local = len(ranks) < dist.get_world_size()
     for part in parts:
         chosen = [ranks[rank] for rank in part]
@@ -146,7 +153,7 @@ def _make_with_torch(group: Group, parts: Sequence[Sequence[int]]) -> Any | None
 
 
 def _order(ranks: Sequence[int]) -> dict[str, Any]:
-    """What makes torch number the ranks of a new group as they are listed; it would sort them."""
+    """Return arguments of `new_group` that keep the order of ranks, which torch would sort."""
     if list(ranks) == sorted(ranks):
         return {}
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -159,10 +166,10 @@ def _order(ranks: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def _without_splits() -> Generator[None, None, None]:
-    """Lets some ranks of the run make a group without the others.
+    """Let some ranks of the job make a group in this context without the others.
 
-    Where the default group is bound to a device, a new NCCL group is split from it, and a split ends when all
-    its ranks have called it. Without a device, a group of its own is set up at its first collective.
+    If the default group is bound to a device, a new NCCL group is split from it, and a split waits for all
+    ranks of the default group. Without a device, the new group is set up separately at its first collective.
     """
     default: Any = dist.group.WORLD
     device, default.bound_device_id = default.bound_device_id, None

@@ -1,20 +1,20 @@
-"""Process-group teardown: frees blocked threads, refuses groups of lost ranks, and lets gloo's threads end.
+"""Process-group teardown: abort blocked threads, refuse groups of lost ranks, wait for gloo's threads.
 
-* A thread that is blocked inside of a collective of torch, where no Python runs, is freed. NCCL communicators
-  are aborted, which ends what they have on the device; from then on NCCL's watchdog does not look at them any
-  more, and does not end the process because of them. gloo has nothing of the kind (its `abort` leaves waiting
-  threads waiting), so the connections that the group has opened are shut down: to gloo every peer is gone,
-  and its waits fail. Where a group is being made, and gloo waits for a peer to connect that never will, it is
-  connected to from here, and left again.
-* Code of the user's may keep a group of lost ranks, which torch forgets and does not forbid: its collectives
-  would wait for those. Who uses one is told which, and what to do.
-* Since torch 2.13 a tensor that C++ lets go of tells its Python object, for which the thread has to take the
-  GIL. gloo's threads drop the tensors of a collective after those who wait for it have gone on. If the
-  interpreter is being finalised by then, the thread is ended inside of a destructor, and that ends the
-  process (`terminate called without an active exception`, SIGABRT). So the interpreter waits for them before.
-* Where ranks call different collectives, gloo finds in a thread of its own that sizes do not fit. Its
-  exception has nowhere to go there: C++ calls the terminate handler, which aborts the process without a word
-  about who called what. A handler here has Python called first, in that thread, while the others go on.
+* A thread may be blocked inside a collective of torch, where no Python runs. NCCL communicators are
+  aborted, which stops their kernels; from then on NCCL's watchdog ignores them, and does not terminate the
+  process because of them. gloo has no such abort (its `abort` leaves waiting threads blocked), so the
+  group's connections are shut down: gloo sees every peer as lost, and its waits fail. While a group is
+  being made, gloo may wait for a lost peer to connect; then this process connects in its place, and closes
+  the connection.
+* User code may keep a group of lost ranks, which torch forgets but does not forbid: its collectives would
+  wait for these ranks. An error names the group and the remedy.
+* Since torch 2.13 a thread of C++ that releases a tensor takes the GIL to update its Python object. gloo's
+  threads release the tensors of a collective after its waits have returned. If the interpreter is being
+  finalized by then, the thread is terminated inside a destructor, which aborts the process (`terminate called
+  without an active exception`, SIGABRT). So the interpreter waits for these threads before it exits.
+* If ranks call different collectives, a thread of gloo detects that sizes differ. Nothing catches its
+  exception: C++ calls the terminate handler, which aborts the process without a message about the cause.
+  A handler here calls Python first, in that thread, while other threads continue.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _KNOCK_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.01
 _remembered: dict[int, str] = {}
-"""Registry of the sockets of groups: who aborts knows no group, and the groups do not tell their sockets."""
+"""Registry of the sockets of groups, because groups do not expose their sockets."""
 _making: list[tuple[dict[int, str], int]] = []
-"""Registry of groups that are being made: the sockets that there were before, how many peers may connect."""
+"""Registry of groups that are being made: the sockets before, and how many peers may connect."""
 _aborts: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDictionary()
-"""Registry of aborts: group -> set once it is aborted."""
+"""Registry of aborts: group -> event that is set once the group is aborted."""
 
 
 @contextmanager
 def remember_connections(num_peers: int = 0) -> Generator[None, None, None]:
-    """Remembers the sockets that are opened in here, so that `abort_groups` can shut them down.
+    """Record the sockets opened in this context, so that `abort_groups` can shut them down.
 
-    Also while they are opened: a group is not made before all ranks have come, which they may never do.
+    Also works during the context: a group is not made until all ranks have connected, which may never happen.
 
     Args:
-        num_peers: for how many gloo may wait to connect, if it does.
+        num_peers: number of peers for whose connections gloo may wait.
     """
     making = _sockets(), num_peers
     _making.append(making)
@@ -74,10 +74,12 @@ def remember_connections(num_peers: int = 0) -> Generator[None, None, None]:
 
 
 def abort_groups() -> None:
-    """Makes every collective of this process fail, now and from now on. Any thread; does not communicate.
+    """Make all present and future collectives of this process fail; return at once.
 
-    Returns at once. Each group has a thread: an abort frees memory, for which CUDA waits for all kernels of
-    the device, also for those of groups that would be aborted only after it.
+    Each group is aborted in a separate thread: an abort frees memory, for which CUDA waits for all kernels of
+    the device, including those of groups whose abort would come next.
+
+    Thread-safe.
     """
     for group in list(known_groups()):
         is_over = threading.Event()
@@ -90,7 +92,7 @@ def abort_groups() -> None:
         num_peers.update(dict.fromkeys(_opened_since(before), number))
     for descriptor, number in num_peers.items():
         with suppress(OSError), _duplicate(descriptor) as connection:
-            # a listening socket stays: gloo ends the process when it cannot accept
+            # Keep listening sockets: gloo terminates the process when it cannot accept.
             if not _is_listener(connection):
                 connection.shutdown(socket.SHUT_RDWR)
             elif number:
@@ -98,7 +100,7 @@ def abort_groups() -> None:
 
 
 def wait_for_aborts() -> None:
-    """Returns once all that `abort_groups` has begun is over, which may take as long as a kernel runs."""
+    """Wait for all aborts that `abort_groups` has begun, which may take as long as a kernel runs."""
     for is_over in list(_aborts.values()):
         is_over.wait()
 
@@ -116,21 +118,21 @@ def _abort(group: Any, is_over: threading.Event) -> None:
 
 
 def _knock(address: Any, num_peers: int) -> None:
-    """Connects to a socket at which gloo listens as each of its peers would, and leaves."""
-    for number in range(num_peers):  # which a peer says first
+    """Connect to a listening socket of gloo as each of its peers would, and close the connections."""
+    for number in range(num_peers):  # the number with which a peer identifies itself
         with suppress(OSError), socket.create_connection(address[:2], _KNOCK_WITHIN_S) as connection:
             connection.sendall(number.to_bytes(8, sys.byteorder))
 
 
 def _opened_since(before: dict[int, str]) -> dict[int, str]:
-    """The connections that are new, but those that a server here has accepted, such as the store's.
+    """Return new connections, except those accepted by servers here, such as the store.
 
-    Pairs of sockets within this host are of other threads, which start processes meanwhile.
+    Socket pairs are left out, too: they belong to other threads, which start processes meanwhile.
     """
     opened = {descriptor: name for descriptor, name in _sockets().items() if before.get(descriptor) != name}
     served = set()
     for descriptor, name in before.items() if opened else ():
-        if _remembered.get(descriptor) != name:  # else a group accepts its peers there
+        if _remembered.get(descriptor) != name:  # not a group's own listener for its peers
             with suppress(OSError), _duplicate(descriptor) as connection:
                 if _is_listener(connection):
                     served.add(_port_of(connection))
@@ -150,18 +152,18 @@ def _is_listener(connection: socket.socket) -> bool:
 
 
 def _port_of(connection: socket.socket) -> int:
-    """The local port; -1 where there is none. An accepted connection has that of the listener."""
+    """Return the local port, or -1; an accepted connection has the port of its listener."""
     name = connection.getsockname()
     is_of_network = connection.family in (socket.AF_INET, socket.AF_INET6)
     return int(name[1]) if is_of_network else -1
 
 
 def _sockets() -> dict[int, str]:
-    """Descriptor -> name with the inode, of all sockets of this process; empty where there is no /proc."""
+    """Map descriptors to names with the inode for all sockets of this process; {} without /proc."""
     found = {}
     with suppress(OSError):
         for entry in _DESCRIPTORS.iterdir():
-            with suppress(OSError):  # the descriptor of this very listing is closed meanwhile
+            with suppress(OSError):  # the descriptor of this listing is closed meanwhile
                 name = os.readlink(entry)
                 if name.startswith("socket:"):
                     found[int(entry.name)] = name
@@ -176,14 +178,14 @@ _COMMUNICATE = tuple(os.path.dirname(path) + os.sep for path in (str(dist.__file
 
 
 def retire_groups(beside: Iterable[Any] = ()) -> None:
-    """Has the collectives of all groups of a run fail at once, and threads destroy them. Called before that.
+    """Make collectives of all groups raise, and destroy the groups in threads.
 
-    gloo's destructor waits for the threads of the group, and one of them may wait for the rest of a message
-    whose sender was lost: gloo wakes those that wait for one which has not begun, and no others before the
-    timeout of the group is over.
+    gloo's destructor waits for the threads of the group. A thread may wait for the rest of a message whose
+    sender was lost; gloo wakes only threads that wait for a message that has not begun, and others after the
+    timeout of the group.
 
     Args:
-        beside: groups that torch does not know of.
+        beside: further groups, which torch does not know.
     """
     known = list(known_groups())
     for group in known:
@@ -196,13 +198,13 @@ def retire_groups(beside: Iterable[Any] = ()) -> None:
 
 
 def _let_go_last(held: list[Any]) -> None:
-    while sys.getrefcount(held[0]) > 2:  # the list's, and that of the question
+    while sys.getrefcount(held[0]) > 2:  # the list's reference and that of the argument
         time.sleep(_LOOK_EVERY_S)
     held.clear()
 
 
 def explain_retired(error: BaseException) -> ProcessGroupError | None:
-    """What to raise in the place of an error that comes of the use of such a group; None for another one."""
+    """Return the error to raise instead of one caused by a retired group; None for another cause."""
     for frame, _ in traceback.walk_tb(error.__traceback__) if _retired else ():
         if not frame.f_code.co_filename.startswith(_COMMUNICATE):
             continue
@@ -210,10 +212,10 @@ def explain_retired(error: BaseException) -> ProcessGroupError | None:
             group = getattr(value, "process_group", value)  # of a `Group`
             if isinstance(group, dist.ProcessGroup) and group in _retired:
                 return ProcessGroupError(
-                    f"{_retired[group]} was made before ranks were lost, and cannot be used any more. Do not"
-                    " keep torch.distributed.group.WORLD, but ask for it where you use it; and make groups of"
-                    " torch.distributed.new_group anew in on_world_changed(), where all ranks that are left"
-                    " do so."
+                    f"{_retired[group]} was created before ranks were lost and cannot be used any more. Do"
+                    " not keep torch.distributed.group.WORLD, but look it up where you use it; and create"
+                    " groups of torch.distributed.new_group again in on_world_changed(), which all"
+                    " remaining ranks call."
                 )
     return None
 
@@ -225,13 +227,16 @@ _LONGEST_WAIT_S = 1.0
 _PAUSE_S = 0.001
 
 _sent: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_MOST_NOTED)
-"""Of the process, and of no run: the interpreter waits for tensors also of groups that are gone."""
+"""Tensors of recent collectives of the process, also of destroyed groups; awaited at exit."""
 
 
 def note_sent(tensors: Iterable[torch.Tensor]) -> None:
-    """Remembers, weakly, what a collective is about to use. Called by any thread; does not communicate.
+    """Record, weakly, the tensors that a collective is about to use.
 
-    Tensors that C++ holds already, such as those with views, are left out: it cannot be told who does.
+    Tensors to which C++ has further references, such as those with views, are left out, because these
+    references may not be gloo's.
+
+    Thread-safe.
     """
     for tensor in tensors:
         if use_count(tensor) == 1:
@@ -239,13 +244,13 @@ def note_sent(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def are_let_go() -> bool:
-    """Whether only Python holds what was noted last."""
+    """Return True if only Python has references to the recorded tensors."""
     alive = (ref() for ref in list(_sent))
     return all(tensor is None or use_count(tensor) == 1 for tensor in alive)
 
 
 def wait_until_let_go(longest_s: float = _LONGEST_WAIT_S) -> bool:
-    """Waits until `are_let_go`, or for `longest_s` seconds; releases the GIL meanwhile. Returns whether."""
+    """Wait until `are_let_go`, for at most `longest_s`, without the GIL; return the result."""
     deadline = time.monotonic() + longest_s
     while not are_let_go():
         if time.monotonic() > deadline:
@@ -256,16 +261,16 @@ def wait_until_let_go(longest_s: float = _LONGEST_WAIT_S) -> bool:
 
 @atexit.register
 def _part() -> None:
-    """Waits until no thread is about to let go; one that has just done it wants the GIL once more."""
+    """Wait at exit until gloo's threads have released all tensors and the GIL."""
     deadline = time.monotonic() + _LONGEST_WAIT_S
     num_idle = 0
     while _sent and num_idle < 2 and time.monotonic() < deadline:
         num_idle = num_idle + 1 if are_let_go() and not _is_another_runnable() else 0
-        time.sleep(_PAUSE_S)  # without the GIL: who waits for it is runnable then, or done
+        time.sleep(_PAUSE_S)  # releases the GIL: a thread that waits for it becomes runnable, or ends
 
 
 def _is_another_runnable() -> bool:
-    """Whether a thread beside this one runs, or waits for a processor; False where that cannot be known."""
+    """Return True if another thread runs or waits for a processor; False if unknown."""
     try:
         threads = os.listdir("/proc/self/task")
     except OSError:
@@ -286,10 +291,10 @@ def _state_of(thread: str) -> str | None:
 
 
 class _Handler:
-    """The terminate handler that this process has from now on; before the process ends, the one before it.
+    """The C++ terminate handler of this process, which calls the previous handler at last.
 
     Raises:
-        OSError, AttributeError: C++ has another library than GNU's.
+        OSError, AttributeError: the C++ library is not GNU's.
     """
 
     def __init__(self) -> None:
@@ -306,25 +311,25 @@ class _Handler:
     def _on_terminate(self) -> None:
         if self.call is not None and b"gloo" in self._type_of_exception():
             self.has_given_up.set()
-            with suppress(BaseException):  # whatever it is, the process ends now
+            with suppress(BaseException):  # the process is aborted in any case
                 self.call()
         self._before()
 
     def _type_of_exception(self) -> bytes:
-        """The mangled name of the C++ exception that nobody has caught."""
+        """Return the mangled name of the uncaught C++ exception."""
         info = self._type_info()
         if not info:
             return b""
         return ctypes.c_char_p.from_address(info + ctypes.sizeof(ctypes.c_void_p)).value or b""
 
     def remove(self) -> None:
-        """Puts the one before in its place."""
+        """Restore the previous handler."""
         self._set(ctypes.cast(self._before, ctypes.c_void_p))
 
 
 @functools.cache
 def _handler() -> _Handler | None:
-    """That of the process, as C++ has one; None where C++ has another library than GNU's."""
+    """Return the handler of the process; None if the C++ library is not GNU's."""
     if sys.platform != "linux":
         return None
     try:
@@ -334,9 +339,9 @@ def _handler() -> _Handler | None:
 
 
 def before_gloo_ends_the_process(call: Callable[[], None] | None) -> None:
-    """Has `call` called in gloo's thread before it ends this process for an error; None for nothing.
+    """Call `call` in gloo's thread before an error there aborts this process; None for no call.
 
-    The process is aborted when it returns, so it may wait until the main thread has ended the process.
+    The process is aborted when `call` returns, so it may wait until the main thread has exited.
     """
     handler = _handler()
     if handler is not None:
@@ -345,7 +350,7 @@ def before_gloo_ends_the_process(call: Callable[[], None] | None) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Ends a process in which a thread of gloo never returns: its groups would wait for it for ever."""
+    """Exit a process in which a thread of gloo never returns, as its groups would wait forever."""
     handler = _handler() if _handler.cache_info().currsize else None
     if handler is None:
         return
@@ -354,4 +359,4 @@ def _leave() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    handler.remove()  # an interpreter that ends calls no Python in a thread of C++
+    handler.remove()  # a finalized interpreter must not be called from a thread of C++

@@ -1,9 +1,9 @@
-"""Hydra's configuration groups `strategy`, `trainer` and `launcher`; what `hydra_jobs` is told of them.
+"""Hydra's configuration groups `strategy`, `trainer` and `launcher`, and their interface for `hydra_jobs`.
 
-They are found with `hydra.searchpath: [pkg://lightning_ddp.conf]`, and without it in a script that imports
-`lightning_ddp` where its defaults name one of them that it has not itself. Nothing here imports Hydra before
-that. (A plugin in Hydra's own sense would be found without `import lightning_ddp`, but would have every Hydra
-program of the environment import torch.)
+Hydra finds them with `hydra.searchpath: [pkg://lightning_ddp.conf]`. A script that imports `lightning_ddp`
+needs no search path if its defaults name a group that the script itself does not have. Nothing here imports
+Hydra before that. (A Hydra plugin would be found without `import lightning_ddp`, but would make every Hydra
+program in the environment import torch.)
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PROVIDER = "lightning_ddp"
 
 @functools.cache
 def register() -> None:
-    """Stores the schemas, and the groups under the name of this package.
+    """Register the schemas and groups of this package in Hydra's ConfigStore.
 
-    Not as `strategy`, `trainer` and `launcher`: Hydra 1 takes an entry of its store for the schema of a file
-    of the same name, so that a `trainer/gpu.yaml` of the user's could not be composed any more.
+    Not as `strategy`, `trainer` and `launcher`: Hydra 1 uses an entry of its store as the schema of a file of
+    the same name, so a user's `trainer/gpu.yaml` could not be composed any more.
     """
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def check_composed(config: Any) -> None:
-    """See `check.check_composed`; nothing to do where no schema can be in it."""
+    """Check a composed configuration with `check.check_composed`, if it can contain a schema."""
     if "lightning_ddp.conf.schema" in sys.modules:
         from lightning_ddp.conf.check import check_composed
 
@@ -56,7 +56,7 @@ def check_composed(config: Any) -> None:
 
 
 def explain(error: Any, groups: Set[str]) -> str | None:
-    """See `check.explain`."""
+    """Explain a Hydra error with `check.explain`."""
     from lightning_ddp.conf.check import explain
 
     return explain(error, groups)

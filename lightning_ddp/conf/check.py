@@ -34,9 +34,10 @@ _CHECKED = {
 
 
 def check_composed(config: Any) -> None:
-    """Checks every node with one of our schemas, and hooks and averagers wherever they are specified.
+    """Check every node with a schema of this package, and hooks and averagers wherever specified.
 
-    Raises ConfigCompositionException, which says where something is wrong and what was probably meant.
+    Raises:
+        ConfigCompositionException: something is wrong; the message has its path and the closest valid name.
     """
     problems = [
         problem for path, node, schema in _our_nodes(config) for problem in _problems(path, node, schema)
@@ -46,13 +47,13 @@ def check_composed(config: Any) -> None:
 
 
 def explain(error: HydraException, groups: Set[str]) -> str | None:
-    """What to say instead of Hydra's own message, where that is about our options, or `groups` of ours."""
+    """Return a better message for a Hydra error about this package's options or `groups`, else None."""
     if isinstance(error, MissingConfigException):
         return _explain_missing_choice(error, groups)
     group = re.match(r"Could not override '((\w+)/[\w/]+)'", str(error))
     if group and group[2] in groups and group[1] not in _SUBGROUPS:
         return f"{group[1]}: there is no such group{closest(group[1], _SUBGROUPS, lists_all=True)}"
-    cause = error.__cause__ or error.__context__  # the second for what a file holds
+    cause = error.__cause__ or error.__context__  # the latter for values in a file
     if not isinstance(cause, OmegaConfBaseException):
         return None
     file = re.match(r"In '([^']+)'", str(error))
@@ -68,13 +69,13 @@ def _explain_value(cause: OmegaConfBaseException) -> str | None:
         is_ours = OmegaConf.get_type(cause.parent_node) is schema.cls
         return _unknown(str(cause.full_key), str(cause.key), schema) if is_ours else None
     option = _find_option(str(cause.full_key), schema)
-    described = f" It is: {option.description}" if option is not None and option.description else ""
+    described = f" Meaning: {option.description}" if option is not None and option.description else ""
     if isinstance(cause, ValidationError):
         return f"{cause.full_key}: {str(cause.msg or cause).splitlines()[0]}.{described}"
     if isinstance(cause, ConfigTypeError) and str(cause.full_key).endswith(tuple(_CHECKED)):
         return (
-            f"{cause.full_key}: the chosen strategy has its own options there, which a list cannot replace:"
-            " begin with strategy=custom_ddp"
+            f"{cause.full_key}: the chosen strategy has its own options there, which a list cannot replace."
+            " Start with strategy=custom_ddp."
         )
     return None
 
@@ -83,7 +84,7 @@ def _explain_value(cause: OmegaConfBaseException) -> str | None:
 
 
 def _our_nodes(config: Any) -> Iterator[tuple[str, DictConfig, Schema]]:
-    """Every node with one of our schemas, and its path, without resolving anything."""
+    """Iterate over nodes with a schema of this package, with their paths; do not resolve anything."""
     for path, node in nodes_of(config):
         schema = None if OmegaConf.is_interpolation(node) else _schema_of(node)
         if schema is not None:
@@ -128,20 +129,20 @@ def _unknown_keys(node: DictConfig, schema: Schema) -> list[str]:
 
 
 def _parse_problem(node: DictConfig, name: str, parse: Any) -> str | None:
-    """What the owner of a specification says about it; None also where it depends on later values."""
+    """Return the error of parsing a specification; None if valid, or dependent on later values."""
     if name not in {*node} or OmegaConf.is_interpolation(node, name):
         return None
     child = None if OmegaConf.is_missing(node, name) else node[name]
     if child is None:
         return None
     if any(_unknown_keys(inner, schema) for _, inner, schema in _our_nodes(node)):
-        return None  # which is reported there
+        return None  # reported for the inner node
     try:
         spec = OmegaConf.to_container(node, resolve=True, throw_on_missing=False)[name]  # type: ignore[index, call-overload]
     except OmegaConfBaseException:
-        return None  # an interpolation that can only be resolved in the job, such as of ${hydra:...}
+        return None  # an interpolation that can be resolved in the job only, such as ${hydra:...}
     if isinstance(spec, dict) and ("_target_" in spec or "???" in spec.values()):
-        return None  # a function of the user's, or a value that is still to be given
+        return None  # a user's function, or a value that is not set yet
     try:
         parse(spec)
     except ConfigurationError as error:
@@ -157,7 +158,7 @@ def _unknown(full_key: str, key: str, schema: Schema) -> str:
 def _explain_missing_choice(error: MissingConfigException, groups: Set[str]) -> str | None:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if group == "hydra/launcher" and choice == "submitit_slurm" and "launcher" in groups:
-        return f"{error}\nThe launcher of SLURM is a package of its own: pip install hydra-submitit-launcher"
+        return f"{error}\nThe SLURM launcher is a separate package: pip install hydra-submitit-launcher"
     if group.partition("/")[0] not in groups or not error.options:
         return None
     return f"{group}: there is no {choice!r}{closest(str(choice), list(error.options), lists_all=True)}"

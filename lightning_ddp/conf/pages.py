@@ -1,6 +1,6 @@
-"""The text of the YAML files of the group `strategy`, made of the options.
+"""Generator of the YAML files of the group `strategy` from the options.
 
-`python -m lightning_ddp.conf.pages` writes the files; a test compares them with what this module says.
+`python -m lightning_ddp.conf.pages` writes the files; a test compares them with this module's output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXAMPLES: Mapping[str, Any] = {"periods": {4: 2, 16: 0}}
 
 
 def strategy_pages() -> dict[str, str]:
-    """Path below this folder -> content, of every generated file."""
+    """Return the content of every generated file, by its path below this folder."""
     pages = {f"strategy/{_BASE}.yaml": _base_page()}
     for name, (description, arguments) in BUILTIN.items():
         if name != _BASE:
@@ -117,7 +117,7 @@ def _text(lines: list[str]) -> str:
 
 
 def main() -> None:
-    """Writes the files."""
+    """Write the generated files."""
     for path, content in strategy_pages().items():
         target = FOLDER / path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Typed classes for OmegaConf: for the strategy, the Trainer, each hook and averager.
 
-They are made of options: names, types, defaults and descriptions, read from the code that owns them. They are
-attributes of this module, so that a composed configuration pickles.
+They are made from options: names, types, defaults and descriptions, read from the code that defines them.
+They are attributes of this module, so that a composed configuration pickles.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from lightning_ddp.trainer import Trainer
 _PRIMITIVES = (bool, int, float, str)
 
 REQUIRED = "???"
-"""Default of an option that has none, in OmegaConf's spelling."""
+"""OmegaConf's marker for an option without a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One thing to configure."""
+    """One configuration option."""
 
     name: str
     type: Any
-    """As OmegaConf understands it; `Any` where it has no type for the annotation; `timedelta` is kept."""
+    """Type for OmegaConf; `Any` if it has none for the annotation; `timedelta` is kept."""
     default: Any
-    """`REQUIRED` if there is none."""
+    """Default value; `REQUIRED` if there is none."""
     description: str
-    """One paragraph, without line ends."""
+    """Description in one paragraph, without line ends."""
     choices: tuple[Any, ...] = ()
-    """The only values (of the types in `choice_types`), where they are known."""
+    """Valid values (of the types in `choice_types`), if they are known."""
     choice_types: tuple[type, ...] = ()
 
     @property
     def is_duration(self) -> bool:
-        """Whether it is a `timedelta`, or None."""
+        """True if the option is a `timedelta`, or None."""
         return timedelta in (self.type, *typing.get_args(self.type))
 
 
 def _type_of(annotation: Any) -> tuple[Any, tuple[Any, ...], tuple[type, ...]]:
-    """The type for OmegaConf, the choices among its values, and the types to which the choices apply.
+    """Return the type for OmegaConf, the valid values, and the types to which these apply.
 
     >>> _type_of(Literal["a", "b"] | None)
     (str | None, ('a', 'b'), (<class 'str'>,))
@@ -70,7 +70,7 @@ def _type_of(annotation: Any) -> tuple[Any, tuple[Any, ...], tuple[type, ...]]:
     if kind is None:
         if not kinds or not all(kind in _PRIMITIVES for kind in kinds):
             return Any, (), ()
-        if float in kinds and int not in kinds:  # in a union OmegaConf takes no int for a float
+        if float in kinds and int not in kinds:  # in a union OmegaConf does not accept an int as float
             kinds.append(int)
         kind = Union[tuple(kinds)]  # noqa: UP007 (a tuple of types that is not known here)
     choice_types = tuple(t for t in choice_types if t not in plain)
@@ -84,23 +84,23 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _as_config_type(kind: Any) -> Any:
-    """What OmegaConf has for one type; None for nothing."""
+    """Return OmegaConf's type for a single type; None if it has none."""
     if kind in _PRIMITIVES or kind is timedelta:
         return kind
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(origin, type) and all(argument in _PRIMITIVES for argument in arguments):
         if issubclass(origin, Sequence):
             return list[arguments]  # type: ignore[valid-type]  # a type that is not known here
-        if issubclass(origin, Mapping):  # a key is text on the command line, and may be a number in YAML
+        if issubclass(origin, Mapping):  # a key is text on the command line, but may be a number in YAML
             return dict[Any, arguments[1]]  # type: ignore[valid-type]  # the same
     return None
 
 
-# ---------------------------------------------------------------------- where options come from
+# ---------------------------------------------------------------------- sources of options
 
 
 def options_of_signature(owner: type, *, without: Sequence[str] = ()) -> list[Option]:
-    """The arguments of a class, `without` some; their descriptions are those of `Args:` in its docstring."""
+    """Return the arguments of a class, except `without`, described by `Args:` in its docstring."""
     hints = typing.get_type_hints(owner.__init__)  # type: ignore[misc]  # of this very class
     described = _described_arguments(inspect.getdoc(owner) or "")
     return [
@@ -111,7 +111,7 @@ def options_of_signature(owner: type, *, without: Sequence[str] = ()) -> list[Op
 
 
 def options_of_dataclass(owner: type) -> list[Option]:
-    """The fields of a dataclass; their descriptions are the strings below them."""
+    """Return the fields of a dataclass, described by the strings below them."""
     hints = typing.get_type_hints(owner)
     described: dict[str, str] = {}
     for kind in reversed(owner.__mro__):
@@ -125,7 +125,10 @@ def options_of_dataclass(owner: type) -> list[Option]:
 
 
 def _option(name: str, annotation: Any, default: Any, description: str) -> Option:
-    kind, choices, choice_types = _type_of(annotation)
+    members = _members(annotation)
+    if timedelta in members and float in members:  # seconds where the default is a number, else the parts
+        members.remove(timedelta if isinstance(default, float) else float)
+    kind, choices, choice_types = _type_of(Union[tuple(members)])  # noqa: UP007 (a tuple)
     is_required = default in (MISSING, inspect.Parameter.empty)
     return Option(
         name=name,
@@ -138,7 +141,7 @@ def _option(name: str, annotation: Any, default: Any, description: str) -> Optio
 
 
 def _described_arguments(docstring: str) -> dict[str, str]:
-    """Argument -> description, from the `Args:` of a Google docstring.
+    """Return descriptions by argument, from the `Args:` section of a Google docstring.
 
     >>> _described_arguments('''Does.
     ...
@@ -159,7 +162,7 @@ def _described_arguments(docstring: str) -> dict[str, str]:
 
 
 def _described_fields(owner: type) -> dict[str, str]:
-    """Field -> the string that stands below it, of this class alone."""
+    """Return the strings below the fields of this class, without its bases, by field."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef)
     described = {}
@@ -170,10 +173,10 @@ def _described_fields(owner: type) -> dict[str, str]:
     return described
 
 
-# ---------------------------------------------------------------------- classes made of them
+# ---------------------------------------------------------------------- classes made from options
 
 SET_BY_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin")
-"""Arguments of the strategy that are none of the user's."""
+"""Arguments of the strategy that the Trainer sets, not the user."""
 
 
 @dataclass
@@ -182,13 +185,17 @@ class Duration:
 
     _target_: str = "lightning_ddp.conf.schema.duration"
     days: float | None = None
+    """Days of the duration; None for 0."""
     hours: float | None = None
+    """Hours of the duration; None for 0."""
     minutes: float | None = None
+    """Minutes of the duration; None for 0."""
     seconds: float | None = None
+    """Seconds of the duration; None for 0."""
 
 
 def duration(**parts: float | None) -> timedelta | None:
-    """What Hydra makes of a `Duration`.
+    """Convert a `Duration` to a `timedelta`; None if no part is given.
 
     >>> duration(minutes=1.5, seconds=None)
     datetime.timedelta(seconds=90)
@@ -201,13 +208,13 @@ def duration(**parts: float | None) -> timedelta | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """A class for OmegaConf and the options that it is made of."""
+    """An OmegaConf class and the options from which it is made."""
 
     name: str
-    """Where it lies in the ConfigStore, below `lightning_ddp/schema`."""
+    """Path in the ConfigStore, below `lightning_ddp/schema`."""
     cls: type
     options: tuple[Option, ...]
-    """What a user may set."""
+    """Options that a user may set."""
     description: str
 
 
@@ -215,7 +222,7 @@ def _config_field(option: Option) -> tuple[str, Any, Any]:
     kind, default = option.type, option.default
     if option.is_duration:
         minutes = None if default is None else default.total_seconds() / 60
-        return option.name, Duration | None, field(default_factory=lambda: Duration(minutes=minutes))
+        return option.name, Any, field(default_factory=lambda: Duration(minutes=minutes))
     if isinstance(default, (list, dict)):
         return option.name, kind, field(default_factory=lambda: type(default)(default))
     return option.name, kind, default
@@ -224,7 +231,7 @@ def _config_field(option: Option) -> tuple[str, Any, Any]:
 def _make(
     name: str, options: Sequence[Option], description: str, *, class_name: str, constants: dict[str, str]
 ) -> Schema:
-    """Makes a class that a pickle finds here."""
+    """Create a class at module level, where pickle finds it."""
     fields: list[Any] = [(key, str, value) for key, value in constants.items()]
     fields += [_config_field(option) for option in options]
     cls = make_dataclass(class_name, fields, namespace={"__doc__": description, "__module__": __name__})
@@ -233,7 +240,7 @@ def _make(
 
 
 def _make_for(owner: type, name: str, options: Sequence[Option]) -> Schema:
-    """For an object that Hydra makes."""
+    """Create the schema of an object that Hydra instantiates."""
     return _make(
         name,
         options,
@@ -246,7 +253,7 @@ def _make_for(owner: type, name: str, options: Sequence[Option]) -> Schema:
 def _make_group(
     group: str, kind: str, options: Mapping[str, type | None], descriptions: Mapping[str, str]
 ) -> dict[str, Schema]:
-    """For the names that an argument of the strategy takes."""
+    """Create the schemas of the named values of a strategy argument."""
     return {
         name: _make(
             f"{group}/{name}",
@@ -274,20 +281,20 @@ ON_FAILURE = _make_group(
     "OnFailure",
     {"stop": None, "shrink": RecoverySettings, "replace": ReplaceSettings},
     {
-        "stop": "The run ends on all ranks.",
-        "shrink": "Goes on with the ranks that are left.",
-        "replace": "The same, with a new process in each place.",
+        "stop": "End the run on all ranks.",
+        "shrink": "Continue with the remaining ranks.",
+        "replace": "Continue with the remaining ranks, and start a new process for each lost rank.",
     },
 )
 DURATION = Schema(
     name="duration",
     cls=Duration,
     options=tuple(option for option in options_of_dataclass(Duration) if option.name != "_target_"),
-    description="A time span.",
+    description="A duration, as a value of `timeout` and `stall_timeout`.",
 )
 
 
 def all_schemas() -> dict[type, Schema]:
-    """Every schema, by its class."""
+    """Return every schema by its class."""
     schemas = (STRATEGY, TRAINER, DURATION, *HOOKS.values(), *AVERAGERS.values(), *ON_FAILURE.values())
     return {schema.cls: schema for schema in schemas}

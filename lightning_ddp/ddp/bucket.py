@@ -1,7 +1,7 @@
-"""The flat buffer of a bucket, its views, and how gradients get in and out of it, also sparse ones.
+"""The flat buffer of a bucket, its views, and copies of dense and sparse gradients to and from it.
 
-On CUDA, where gradients come on the streams of their forwards, what is done with all of a bucket is ordered
-after each.
+On CUDA, autograd writes gradients on the streams of their forwards. Operations on a whole bucket are ordered
+after all of these streams.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from lightning_ddp._torch import foreach_copy_, foreach_mul_
 from lightning_ddp.errors import BackwardOrderError
 
 _MOST_BYTES_IN_PLACE = 256 * 1024
-"""From this size on a copy costs less than zeros and an addition; below, the number of operations counts."""
+"""Largest gradient that autograd adds in place: above, one copy costs less than zeros and an addition."""
 _SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
-_current_stream = torch.accelerator.current_stream  # asked once a gradient; does less than that of torch.cuda
+# Called once per gradient, so the variant with the least overhead: torch.cuda.current_stream does more.
+_current_stream = torch.accelerator.current_stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class BucketSpec:
     """One bucket of a plan."""
 
     indices: tuple[int, ...]
-    """Positions of its parameters in the list that was planned, in the order of the flat buffer."""
+    """Positions of its parameters in the planned list, in the order of the flat buffer."""
     numel: int
     """Elements of the flat buffer."""
     dtype: torch.dtype
@@ -36,14 +37,14 @@ class BucketSpec:
     device: torch.device
     """Device of all its parameters."""
     is_sparse: bool = False
-    """Whether it holds one parameter, whose gradients are sparse tensors."""
+    """True if the bucket holds a single parameter, whose gradients are sparse tensors."""
 
 
 class GradientStreams:
     """The CUDA streams on which one backward writes gradients of one device into one flat buffer.
 
     Autograd runs the hook of a gradient on the stream of the forward that used the parameter. After a forward
-    on several streams whoever reads all gradients of a buffer has to wait for each; with one stream there is
+    on several streams, a reader of the whole buffer has to wait for each of them; with one stream there is
     nothing to wait for.
     """
 
@@ -52,16 +53,16 @@ class GradientStreams:
         self._noted: dict[int, Any] = {}
 
     def clear(self) -> None:
-        """A backward is to come."""
+        """Forget the streams of the last backward."""
         self._noted.clear()
 
     def note(self) -> None:
-        """The current stream has written, or holds a gradient that is still to be copied."""
+        """Record the current stream: it wrote a gradient, or holds one that has yet to be copied."""
         stream = _current_stream(self._index)
         self._noted[stream.stream_id] = stream
 
     def join(self) -> None:
-        """Lets the current stream go on after all that has been noted. Does not wait on the host."""
+        """Make the current stream wait for all recorded streams; the host does not wait."""
         current = _current_stream(self._index)
         for number, stream in self._noted.items():
             if number != current.stream_id:
@@ -69,9 +70,9 @@ class GradientStreams:
         self._noted[current.stream_id] = current
 
     def keep(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Keeps the memory of gradients, however soon they are dropped, until the current stream has used it.
+        """Keep the memory of `gradients` allocated until the current stream has used it.
 
-        Without that what was made on another stream could be used again there at once.
+        Otherwise the caching allocator could reuse memory of another stream as soon as a gradient is dropped.
         """
         current = _current_stream(self._index)
         if any(number != current.stream_id for number in self._noted):
@@ -91,9 +92,9 @@ class Bucket:
         flat: the memory of its gradients: 1-D, contiguous, `spec.numel` elements of `spec.dtype`.
         parameters: its parameters, in the order of `spec.indices`.
         names: their qualified names.
-        is_last: whether it is launched last.
-        is_view: whether `.grad` becomes a view of the flat buffer; never where its dtype is another one.
-        early_copy_bytes: from this size on a gradient is copied when it arrives; smaller ones go together.
+        is_last: True for the bucket that is launched last.
+        is_view: True to make `.grad` a view of the flat buffer; ignored where their dtypes differ.
+        early_copy_bytes: gradients of at least this size are copied when they arrive, smaller ones together.
         late_only: positions that must not be copied early, as they get several gradients in one backward.
     """
 
@@ -134,13 +135,13 @@ class Bucket:
             and all(v.nbytes < _MOST_BYTES_IN_PLACE for v in self._late_views)
         )
         self.streams = GradientStreams(spec.device) if spec.device.type == "cuda" else None
-        """On which streams gradients have come in this backward; None for a device without streams."""
+        """Streams on which gradients arrived in this backward; None for a device without streams."""
         self._index = index
         self._is_last = is_last
         self.contributes = True
-        """Whether there is anything in it; else it stands for a bucket of a rank that has no input."""
+        """False for a bucket of zeros, which a rank without input contributes."""
         self.absent: set[int] = set()
-        """Positions of the parameters that get no gradient in this backward."""
+        """Positions of the parameters without a gradient in this backward."""
         self._saved: dict[int, torch.Tensor] = {}
         self.arm(0, [])
         self.armed = False
@@ -148,36 +149,36 @@ class Bucket:
     # ------------------------------------------------------------------ for communication hooks
 
     def index(self) -> int:
-        """Position in launch order, from 0."""
+        """Return the position in launch order, from 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The flat gradient, 1-D, of the bucket's dtype; not yet divided by the world size."""
+        """Return the flat gradient: 1-D, of the bucket's dtype, not yet divided by the world size."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of `buffer()`, one a parameter, with the parameter's shape."""
+        """Return views of `buffer()`, one per parameter, with the parameter's shape."""
         return _views(self._buffer, self.params) if self._buffer is not self.flat else list(self.views)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters, in the order of `gradients()`."""
+        """Return the parameters, in the order of `gradients()`."""
         return list(self.params)
 
     def is_last(self) -> bool:
-        """Whether this bucket is launched last in a backward."""
+        """Return True if this bucket is launched last in a backward."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces what `buffer()` returns, for hooks that work on another tensor of the same size."""
+        """Make `buffer()` return `buffer`, a tensor of the same size that a hook works on."""
         self._buffer = buffer
 
     def take(self, value: torch.Tensor) -> None:
-        """Makes `value`, of the flat buffer's size, the reduced gradient."""
+        """Copy the reduced gradient `value`, of the flat buffer's size, into the flat buffer."""
         if value.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(value.detach().view(-1))
 
     def zeros(self) -> Bucket:
-        """A bucket of the same form in memory of its own, for a rank that contributes nothing."""
+        """Return a bucket of zeros with the same layout in separate memory, for a rank without input."""
         flat = torch.zeros_like(self.flat)
         bucket = type(self)(self._index, self.spec, flat, self.params, self.names, is_last=self._is_last)
         bucket.contributes = False
@@ -186,7 +187,7 @@ class Bucket:
     # ------------------------------------------------------------------ one backward
 
     def arm(self, num_expected: int, ready: list[int]) -> None:
-        """Forgets the last reduction and expects `num_expected` gradients; their indices go to `ready`."""
+        """Reset the bucket to expect `num_expected` gradients, whose indices are added to `ready`."""
         self.armed = True
         self.ready = ready
         self.num_pending = num_expected
@@ -202,10 +203,10 @@ class Bucket:
         self._buffer = self.flat
 
     def open(self) -> None:
-        """Lets autograd add the small gradients of this backward into the buffer, so that none is copied.
+        """Let autograd add the small gradients into the buffer, which saves their copy.
 
-        For that `.grad` of their parameters becomes a view that holds zeros, if all are without one yet. Only
-        on the CPU: elsewhere one copy of many gradients takes less than an addition each.
+        `.grad` of their parameters becomes a view that holds zeros, if none of them has a gradient yet. Only
+        on the CPU: on other devices one copy of many gradients costs less than one addition per gradient.
         """
         if not self._may_open or self.absent or self.is_full:
             return
@@ -219,18 +220,22 @@ class Bucket:
         self._is_open = True
 
     def withdraw(self, ready: Collection[int]) -> None:
-        """After a backward that has failed: parameters not in `ready` are without a gradient again."""
+        """Undo `open` after a failed backward: reset `.grad` of parameters not in `ready` to None."""
         for position in self._late:
             if self.spec.indices[position] not in ready and self._is_untouched(position):
                 self.params[position].grad = None
 
     def _is_untouched(self, position: int) -> bool:
-        """Whether `.grad` is what `open` has made it, if no gradient has come."""
+        """Return True if `.grad` is the view of zeros from `open`, provided that no gradient arrived."""
         is_view = self.params[position].grad is self.views[position]
         return self._is_open and position not in self.early and is_view
 
     def copy_early(self, position: int, scale: float | None) -> None:
-        """Puts one large gradient in, scaled unless `scale` is None; raises TypeError if there is none."""
+        """Copy one large gradient into the buffer, scaled unless `scale` is None.
+
+        Raises:
+            TypeError: there is no gradient.
+        """
         param, view = self.params[position], self.views[position]
         grad = cast(torch.Tensor, param.grad)
         if grad is view:
@@ -247,7 +252,11 @@ class Bucket:
             param.grad = view
 
     def copy_late(self, scale: float | None) -> None:
-        """Puts in, by one copy, and scales the small gradients; raises TypeError if one is missing."""
+        """Copy the small gradients into the buffer together, scaled unless `scale` is None.
+
+        Raises:
+            TypeError: a gradient is missing.
+        """
         params, views = self._late_params, self._late_views
         if self.absent:
             present = [i for i in self._late if i not in self.absent]
@@ -255,7 +264,7 @@ class Bucket:
         grads = [p.grad for p in params]
         if all(map(operator.is_, grads, views)):
             grads = []
-        elif any(map(operator.is_, grads, views)):  # some accumulated in place: only the others move
+        elif any(map(operator.is_, grads, views)):  # some accumulated in place: copy only the others
             moved = [i for i, (grad, view) in enumerate(zip(grads, views, strict=True)) if grad is not view]
             params, views = [params[i] for i in moved], [views[i] for i in moved]
             grads = [grads[i] for i in moved]
@@ -270,9 +279,9 @@ class Bucket:
             foreach_mul_(self._late_runs, scale)
 
     def fill_absent(self, position: int, scale: float | None) -> None:
-        """Puts in what a parameter without a new gradient contributes: its accumulated one, or zeros.
+        """Copy the contribution of a parameter without a new gradient: its accumulated one, or zeros.
 
-        Its `.grad` stays as it is until `take_absent`.
+        Its `.grad` is unchanged until `take_absent`.
         """
         self.absent.add(position)
         if self._is_untouched(position):
@@ -288,7 +297,7 @@ class Bucket:
             view.mul_(scale)
 
     def take_absent(self, position: int, is_used: bool) -> None:
-        """Gives an absent parameter the mean if some rank used it, else leaves its `.grad` as it was."""
+        """Set `.grad` of an absent parameter to the mean if some rank used it; else keep it."""
         saved = self._saved.pop(position, None)
         if is_used:
             self._give(position)
@@ -305,7 +314,7 @@ class Bucket:
             param.grad.copy_(view)
 
     def copy_out(self) -> None:
-        """Where gradients are no views, writes the means into them."""
+        """Write the means to `.grad` where gradients are not views of the buffer."""
         if self._is_view:
             return
         present = [i for i in range(self.size) if i not in self.absent]
@@ -321,15 +330,15 @@ class Bucket:
 
 
 def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
-    """The `id`s of parameters that get sparse gradients: weights of embeddings made with `sparse=True`."""
+    """Return `id`s of the parameters with sparse gradients: weights of `sparse=True` embeddings."""
     return {id(m.weight) for m in modules if isinstance(m, _SPARSE_MODULES) and m.sparse}
 
 
 class SparseBucket(Bucket):
-    """A bucket for one parameter with sparse gradients, for backends that know these, as gloo does.
+    """A bucket for one parameter with sparse gradients, for backends that reduce these, such as gloo.
 
-    `buffer()` is the sparse gradient itself, of the parameter's shape: each step brings a tensor of its own.
-    What is sent grows with the rows that were used, on all ranks together.
+    `buffer()` is the sparse gradient itself, of the parameter's shape, a new tensor in each step. The size of
+    the messages grows with the number of rows used on all ranks together.
     """
 
     def __init__(self, *arguments: Any, is_last: bool) -> None:
@@ -337,38 +346,38 @@ class SparseBucket(Bucket):
         self.early = frozenset()
 
     def gradients(self) -> list[torch.Tensor]:
-        """The sparse gradient."""
+        """Return the sparse gradient, as a list with one tensor."""
         return [self._buffer]
 
     def take(self, value: torch.Tensor) -> None:
-        """Makes `value` the reduced gradient."""
+        """Store the reduced gradient `value`."""
         self.flat = value.detach()
 
     def zeros(self) -> Bucket:
-        """A bucket of the same form without any row."""
+        """Return a bucket for the same parameter without any row, for a rank without input."""
         bucket = super().zeros()
         bucket.set_buffer(_empty_like(self.params[0]))
         bucket.flat = bucket.buffer()
         return bucket
 
     def copy_late(self, scale: float | None) -> None:
-        """Takes the gradient, scaled unless `scale` is None."""
+        """Copy the gradient, scaled unless `scale` is None."""
         if not self.absent:
             self._fill(self.params[0].grad, scale)
 
     def fill_absent(self, position: int, scale: float | None) -> None:
-        """Puts in its accumulated gradient, or no row."""
+        """Contribute the accumulated gradient of the parameter, or no row."""
         self.absent.add(position)
         param = self.params[position]
         self._fill(_empty_like(param) if param.grad is None else param.grad, scale)
 
     def take_absent(self, position: int, is_used: bool) -> None:
-        """Gives the absent parameter the mean if some rank used it."""
+        """Set `.grad` of the absent parameter to the mean if some rank used it."""
         if is_used:
             self.params[position].grad = self.flat
 
     def copy_out(self) -> None:
-        """Makes the mean the gradient."""
+        """Set `.grad` to the mean."""
         if not self.absent:
             self.params[0].grad = self.flat
 
@@ -387,18 +396,18 @@ class SparseBucket(Bucket):
 
 
 def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
-    """A sparse gradient of an embedding's weight in which no row was used."""
+    """Return a sparse gradient of an embedding's weight without any row."""
     shape = parameter.shape
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
         torch.empty((0, *shape[1:]), dtype=parameter.dtype, device=parameter.device),
         shape,
-        check_invariants=False,  # there is nothing to check, and torch warns unless one says so
+        check_invariants=False,  # explicit, because torch warns about the default
     )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block of memory, in whatever order of the dimensions."""
+    """Return True if the elements fill one block of memory, in any order of the dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
         if size == 1:
@@ -414,7 +423,7 @@ def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch
     offset = 0
     base = flat.storage_offset()
     for p in parameters:
-        # keeps channels_last and the like, as autograd wants the strides of the parameter
+        # Keep channels_last and the like: autograd expects the parameter's strides.
         if p.numel() and _is_dense(p):
             views.append(flat.as_strided(p.shape, p.stride(), base + offset))
         else:
@@ -426,7 +435,7 @@ def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch
 def _runs(
     flat: torch.Tensor, parameters: Sequence[torch.Tensor], early: frozenset[int]
 ) -> list[torch.Tensor]:
-    """The stretches of the flat buffer between the parameters that are copied early."""
+    """Return the contiguous slices of `flat` between the parameters that are copied early."""
     runs = []
     start = offset = 0
     for i, p in enumerate(parameters):

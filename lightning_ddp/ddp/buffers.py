@@ -1,6 +1,6 @@
-"""Buffers of a module: copied from one rank to all when somebody will read them; kept and put back.
+"""Buffers of a module: broadcast from one rank before they are read, and their snapshots.
 
-With them the states of metrics are put back: all that a forward changes besides its outputs.
+A snapshot also holds the states of metrics: all that a forward changes besides its outputs.
 """
 
 from __future__ import annotations
@@ -40,35 +40,36 @@ _BATCH_NORMS = (
 
 @contextmanager
 def unseen_by_autograd(tensors: Sequence[torch.Tensor]) -> Generator[None, None, None]:
-    """What is written to `tensors` in here does not count as a change: a backward may still follow."""
+    """Hide writes to `tensors` in this context from autograd; a backward may still follow."""
     with torch.no_grad(), preserve_version_counters(tuple(tensors)):
         yield
 
 
 def check_broadcast_buffers(value: object) -> None:
-    """Raises `ConfigurationError` for what torch's argument `broadcast_buffers` cannot be."""
+    """Raise `ConfigurationError` if `value` is no valid `broadcast_buffers`."""
     if value not in (None, "auto", True, False):
-        raise ConfigurationError(f"broadcast_buffers={value!r}: one of 'auto', True, False")
+        raise ConfigurationError(f"broadcast_buffers={value!r}: expected 'auto', True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSettings:
-    """When buffers are copied from rank 0 to all ranks."""
+    """Settings that say when buffers are broadcast from rank 0."""
 
     at_construction: bool = True
-    """Whether wrapping copies them."""
+    """True to broadcast buffers when the module is wrapped."""
     in_forward: bool = True
-    """Whether forwards do."""
+    """True to broadcast buffers in forwards."""
     when_read: bool = True
-    """Whether only those forwards do that read them, where that is known."""
+    """True to broadcast only in forwards that read buffers, where that is known."""
 
     @classmethod
     def of(cls, broadcast_buffers: Any, forward_sync_buffers: bool | None) -> BufferSettings:
-        """The settings for torch's two arguments."""
+        """Return the settings for torch's arguments of these names."""
         check_broadcast_buffers(broadcast_buffers)
         if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
             warnings.warn(
-                f"broadcast_buffers={broadcast_buffers} is ignored, as forward_sync_buffers is given too",
+                f"broadcast_buffers={broadcast_buffers} is ignored, because forward_sync_buffers is given"
+                " too",
                 FutureWarning,
                 stacklevel=4,
             )
@@ -82,14 +83,14 @@ class BufferSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferHook:
-    """What a user does with the buffers instead of the copy from rank 0."""
+    """A user's hook that replaces the broadcast of buffers from rank 0."""
 
     hook: Callable[[Any, dict[str, torch.Tensor]], Any]
     """`hook(state, buffers by qualified name)`; returns None, or futures that the end of backward awaits."""
     state: Any
     """First argument of the hook."""
     location: Moment
-    """When it runs, in each forward that follows a synchronised one."""
+    """Moment of the call, in each forward that follows a synchronized forward."""
 
 
 class _BytePack:
@@ -111,21 +112,21 @@ class _BytePack:
 
 
 class Buffers:
-    """The buffers of a wrapped module, and when its forwards bring them together.
+    """The buffers of a wrapped module, with the decision when forwards broadcast them.
 
-    A BatchNorm layer in training mode normalises with its batch alone; it updates its running statistics
-    but does not read them, and rank 0's depend on rank 0's own history only. So while all buffers of a
-    module are such statistics and all their layers train, a copy from rank 0 before each forward changes
-    nothing that anybody computes. It is due before a forward in which a layer evaluates, if that follows a
-    synchronised forward, as in torch, or if the layer has trained since the last copy. A module with any
-    other buffer, or with a subclass of BatchNorm, which may read what it likes, takes a copy before every
-    forward that follows a synchronised one.
+    A BatchNorm layer in training mode normalizes with its batch alone; it updates its running statistics
+    but does not read them, and those of rank 0 depend on rank 0's own history only. So while all buffers of
+    a module are such statistics and all their layers train, a broadcast before each forward changes no
+    result. A broadcast is due before a forward in which a layer evaluates, if that forward follows a
+    synchronized forward, as in torch, or if the layer has trained since the last broadcast. A module with
+    any other buffer, or with a subclass of BatchNorm, which may read its statistics, broadcasts before every
+    forward that follows a synchronized forward.
 
     Args:
         group: the ranks.
         module: the wrapped module.
         ignored: qualified names of buffers that are left alone.
-        settings: when.
+        settings: when to broadcast.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Buffers:
         self._packs = [_BytePack(tensors) for tensors in dense.values()]
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The buffers by qualified name; listed anew where the module holds another tensor by such a name."""
+        """Return the buffers by qualified name; list them again if the module replaced a tensor."""
         for owner, key, tensor, pointer in self._places.values():
             if owner.get(key) is not tensor or tensor.data_ptr() != pointer:
                 self._find()
@@ -163,10 +164,12 @@ class Buffers:
         return {name: tensor for name, (_, _, tensor, _) in self._places.items()}
 
     def copy(self, src: int = 0) -> None:
-        """Overwrites them with those of rank `src`, as bytes in one broadcast. All ranks call it.
+        """Overwrite the buffers with those of rank `src`, as bytes in one broadcast.
 
-        Does not count as an in-place change for autograd, as torch's DDP does not either: two forward
-        passes before one backward stay possible.
+        Not an in-place change for autograd, as in torch's DDP: two forward passes before one backward stay
+        possible.
+
+        Collective: all ranks must call it.
         """
         tensors = list(self.named().values())
         if tensors:
@@ -176,12 +179,14 @@ class Buffers:
                 broadcast_coalesced(self._group, self._others, src)
 
     def are_due(self, where: Moment, *, follows_sync: bool, is_joining: bool) -> bool:
-        """Whether they have to be brought together at this moment of a forward. The same on all ranks.
+        """Return True if the buffers must be synchronized at this moment of a forward.
+
+        The result is the same on all ranks.
 
         Args:
             where: the moment.
-            follows_sync: whether the last forward was a synchronised one.
-            is_joining: whether ranks may be out of input, so that each step has to look alike.
+            follows_sync: True if the last forward was synchronized.
+            is_joining: True if ranks may be out of input, so that all steps must communicate alike.
         """
         location = "before_forward" if self.hook is None else self.hook.location
         if not (self._settings.in_forward and self._places) or where != location:
@@ -192,10 +197,12 @@ class Buffers:
         return follows_sync
 
     def sync(self, src: int = 0) -> list[Any]:
-        """Copies those of rank `src` to all ranks, or runs the hook. All ranks call it; it communicates.
+        """Broadcast the buffers of rank `src`, or run the hook.
+
+        Collective: all ranks must call it.
 
         Returns:
-            Futures that the end of backward is to wait for.
+            Futures that the end of backward has to wait for.
         """
         if not (self._settings.in_forward and self._places):
             return []
@@ -208,7 +215,7 @@ class Buffers:
             return list(self.hook.hook(self.hook.state, self.named()) or [])
 
     def note_forward(self) -> None:
-        """A forward has run: layers in training mode have changed their statistics."""
+        """Record after a forward that layers in training mode have changed their statistics."""
         have_trained = self._have_trained or {}
         for layer in have_trained:
             if layer.training:
@@ -216,7 +223,7 @@ class Buffers:
 
 
 def _batch_norms(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.nn.Module] | None:
-    """The layers that own the buffers, if all of these are BatchNorm statistics; else None."""
+    """Return the layers that own the buffers if all of these are BatchNorm statistics; else None."""
     layers: list[torch.nn.Module] = []
     for prefix, layer in module.named_modules():
         names = [
@@ -234,7 +241,7 @@ def _batch_norms(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch
 
 
 class ModuleSnapshot:
-    """The buffers of a module and the states of the torchmetrics in it, at one moment."""
+    """A copy of the buffers of a module and of the states of its torchmetrics."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         modules = list(module.modules())
@@ -249,10 +256,10 @@ class ModuleSnapshot:
         self.retake()
 
     def retake(self) -> None:
-        """Copies what the modules that were found hold now.
+        """Copy the present values, for the submodules and metrics found at construction.
 
-        Small buffers in the memory of the host are copied together, as bytes: 120 of them in 20 us, where a
-        call of torch for all takes 45 us.
+        Small buffers on the CPU are copied together, as bytes: 120 of them in 20 us, where a multi-tensor
+        copy takes 45 us.
         """
         present = list(chain.from_iterable(map(dict.values, self._owners)))
         is_same = (
@@ -265,7 +272,7 @@ class ModuleSnapshot:
             try:
                 with torch.no_grad():
                     foreach_copy_(self._values, self._large)
-            except RuntimeError:  # one has another size now
+            except RuntimeError:  # a buffer has changed its size
                 is_same = False
         if not is_same:
             self._find_buffers(present)
@@ -288,7 +295,7 @@ class ModuleSnapshot:
         self._values = [tensor.detach().clone() for tensor in self._large]
 
     def restore(self) -> None:
-        """Puts them back, in place and unseen by autograd."""
+        """Restore buffers and metrics, in place and unseen by autograd."""
         start = 0
         with unseen_by_autograd([*self._small, *self._large]):
             for tensor, memory, shape in zip(self._small, self._memory, self._shapes, strict=True):
@@ -306,20 +313,20 @@ class ModuleSnapshot:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether its numbers are some bytes in the memory of the host, one after the other."""
+    """Return True if the tensor is a small contiguous block of bytes on the CPU."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not tensor.is_complex()  # its numbers may be conjugated when they are read
+        and not tensor.is_complex()  # may be a lazy conjugate, which its bytes do not show
         and not tensor.is_quantized
         and 0 < tensor.nbytes <= _SMALL_BYTES
     )
 
 
 def copy_states(metric: Any) -> dict[str, Any]:
-    """The states of a torchmetrics `Metric`: tensors, or lists of them. Does not communicate."""
+    """Return copies of the states of a torchmetrics `Metric`: tensors, or lists of tensors."""
     return {
         name: state.detach().clone() if isinstance(state, torch.Tensor) else list(state)
         for name, state in metric.metric_state.items()
@@ -327,7 +334,7 @@ def copy_states(metric: Any) -> dict[str, Any]:
 
 
 def put_states(metric: Any, states: Mapping[str, Any]) -> None:
-    """Gives a torchmetrics `Metric` the states that `copy_states` has copied."""
+    """Set the states of a torchmetrics `Metric` to copies of those from `copy_states`."""
     for name, state in states.items():
         setattr(metric, name, state.clone() if isinstance(state, torch.Tensor) else list(state))
     setattr(metric, COMPUTED, None)

@@ -1,14 +1,14 @@
 """Errors of a backward: missing, surplus, freed or twice differentiated gradients, with their names.
 
 A rank that lacks a gradient cannot take part in the all-reduce of that bucket, and the others would wait
-for it without end. So it says so through the group's store; the others look there while they wait, and all
-of them raise the same error, with the names from every rank. Where no rank has any gradient, as in a step
+for it forever. So that rank reports it through the group's store, which the others poll while they wait.
+All ranks raise the same error, with the names from every rank. Where no rank has any gradient, as in a step
 whose loss uses no parameter, there is nothing to average and no error.
 
-The store may be in a process that is stopped (SIGSTOP), and then answers nobody. So threads ask it, and the
-deadline of the collective holds.
+The store may be in a stopped process (SIGSTOP), which does not reply. So threads query it, and the deadline
+of the collective holds.
 
-Where torch's DDP has a message for the same thing, its words are a part of ours: filters of logs know them.
+Messages contain the text of torch's DDP for the same error, which filters of logs search for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGEST_PAUSE_S = 2.0
 _REPORT_DEADLINE_S = 10.0
 _POLL_S = 0.01
 _POLLS_PER_S_OF_ALL = 10_000
-"""How often all ranks together look whether all have come: one store answers them."""
+"""Polls of the store per second, of all ranks together, as one store serves all of them."""
 _ANSWER_WAIT_S = 0.2
 _UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one."
 
@@ -45,10 +45,10 @@ class _Post(TypedDict):
 
 
 class MissingGradients:
-    """The board on which ranks post the parameters that got no gradient.
+    """Exchange, through the store, of the parameters that got no gradient.
 
-    The token is the same on all ranks and different for every wrapped module. The time limit of the group's
-    backend for the device holds here too.
+    The token is the same on all ranks and different for every wrapped module. The timeout is that of the
+    group's backend for the device.
     """
 
     def __init__(self, group: Group, token: str, device: torch.device) -> None:
@@ -57,9 +57,9 @@ class MissingGradients:
         self._prefix = f"lightning_ddp/missing/{token}"
 
     def is_skipped(self, step: int) -> bool:
-        """Whether no gradient has come on any rank. Each rank without one calls it, and waits for the others.
+        """Return True if no rank got a gradient; all ranks without gradients must call it.
 
-        True on all ranks, or False on all that call it: another rank has gradients, or does not come.
+        The result is the same on all ranks that call it. False: another rank has gradients, or did not call.
         """
         group, store = self.group, self.group.store
         if store is None:
@@ -72,27 +72,32 @@ class MissingGradients:
                 store.set(skipped[0], "1")
                 return True
             store.set(self._key(step, "any"), "1")
-            thread.until(lambda: store.check(skipped) or store.check(busy), pause_s, "not all have come")
+            thread.until(
+                lambda: store.check(skipped) or store.check(busy), pause_s, "not all gradients have arrived"
+            )
             return bool(store.check(skipped))
 
         thread = InThread(ask, self._longest_wait_s())
         group.wait_call(thread, "backward without any gradient")
-        return thread.error is None and thread.result  # else the store is gone, or not all have come
+        return thread.error is None and thread.result  # an error: the store is gone, or a rank is late
 
     def _longest_wait_s(self) -> float:
-        """A rank may be late, as in a collective. One that compares it before does not look at the board."""
+        """Return the timeout of `is_skipped` in seconds: that of a collective, as a rank may be late.
+
+        Shorter where collectives are compared before they start: a rank in that comparison does not poll.
+        """
         interrupt = self.group.interrupt
         if interrupt is not None and interrupt.compare is not None:
             return _REPORT_DEADLINE_S
         return self.group.timeout_s(self._device)
 
     def report(self, step: int, names: Sequence[str], num_launched: int) -> MissingGradientError:
-        """Posts this rank's names and collects those of the others. Communicates through the store only.
+        """Publish this rank's names in the store and collect those of the other ranks.
 
         Args:
-            step: number of the synchronised backward.
-            names: parameters without a gradient here; empty on a rank that waits for the others.
-            num_launched: buckets whose reduction this rank has started in this step.
+            step: number of the synchronized backward.
+            names: parameters without a gradient on this rank; empty on a rank that waits for the others.
+            num_launched: number of buckets whose reduction this rank has started in this step.
 
         Returns:
             The error to raise, the same on all ranks up to the rank in its first line.
@@ -110,7 +115,7 @@ class MissingGradients:
         )
 
     def _exchange(self, store: Any, step: int, own: _Post) -> dict[int, _Post]:
-        """Posts what this rank misses; returns that of all ranks that post theirs in time."""
+        """Publish this rank's report; return the reports of all ranks that publish in time, by rank."""
         rank = self.group.rank
         posts = {rank: own}
 
@@ -124,13 +129,13 @@ class MissingGradients:
             store.set(self._key(step, rank), json.dumps(own))
             store.set(self._key(step, "busy"), "1")
             store.set(self._key(step, "any"), "1")
-            thread.until(have_all_come, _POLL_S, "not all have reported")
+            thread.until(have_all_come, _POLL_S, "not all ranks have reported")
 
         InThread(exchange, _REPORT_DEADLINE_S).wait(lambda _: self.group.check())
         return dict(posts)
 
     def watch(self, step: int, num_launched: int) -> Callable[[float], None]:
-        """A callback for waits of this step: looks at the board now and then, and raises what is there."""
+        """Return a callback for waits of this step, which polls the store and raises a reported error."""
         next_look = _FIRST_LOOK_S
         asked: InThread[bool] | None = None
 
@@ -141,7 +146,7 @@ class MissingGradients:
                 return
             found = asked = asked or InThread(lambda _: store.check([self._key(step, "any")]))
             if not found.is_over.wait(_ANSWER_WAIT_S):
-                return  # it is asked for the answer again soon
+                return  # the next call looks for the reply again
             next_look, asked = waited_s + min(waited_s, _LONGEST_PAUSE_S), None
             if found.error is None and found.result:
                 raise self.report(step, [], num_launched)
@@ -153,9 +158,9 @@ class MissingGradients:
 
 
 class BackwardFailures:
-    """Makes the errors of one reducer and keeps those after which its ranks cannot go on.
+    """Factory of the errors of one reducer, which keeps those after which its ranks cannot continue.
 
-    Unless it `raises_at_once`, what all ranks miss in the first backward is a warning there.
+    Unless `raises_at_once`, gradients that all ranks miss in the first backward are a warning there.
     """
 
     def __init__(self, board: MissingGradients, names: Sequence[str], *, raises_at_once: bool) -> None:
@@ -168,7 +173,7 @@ class BackwardFailures:
         self._broken: Exception | None = None
 
     def check_usable(self) -> None:
-        """Raises if an earlier backward has left the ranks in a state from which none can go on.
+        """Raise if an earlier backward left the ranks in a state from which they cannot continue.
 
         Raises:
             BackwardOrderError: a static graph has changed in an earlier step.
@@ -183,7 +188,7 @@ class BackwardFailures:
         raise BackwardOrderError(str(self._broken))
 
     def note(self, error: CommHookError | MissingGradientError) -> None:
-        """Keeps an error that is raised, if it concerns later steps too."""
+        """Keep an error that is being raised, if later steps have to raise it too."""
         self.last_error = str(error)
         if isinstance(error, MissingGradientError):
             self._broken = error.copy()
@@ -193,11 +198,11 @@ class BackwardFailures:
     def missing(
         self, step: int, late: Sequence[int], num_launched: int, *, is_first: bool
     ) -> MissingGradientError | None:
-        """Parameters got no gradient. All ranks that miss one call it; communicates through the store only.
+        """Exchange missing gradients through the store; return the error, or give a warning.
 
-        torch's DDP says in the next backward what was missing in this one. Where all ranks miss the same in
-        their first backward, the means of all others can still be right, so code that does one backward
-        alone goes on with a warning, and the next step raises.
+        All ranks that miss a gradient must call it. torch's DDP reports in the next backward what was missing
+        in this one. Where all ranks miss the same gradients in their first backward, the means of all others
+        can still be right. So code with a single backward continues with a warning; the next step raises.
 
         Returns:
             The error to raise, or None if a warning was given.
@@ -219,7 +224,7 @@ class BackwardFailures:
         return error
 
     def _unfinished(self, late: Sequence[int]) -> str:
-        """The words by which torch's tests know the error."""
+        """Return torch's message for this error, which its tests and filters of logs match."""
         hint = (
             f"{_UNFINISHED} Ways out: passing the keyword argument `find_unused_parameters=True`, or making"
             " sure that all `forward` function outputs participate in calculating loss."
@@ -234,7 +239,7 @@ class BackwardFailures:
         return hint + f"Parameters which did not receive grad for rank {self._rank}: {names}"
 
     def _positions(self, late: Sequence[int]) -> str:
-        """Where they are in torch's numbering, as people search for it."""
+        """Return a sentence with the parameters' indices, in torch's words, which people search for."""
         return (
             f"The first of them here: {self._at(late[0])}. Parameter indices which did not receive grad for"
             f" rank {self._rank}: {' '.join(map(str, late))}"
@@ -248,7 +253,7 @@ class BackwardFailures:
     def ready_twice(
         self, step: int, excess: Sequence[int], ready: Sequence[int], *, is_static: bool
     ) -> BackwardOrderError:
-        """Parameters (`excess`) got more gradients in one backward than expected."""
+        """Return the error for parameters (`excess`) with more gradients in a backward than expected."""
         names = ", ".join(self._names[i] for i in excess)
         if not is_static:
             return self._order_error(
@@ -275,10 +280,10 @@ class BackwardFailures:
         return error
 
     def freed_gradient(self, step: int, names: Sequence[str]) -> BackwardOrderError:
-        """Gradients were gone before they could be averaged."""
+        """Return the error for gradients that were freed before they could be averaged."""
         return self._order_error(
-            f"rank {self._rank}, step {step}: something set .grad to None before it was averaged, for"
-            f" {', '.join(names)}. Free gradients after backward, not in a hook during it."
+            f"rank {self._rank}, step {step}: .grad was set to None before it was averaged, for"
+            f" {', '.join(names)}. Free gradients after backward, not in a hook during backward."
         )
 
     def _order_error(self, text: str) -> BackwardOrderError:
@@ -287,7 +292,7 @@ class BackwardFailures:
 
 
 class _Averaged(torch.autograd.Function):
-    """The identity, with a backward that says why there is none."""
+    """Identity whose backward raises an error that explains why it is not supported."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -303,7 +308,7 @@ class _Averaged(torch.autograd.Function):
 
 
 def refuse_double_backward(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Makes a second backward through the averaged gradients of `parameters` an error that says so."""
+    """Make a second backward through the averaged gradients of `parameters` raise an error."""
     with torch.enable_grad():
         for parameter in parameters:
             if parameter.grad is not None and not parameter.grad.is_sparse:

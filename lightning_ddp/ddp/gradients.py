@@ -1,8 +1,8 @@
-"""Expected, arrived and absent gradients of a backward, and those that came on other ranks alone.
+"""Expected, arrived and absent gradients of a backward, and those that only other ranks have.
 
-Which parameters get one, `requires_grad`, the graph of the outputs or the first backward tells. Whether
-another rank has used what this one has not, a bitmap tells that all ranks sum up at the end of backward; of a
-static graph, once.
+`requires_grad`, the graph of the outputs or the first backward determines which parameters get a gradient. A
+bitmap, summed over the ranks at the end of backward, shows which parameters other ranks have used. With a
+static graph it is summed once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_ddp.errors import BackwardOrderError, MissingGradientError
 
 
 def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples, dicts, dataclasses, local RRefs and registered pytrees.
+    """Find tensors in nested lists, tuples, dicts, dataclasses, local RRefs and pytrees.
 
     >>> [int(t) for t in find_tensors({"a": torch.tensor(1), "b": (torch.tensor(2), "text", [None])})]
     [1, 2]
@@ -49,13 +49,13 @@ def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
 
 
 def reached_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
-    """The `id`s of the leaf tensors whose gradient a backward from `outputs` may compute."""
+    """Return the `id`s of the leaf tensors whose gradient a backward from `outputs` may compute."""
     reached = {id(t) for t in outputs if t.requires_grad and t.grad_fn is None}
     waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        leaf = getattr(node, "variable", None)  # an AccumulateGrad node has the leaf that it serves
+        leaf = getattr(node, "variable", None)  # set on AccumulateGrad nodes
         if leaf is not None:
             reached.add(id(leaf))
         for following, _ in node.next_functions:
@@ -71,7 +71,7 @@ def _is_local_rref(obj: Any) -> bool:
 
 
 class Gradients:
-    """The gradients that a reducer's backward is expected to give, compared with those that it gives."""
+    """The expected gradients of a reducer's backward, compared with those that arrive."""
 
     def __init__(
         self,
@@ -90,36 +90,39 @@ class Gradients:
         self._device = device
         self._skips_unused = options.skip_all_reduce_unused_params
         self.finds_unused = options.find_unused_parameters
-        """Whether the graph of the outputs is searched."""
+        """True if the graph of the outputs is searched."""
         self.is_static = options.static_graph
-        """Whether the first backward tells what all others give."""
+        """True if every backward has the gradients of the first one."""
         self.is_learning = options.static_graph
-        """Whether the first backward of a static graph is still to come, or running."""
+        """True until the first backward of a static graph has ended."""
         self.counts = [1] * len(self._params)
-        """Gradients that each parameter gets in one backward."""
-        self._declared: set[int] = set()  # get no gradient, on all ranks alike
-        self._unreached: set[int] = set()  # the graph does not reach them
-        self._never: set[int] = set()  # a static graph does not use them
+        """Number of gradients that each parameter gets in one backward."""
+        self._declared: set[int] = set()  # parameters without a gradient on all ranks
+        self._unreached: set[int] = set()  # parameters that the graph of the outputs does not reach
+        self._never: set[int] = set()  # parameters that a static graph does not use
         self.unsynced: set[int] = set()
-        """Parameters that got a gradient in a backward without synchronisation."""
-        self._settled: list[int] | None = None  # as the sums, of a static graph of which all have told
-        # ranks that used each parameter, as of the last exchange, and that had a backward of their own
+        """Parameters that got a gradient in a backward without synchronization."""
+        self._settled: list[int] | None = None  # final sums of a static graph, once all ranks contributed
+        # Of the last exchange: how many ranks used each parameter; last, how many ranks had a backward.
         self._sums = torch.zeros(len(self._params) + 1, dtype=torch.int32)
 
     @property
     def may_lack(self) -> bool:
-        """Whether a parameter without a gradient is no error."""
+        """True if a parameter without a gradient is allowed."""
         return self.finds_unused and not self.is_static
 
     @property
     def are_counted(self) -> bool:
-        """Whether ranks tell each other which parameters they used."""
+        """True if the ranks exchange which parameters they used."""
         return self.finds_unused or self.is_static
 
     # ------------------------------------------------------------------ before and while they come
 
     def prepare(self, outputs: Sequence[torch.Tensor], absent: Iterable[int]) -> None:
-        """Looks at the backward to come, from `outputs`; `absent` get no gradient on any rank."""
+        """Find the unused parameters of the next backward, from `outputs`.
+
+        Parameters in `absent` get no gradient on any rank.
+        """
         self._declared = {i for i, p in enumerate(self._params) if not p.requires_grad}.union(absent)
         if self.may_lack:
             with torch.profiler.record_function("search_unused_parameters"):
@@ -128,22 +131,26 @@ class Gradients:
             self._unreached = unreached - self._declared
 
     def num_in(self, bucket: Bucket) -> int:
-        """Gradients that come into `bucket`."""
+        """Return the number of gradients that `bucket` gets in the next backward."""
         if self._declared or self.is_static:
             return sum(self.counts[i] for i in bucket.spec.indices if i not in self._declared)
         return bucket.size
 
     def start(self) -> list[Bucket]:
-        """Fills in for parameters of which it is known that no gradient comes. Returns the full buckets."""
+        """Fill in the parameters known to get no gradient; return the buckets that are full by that."""
         for index in self._declared | self._never:
             self._fill_absent(index)
         full = [bucket for bucket in self._layout.buckets if bucket.all_but_one < 0]
-        for bucket in full:  # nobody expects anything of it: no rank launches it
+        for bucket in full:  # without any expected gradient, no rank launches it
             bucket.is_skipped = self._declared.issuperset(bucket.spec.indices)
         return full + self._mark_absent(self._unreached)
 
     def _mark_absent(self, indices: Iterable[int]) -> list[Bucket]:
-        """Counts as ready, with what they have, parameters that get no gradient; returns the full buckets."""
+        """Count parameters without a gradient as ready, with zeros or accumulated values.
+
+        Returns:
+            The buckets that are full by that.
+        """
         full = []
         for index in indices:
             bucket = self._fill_absent(index)
@@ -163,13 +170,13 @@ class Gradients:
     def take_undefined(
         self, bucket: Bucket, positions: Iterable[int], error: TypeError, state: BackwardState
     ) -> None:
-        """Autograd gave no tensor for some parameters, which means zeros; unless something freed them.
+        """Fill in zeros for parameters whose gradient autograd left undefined.
 
         Raises:
             BackwardOrderError: a gradient was freed, or came twice.
         """
         gone = [p for p in positions if bucket.params[p].grad is None and p not in bucket.absent]
-        # autograd calls the hooks of a parameter also where its gradient is undefined
+        # With another hook on the parameter, that hook may have freed the gradient.
         others = [p for p in gone if len(gradient_hooks_of(bucket.params[p]) or ()) != 1]
         if len(set(state.ready)) != len(state.ready):
             raise self.ready_twice(state) from error
@@ -179,7 +186,7 @@ class Gradients:
             bucket.fill_absent(position, self._reduction.scale)
 
     def ready_twice(self, state: BackwardState) -> BackwardOrderError:
-        """The error of a backward in which gradients came more often than expected."""
+        """Return the error of a backward in which gradients arrived more often than expected."""
         unexpected = self._unreached if self.may_lack else ()
         found = Counter(state.ready)
         excess = [i for i, count in found.items() if count > self.counts[i] or i in unexpected]
@@ -188,10 +195,12 @@ class Gradients:
     # ------------------------------------------------------------------ when the backward is over
 
     def complete(self, state: BackwardState) -> tuple[list[Bucket], MissingGradientError | None]:
-        """Backward is over and buckets are not full: parameters were not used, or it is an error.
+        """Handle the end of a backward that left buckets unfilled: unused parameters, or an error.
+
+        May wait for the other ranks in case of an error.
 
         Returns:
-            The buckets that are full now, and the error if it is one. May wait for the other ranks then.
+            The buckets that are full now, and the error, if any.
         """
         found, known = Counter(state.ready), self._declared | self._unreached
         late = [i for i, count in enumerate(self.counts) if i not in known and found[i] < count]
@@ -207,9 +216,11 @@ class Gradients:
         return self._mark_absent(late), None
 
     def _skip(self, indices: Sequence[int]) -> list[Bucket]:
-        """No rank has used any parameter: only what ranks have accumulated before is averaged. Communicates.
+        """Average only accumulated gradients, as no rank has used any parameter.
 
-        torch's DDP does nothing then, so that ranks would go on with different accumulated gradients.
+        torch's DDP does nothing here, which leaves the ranks with different accumulated gradients.
+
+        Collective: all ranks must call it.
 
         Returns:
             All buckets; those in which no rank has accumulated anything are not reduced.
@@ -223,7 +234,7 @@ class Gradients:
         return full
 
     def learn(self, ready: Sequence[int]) -> None:
-        """First step of a static graph: what has arrived is what will arrive. Large gradients move in."""
+        """Record the gradients of a static graph's first step, and copy the large gradients."""
         found, scale = Counter(ready), self._reduction.scale
         self.counts = [found[i] for i in range(len(self._params))]
         self._never = {i for i, count in enumerate(self.counts) if not count}
@@ -238,18 +249,18 @@ class Gradients:
             bucket.num_pending = 0
 
     def absent(self) -> list[int]:
-        """Indices of the parameters without a gradient in this backward, bucket by bucket."""
+        """Return indices of the parameters without a gradient in this backward, bucket by bucket."""
         return [b.spec.indices[p] for b in self._layout.buckets for p in sorted(b.absent)]
 
     def start_exchange(self, absent: Sequence[int] | None) -> Any | None:
-        """Starts to find out whether other ranks have used them, where ranks tell each other; its work.
+        """Start the exchange of used parameters, if ranks have one; return its work, or None.
 
-        None for a rank that takes part in the backward of the others and has none of its own.
+        `absent` is None on a rank without input, which takes part in the backward of the others.
         """
         return self._exchange(absent) if self.are_counted and self._settled is None else None
 
     def _exchange(self, absent: Sequence[int] | None) -> Any:
-        """Starts the sum over the ranks of what each has used since the last one."""
+        """Start the sum over the ranks of the parameters that each used since the last exchange."""
         used = [int(absent is not None)] * len(self._sums)
         for index in absent or ():
             used[index] = int(index in self.unsynced and index not in self._declared)
@@ -257,11 +268,11 @@ class Gradients:
         return self._group.all_reduce(self._sums)
 
     def _finish(self, work: Any, *, is_needed: bool, may_settle: bool = True) -> list[int] | None:
-        """Waits for the sum; where it is needed the host waits for the device, too.
+        """Wait for the sum; if the result is needed, the host waits for the device, too.
 
         Returns:
-            Ranks that used each parameter, if that is needed; or if the graph is the same in all steps, where
-            the sum of all ranks settles it.
+            Number of ranks that used each parameter; None if that is neither needed nor, with a static graph,
+            final.
         """
         self._group.wait(work, self._device)
         self.unsynced.clear()
@@ -274,7 +285,7 @@ class Gradients:
         return counts
 
     def settle(self, absent: Sequence[int], exchange: Any | None) -> None:
-        """Gives absent parameters the mean where another rank has used them; waits for the exchange."""
+        """Wait for the exchange; give absent parameters the mean where another rank has used them."""
         counts = self._settled
         if exchange is not None:
             counts = self._finish(exchange, is_needed=bool(absent))

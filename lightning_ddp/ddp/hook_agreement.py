@@ -1,10 +1,10 @@
 """Comparison of new communication hooks between ranks, through the store, before they send.
 
-Collectives that do not match end in an error of the backend that names nothing, in a wrong sum, or in a wait
-without end. In the first backwards of a hook the ranks therefore meet before each collective that it starts
-over all of them, and none is started unless all ranks are about to start the same. How many it starts is not
-compared: a callback of a future runs in another thread, or in this one where the future is complete already,
-which differs between ranks that do the same.
+Collectives that do not match lead to an unspecific error of the backend, a wrong sum, or a hang. So in the
+first backwards of a hook the ranks rendezvous before each collective that the hook starts over all of them,
+which starts only if it is the same on all ranks. The number of collectives is not compared: a callback of a
+future runs in another thread, or in this thread if the future is complete already, which may differ between
+ranks with the same hook.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_ddp.catalogue import describe_hook, describe_state
 from lightning_ddp.comm.group import Group, InThread
 
 _NUM_STEPS = 2
-"""Backwards in which the ranks meet: buckets are rebuilt after the first."""
+"""Backwards in which hooks are compared: two, as buckets are rebuilt after the first."""
 _CHECKED = frozenset(
     {
         *("c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::broadcast_", "c10d::reduce_"),
@@ -31,7 +31,7 @@ _CHECKED = frozenset(
         "c10d::_reduce_scatter_base_",
     }
 )
-"""Collectives in which all ranks hand over the same sizes and types."""
+"""Collectives to which all ranks must pass the same sizes and dtypes."""
 _MOST_TENSORS = 8
 _POLL_S = 0.01
 _LONGEST_POST_S = 2.0
@@ -42,11 +42,11 @@ OnSlice = Callable[[float], None]
 
 
 class HookAgreement:
-    """The meetings of one hook's ranks. All ranks call `launching` for the same buckets in one order.
+    """Comparison of one hook between ranks, through the store only.
 
-    Communicates through the group's store only. Where the group has none, or one rank, nothing is compared.
-    The prefix of the keys is the same on all ranks, different for every registered hook; the time limit of
-    the backend for the device holds here too.
+    All ranks must call `launching` for the same buckets in the same order. Without a store, or with one
+    rank, nothing is compared. The prefix of the keys is the same on all ranks, different for every
+    registered hook. The timeout is that of the backend for the device.
     """
 
     def __init__(self, group: Group, prefix: str, device: torch.device, state: Any, hook: Any) -> None:
@@ -56,12 +56,12 @@ class HookAgreement:
         self._device = device
         self._identity: str | None = f"hook {describe_hook(hook)} {describe_state(state)}".rstrip()
         self._num_launches = 0
-        self._num_meetings = 0  # of this launch
+        self._num_meetings = 0  # since the launch of this bucket
         self._is_open = False
         self._steps: set[int] = set()
 
     def is_over(self, step: int) -> bool:
-        """Whether the ranks no longer compare in a backward of this number."""
+        """Return True if the ranks no longer compare the hook in backward `step`."""
         if self._store is None:
             return True
         if len(self._steps) < _NUM_STEPS:
@@ -70,10 +70,10 @@ class HookAgreement:
 
     @contextmanager
     def launching(self, on_slice: OnSlice) -> Generator[None, None, None]:
-        """Compares what the hook does in here with the other ranks; `on_slice` is called in waits.
+        """Compare the hook's actions in this context between ranks; waits call `on_slice`.
 
         Raises:
-            Disagreement: the ranks do not do the same, or one of them has raised in here.
+            Disagreement: the actions differ, or the hook raised on another rank.
         """
         self._num_launches += 1
         self._num_meetings, self._is_open = 0, False
@@ -92,9 +92,10 @@ class HookAgreement:
         self.meet(_ENDS, on_slice)
 
     def meet(self, what: str, on_slice: OnSlice) -> None:
-        """Returns once all ranks have come to this point with the same `what`.
+        """Wait until all ranks have reached this point with the same `what`.
 
-        Where one starts a collective and another one is at its end, nothing more is compared in this bucket.
+        If one rank starts a collective where another rank has ended its part, nothing more is compared in
+        this bucket.
         """
         if self._is_open:
             return
@@ -112,7 +113,7 @@ class HookAgreement:
             elif store.add(f"{key}/count", 1) == self._group.size:
                 self._post(_AGREED)
             is_over = partial(store.check, [f"{key}/verdict"])
-            thread.until(is_over, _POLL_S, "not all ranks came to this bucket")
+            thread.until(is_over, _POLL_S, "not all ranks reached this bucket")
             return json.loads(store.get(f"{key}/verdict"))
 
         def look(waited_s: float) -> None:
@@ -132,20 +133,20 @@ class HookAgreement:
         return f"{self._prefix}/{self._num_launches}/{self._num_meetings}"
 
     def _post(self, verdict: Any) -> None:
-        """Ends the present meeting, unless another rank has ended it."""
+        """Publish the verdict of the present comparison, unless another rank has published it."""
         self._store.compare_set(f"{self._key()}/verdict", "", json.dumps(verdict))  # type: ignore[union-attr]
 
 
 class Disagreement(Exception):
-    """The hook does not do the same on all ranks; the text is a part of a `CommHookError`."""
+    """Difference of a hook between ranks; its text becomes a part of a `CommHookError`."""
 
 
 class _Observer(TorchDispatchMode):
-    """Tells of each collective that this thread is about to start over as many ranks as the group has.
+    """Dispatch mode that reports each collective that this thread is about to start over all ranks.
 
-    torch's own `__enter__` tells the whole process that there is a mode, for good where two threads overlap.
-    `torch.compile` then compiles nothing, and torch 2.10 never again what it has passed over. So no more than
-    this thread's modes are changed.
+    torch's own `__enter__` also sets a flag of the process, which stays set if two threads overlap. With it
+    `torch.compile` compiles nothing, and torch 2.10 never compiles a skipped function later. So only this
+    thread's modes are changed.
     """
 
     def __init__(self, group: Group, tell: Callable[[str], None]) -> None:
@@ -172,7 +173,7 @@ class _Observer(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _spans_all(self, arguments: list[Any]) -> bool:
-        """Whether the process group among the arguments has all ranks; others may differ by rank."""
+        """Return True if the process group among the arguments has as many ranks as the whole group."""
         for argument in arguments:
             if isinstance(argument, torch.ScriptObject):
                 with suppress(RuntimeError):  # it is something else, such as a reduce operation
@@ -182,9 +183,9 @@ class _Observer(TorchDispatchMode):
 
 def _explain(verdict: dict[str, Any]) -> str:
     if "other" not in verdict:
-        return f"cannot go on: on rank {verdict['rank']} it {verdict['what']}"
+        return f"cannot continue: on rank {verdict['rank']} it {verdict['what']}"
     return (
-        f"differs between the ranks: rank {verdict['rank']} {verdict['what']}, rank {verdict['other_rank']}"
-        f" {verdict['other']}. All ranks need the same hook with the same options, and it has to start the"
-        " same collectives with the same sizes and types on all of them"
+        f"differs between ranks: rank {verdict['rank']} {verdict['what']}, rank {verdict['other_rank']}"
+        f" {verdict['other']}. All ranks need the same hook with the same options, which starts the same"
+        " collectives with the same sizes and types on all ranks"
     )

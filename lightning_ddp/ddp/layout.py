@@ -1,4 +1,4 @@
-"""Bucket layout: caps of buckets, the plan of which holds what (pure), the plan in memory, and its moves.
+"""Bucket layout: caps of buckets, the plan (a pure function), and the buckets in memory.
 
 A plan is computed from shapes, dtypes and devices alone, so every rank that is given the same order computes
 the same plan.
@@ -23,8 +23,8 @@ _EARLY_COPY_BYTES = 256 * 1024
 EARLY_COPY_BYTES = {True: 2**63 - 1, False: 0, None: _EARLY_COPY_BYTES}
 """`ReducerOptions.early_copy_bytes` by torch's argument `batched_grad_copy`."""
 _ALIGNMENT_BYTES = 512
-"""Where buckets start. NCCL moves 16 bytes at a time only from a multiple of them, and vector instructions of
-the CPU read whole cache lines; what CUDA's allocator hands out starts at a multiple of 512 bytes."""
+"""Alignment of buckets. NCCL moves 16 bytes at a time only from a multiple of 16, and vector instructions of
+the CPU read whole cache lines; CUDA's allocator aligns to 512 bytes."""
 _LARGEST_BYTES = 32 * 1024 * 1024 - 128 * 1024
 
 _Kind = tuple[torch.dtype, torch.device]
@@ -32,34 +32,34 @@ _Kind = tuple[torch.dtype, torch.device]
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerOptions:
-    """How gradients are bucketed and what is expected of a backward."""
+    """Options for the buckets, and for the gradients that a backward is expected to give."""
 
     caps_bytes: tuple[int, ...]
     """Caps of the first bucket of a dtype and device, the second ...; the last holds for all that follow."""
     are_caps_default: bool = False
-    """Whether nobody asked for these caps."""
+    """True if the user gave no caps."""
     gradient_as_bucket_view: bool = True
-    """Whether `.grad` becomes a view of the bucket."""
+    """True if `.grad` becomes a view of the bucket."""
     find_unused_parameters: bool = False
-    """Whether parameters may be without a gradient, on some ranks or on all; the graph is searched."""
+    """True if parameters may lack a gradient, on some or all ranks; the graph is searched."""
     static_graph: bool = False
-    """Whether every step has the graph of the first one."""
+    """True if every step has the graph of the first step."""
     skip_all_reduce_unused_params: bool = False
-    """Whether a bucket of which this rank used nothing is not reduced; so on all ranks alike."""
+    """True to skip buckets without a used parameter; all ranks must use the same parameters."""
     raises_at_once: bool = True
-    """Whether parameters that all ranks miss in the first backward are an error there; else a warning there
-    and an error in the next step, as late as torch's."""
+    """True to raise in the first backward for gradients that all ranks miss; False for a warning there and an
+    error in the next step, as late as torch's."""
     early_copy_bytes: int = _EARLY_COPY_BYTES
-    """From this size on a gradient is copied into its bucket at once, while it is in the cache; the smaller
-    ones of a bucket go in one multi-tensor copy when the last has arrived."""
+    """Bytes from which a gradient is copied into its bucket when it arrives, while it is in the cache.
+    Smaller gradients go in one multi-tensor copy when the last of the bucket has arrived."""
     dtype: torch.dtype | None = None
-    """Type in which floating-point gradients are reduced; None for that of the parameter."""
+    """Dtype in which floating-point gradients are reduced; None for that of the parameter."""
 
     def for_network(self) -> ReducerOptions:
-        """The same where gradients travel between hosts, with smaller first buckets if nobody named sizes.
+        """Return options for several hosts, with smaller first buckets unless the user gave caps.
 
-        A network is slow beside a backward on the CPU, and idle until the first bucket is full: so the first
-        MiB goes in three parts, each twice as large as the one before.
+        A network is slow compared to a backward on the CPU, and idle until the first bucket is full. So the
+        first MiB goes in three buckets, each twice as large as the one before.
         """
         if not self.are_caps_default:
             return self
@@ -67,7 +67,7 @@ class ReducerOptions:
 
 
 def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) -> tuple[int, ...]:
-    """The caps for torch's arguments `bucket_cap_mb` and `bucket_cap_mb_list`, in bytes.
+    """Convert torch's arguments `bucket_cap_mb` and `bucket_cap_mb_list` to caps in bytes.
 
     The first bucket has at most 1 MiB, so that communication starts early, unless `caps_mb` names its size.
 
@@ -98,26 +98,26 @@ def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """What the plan and the check across ranks need to know of a parameter."""
+    """Properties of a parameter that the plan and the check across ranks use."""
 
     name: str
     """Qualified name in the wrapped module."""
     shape: tuple[int, ...]
     """Sizes by dimension."""
     stride: tuple[int, ...]
-    """Elements between neighbours by dimension; differs from row-major for `channels_last`."""
+    """Elements between neighbors by dimension; differs from row-major for `channels_last`."""
     dtype: torch.dtype
-    """Type of the parameter and of its gradient."""
+    """Dtype in which the gradient is reduced."""
     device: torch.device
-    """Where it lives."""
+    """Device of the parameter."""
     is_sparse: bool = False
-    """Whether its gradients are sparse tensors."""
+    """True if its gradients are sparse tensors."""
 
     @classmethod
     def of(
         cls, name: str, parameter: torch.Tensor, *, is_sparse: bool = False, dtype: torch.dtype | None = None
     ) -> ParameterSpec:
-        """Describes `parameter`; a floating-point gradient is reduced in `dtype`, if that is given."""
+        """Describe `parameter`; a floating-point gradient is reduced in `dtype`, unless that is None."""
         return cls(
             name=name,
             shape=tuple(parameter.shape),
@@ -141,11 +141,11 @@ class ParameterSpec:
 def plan_buckets(
     specs: Sequence[ParameterSpec], order: Sequence[int], *, caps_bytes: Sequence[int]
 ) -> tuple[BucketSpec, ...]:
-    """Assigns every parameter to one bucket; returns the buckets in the order in which they will be full.
+    """Assign every parameter to one bucket; return the buckets in the order in which they fill.
 
-    Parameters are taken in `order`, the order in which their gradients are expected. Those of one dtype and
-    device fill a bucket until the next one would exceed its cap; a parameter above the cap is alone, and so
-    is one with sparse gradients.
+    Parameters are taken in `order`, the order in which their gradients are expected. Parameters of one dtype
+    and device fill a bucket until the next would exceed its cap. A parameter above the cap has a bucket of
+    its own, and so has one with sparse gradients.
 
     Args:
         specs: all parameters.
@@ -162,7 +162,7 @@ def plan_buckets(
     [(3,), (2,), (1, 0)]
     """
     buckets: list[list[int]] = []
-    last: dict[_Kind, tuple[list[int], int, int]] = {}  # bucket, its bytes, number of those before it
+    last: dict[_Kind, tuple[list[int], int, int]] = {}  # bucket, its bytes, number of buckets before it
     for index in order:
         spec = specs[index]
         if spec.is_sparse:
@@ -197,11 +197,11 @@ class BucketLayout:
     """The buckets of a reducer.
 
     Args:
-        parameters: in one order on all ranks.
+        parameters: the parameters, in the same order on all ranks.
         names: their qualified names.
         options: caps of the buckets, and how gradients get in and out of them.
         sparse: positions of the parameters whose gradients are sparse tensors.
-        memory: where the buckets on the CPU go, if the ranks are to share it.
+        memory: shared memory for the buckets on the CPU; None for plain memory.
     """
 
     def __init__(
@@ -227,15 +227,15 @@ class BucketLayout:
         self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
 
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
-        """The plan for gradients that become ready in `order`, a permutation of all parameters."""
+        """Plan buckets for gradients that become ready in `order`, a permutation of parameters."""
         return plan_buckets(self._specs, order, caps_bytes=self._options.caps_bytes)
 
     def holds(self, plan: Sequence[BucketSpec]) -> bool:
-        """Whether the buckets are those of `plan`."""
+        """Return True if the present buckets are those of `plan`."""
         return tuple(plan) == tuple(bucket.spec for bucket in self.buckets)
 
     def apply(self, plan: Sequence[BucketSpec], late_only: frozenset[int] = frozenset()) -> None:
-        """Makes the buckets of `plan`, in the memory of the present ones; gradients in there move along.
+        """Make the buckets of `plan`, in the memory of the present buckets; gradients in it are moved.
 
         Parameters in `late_only` get several gradients in one backward.
         """
@@ -256,11 +256,11 @@ class BucketLayout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether buckets are in memory that the ranks share."""
+        """True if buckets on the CPU are in memory that the ranks share."""
         return self._memory is not None
 
     def leave_shared_memory(self) -> None:
-        """Moves the buckets into plain memory; gradients in there move along."""
+        """Move the buckets, with the gradients in them, to plain memory."""
         self._memory = None
         self._storage.clear()
         self.apply([bucket.spec for bucket in self.buckets], self._late_only)
@@ -283,9 +283,9 @@ class BucketLayout:
         )
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
-        """One allocation a dtype and device for all its buckets, so that a new plan needs no new memory.
+        """Slice the flat buffers from one allocation per dtype and device, which all plans reuse.
 
-        Between two buckets there may be a gap, which nobody reads. There is room for a bucket a parameter.
+        There may be an unused gap between two buckets. The allocation has room for one bucket per parameter.
         """
         offsets: dict[_Kind, int] = {}
         flats = []
@@ -308,7 +308,7 @@ class BucketLayout:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def _release(self) -> dict[int, torch.Tensor]:
-        """Lets go of the present buckets; copies of the gradients that live in them are kept."""
+        """Drop the present buckets; return copies of the gradients in them, by parameter index."""
         grads = {}
         for index, (bucket, position) in self.where.items():
             view = bucket.views[position]
@@ -321,7 +321,7 @@ class BucketLayout:
 
 
 def _aligned(numel: int, dtype: torch.dtype) -> int:
-    """`numel` elements, and those that are needed for the next bucket to start where it should.
+    """Round `numel` up to the alignment of buckets.
 
     >>> _aligned(128, torch.float32), _aligned(129, torch.float32)
     (128, 256)
@@ -331,11 +331,11 @@ def _aligned(numel: int, dtype: torch.dtype) -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Frees one large block that was never written to, so that glibc keeps as much as it ever does.
+    """Free one large block that was never written to, which makes glibc keep more freed memory.
 
-    What autograd allocates for each gradient is freed once it is copied. glibc returns large free memory at
-    the top of its heap to the kernel, so that every gradient would be paid for with new pages, which costs
-    more than the copy. How much it keeps depends on the largest block that the process has freed so far
+    Autograd's memory of each gradient is freed once the gradient is copied. glibc returns large free memory
+    at the top of its heap to the kernel, so every gradient would need new pages, which cost more than the
+    copy. How much it keeps depends on the largest block that the process has freed so far
     (`M_MMAP_THRESHOLD` in mallopt(3)): up to 32 MiB, for which it keeps 64 MiB. Costs no memory.
     """
     torch.empty(_LARGEST_BYTES, dtype=torch.uint8)

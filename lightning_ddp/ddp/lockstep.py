@@ -1,9 +1,9 @@
-"""Uneven inputs: ranks with different numbers of batches take their steps together, until the last is done.
+"""Uneven inputs: ranks with different numbers of batches step together until the last rank is done.
 
-torch's `join` lets a rank that has run out answer the collectives of the others, so it has to know them all,
-and its optimizer stands still. Here such a rank repeats its last batch instead: whatever the step
-communicates, it communicates too. What the repetition must not change it does not: it adds zeros to the
-gradients, it is left out of reductions, and buffers and metrics are put back.
+With torch's `join` a rank that has run out mirrors the collectives of the others, so it has to know all of
+them, and its optimizer does not step. Here such a rank repeats its last batch instead, so it takes part in
+all communication of the step. The repetition has no effect on the result: it adds zeros to the gradients, it
+is left out of reductions, and buffers and metrics are restored.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _UNSIZED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One step of all ranks, as one of them sees it."""
+    """The part of one rank in a step of all ranks."""
 
     is_replay: bool
-    """Whether this rank has run out and repeats a batch."""
+    """True if this rank has run out of batches and repeats its last one."""
     num_active: int
-    """How many ranks have a batch of their own."""
+    """Number of ranks that have a new batch."""
 
 
 class Lockstep:
-    """The steps that all ranks of a group take together, as long as one of them has data.
+    """The steps that all ranks of a group take together, as long as one rank has batches.
 
-    All ranks make it and use it alike. The order of one step is: the loader's next batch (communicates),
-    `begin`, the forward inside `step`, the backward of `scale(loss)`, `restore`.
+    All ranks must construct and use it alike. The order of one step is: the loader's next batch
+    (communicates), `begin`, the forward inside `step`, the backward of `scale(loss)`, `restore`.
 
     Args:
         group: the ranks.
-        device: where the tensors of its exchanges live, as the backend needs it.
-        is_allowed: whether ranks may run out at different steps; otherwise that is an error on all ranks.
-        divide_by_initial_world_size: whether a rank that has run out counts in the mean of the gradients,
-            with zeros; otherwise the mean is over the ranks that have a batch.
+        device: device of the tensors of its exchanges, as the backend needs it.
+        is_allowed: True if ranks may run out at different steps; otherwise that is an error on all ranks.
+        divide_by_initial_world_size: True to count a rank that has run out in the mean of the gradients,
+            with zeros; False for the mean over the ranks that have a new batch.
     """
 
     def __init__(
@@ -78,21 +78,24 @@ class Lockstep:
     def wrap(
         self, loader: Any, most: Callable[[], int] | None = None, spare: Callable[[], Any] | None = None
     ) -> LockstepLoader:
-        """`loader`, as one that ends on all ranks at once. All ranks call it; communicates without `most`.
+        """Wrap `loader` in a loader that ends on all ranks at the same step.
+
+        Collective: all ranks must call it.
 
         Args:
-            loader: of this rank.
-            most: tells how many batches the longest of them gives now, the same on all ranks.
-            spare: makes a batch for a rank that has none to repeat.
+            loader: the loader of this rank.
+            most: returns the number of batches of the longest loader, the same on all ranks; None to exchange
+                the lengths now.
+            spare: makes a batch for a rank that has none to repeat; None to raise an error there.
 
         Raises:
-            ConfigurationError: some ranks know the length of theirs and others do not, or another loader
-                that was wrapped before has not been iterated over.
+            ConfigurationError: only some ranks know the length of their loader, or a loader wrapped before
+                has not been iterated over.
         """
         if self._is_waiting:
             raise ConfigurationError(
-                "uneven_inputs takes one training dataloader, but there are several: which of them has run"
-                " out is not known for each. Combine the datasets in one dataloader."
+                "uneven_inputs supports one training dataloader, but there are several. Combine the"
+                " datasets in one dataloader."
             )
         self._spare = spare
         if most is not None:
@@ -110,30 +113,33 @@ class Lockstep:
         return LockstepLoader(loader, self, None if unsized else partial(max, lengths))
 
     def restart(self) -> None:
-        """A new epoch begins: forgets what was fetched and not used."""
+        """Begin a new epoch: drop the fetched and unused steps."""
         self._is_waiting = self._is_due = False
         self._turns.clear()
 
     def rejoin(self, group: Group) -> None:
-        """From now on other ranks take their steps together, and begin anew with what they fetch."""
+        """Continue with the ranks of `group`: drop the fetched and unused steps."""
         self._group = group
         self.restart()
 
     def exchange(self, fresh: tuple[Any] | None, num_fetched: int) -> tuple[Any] | None:
-        """Tells all ranks whether this one has a batch. All ranks call it; communicates.
+        """Exchange which ranks have a new batch; return the batch that this rank uses.
+
+        Collective: all ranks must call it.
 
         Args:
             fresh: this rank's next batch in a tuple, or None when it has run out.
-            num_fetched: how many batches it had so far in this epoch.
+            num_fetched: number of batches that this rank has had in this epoch.
 
         Returns:
             The batch to use in a tuple, or None when all ranks have run out.
 
         Raises:
-            UnevenInputsError: on every rank, as one has run out and may not, or has nothing to repeat.
+            UnevenInputsError: on every rank, if a rank ran out and that is not allowed, or has no batch to
+                repeat.
         """
         if fresh is not None:
-            # new containers: what a step does to its dict or list does not reach the repetition
+            # Copy the containers: a step that changes its dict or list must not change the repetition.
             self._last_batch = tree_map(lambda leaf: leaf, fresh)
         elif self._last_batch is None and self._spare is not None:
             self._last_batch = (self._spare(),)
@@ -155,34 +161,34 @@ class Lockstep:
         done = [rank for rank, stand in enumerate(stands) if stand != _FRESH]
         if empty:
             raise UnevenInputsError(
-                f"rank {self._group.rank}: ranks {empty} have no training batch at all, so nothing that they"
-                " could repeat while the others train. Give every rank at least one batch in the first epoch."
+                f"rank {self._group.rank}: ranks {empty} have no training batch to repeat while the others"
+                " train. Give every rank at least one batch in the first epoch."
             )
         if done and not self._is_allowed:
             raise UnevenInputsError(
-                f"rank {self._group.rank}: ranks {done} have run out of training batches, but the others have"
-                f" more; this rank has had {num_fetched} in this epoch. Give every rank as many, or let them"
-                ' differ with uneven_inputs="join".'
+                f"rank {self._group.rank}: ranks {done} have run out of training batches, but the others"
+                f" have more; this rank has had {num_fetched} in this epoch. Give every rank the same"
+                ' number of batches, or allow different numbers with uneven_inputs="join".'
             )
 
     def forget(self) -> None:
-        """Lets go of the last batch and of the module's state, at the end of training."""
+        """Drop the last batch and the module's snapshot, at the end of training."""
         self._last_batch = None
         self._kept = None
 
     # ------------------------------------------------------------------ a step
 
     def begin(self) -> None:
-        """The batch that was fetched first is used now. Counts once for each fetch."""
+        """Make the first fetched step the present one, once per fetch."""
         if self._is_due and self._turns:
             self.turn = self._turns.popleft()
             self._is_due = False
 
     @contextmanager
     def step(self, module: torch.nn.Module) -> Generator[None, None, None]:
-        """The forward of a step; leaves the buffers and metrics of `module` as they were if it is a replay.
+        """Run a step's forward in this context; a replay restores `module`'s buffers and metrics.
 
-        Random numbers are not put back: ranks that were seeded alike draw alike, and have to go on so.
+        RNG states are not restored, so that ranks that were seeded alike continue to draw alike.
         """
         self._kept = ModuleSnapshot(module) if self.turn.is_replay else None
         self._is_stepping = True
@@ -193,12 +199,12 @@ class Lockstep:
             self.restore()
 
     def restore(self) -> None:
-        """Puts buffers and metrics back once more, after a backward that ran parts of the forward again."""
+        """Restore buffers and metrics after a backward, which may have repeated forwards."""
         if self._kept is not None and not self._is_stepping:
             self._kept.restore()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The same loss, whose backward gives the gradients the weight of this rank in this step."""
+        """Return `loss` with a backward that scales gradients by this rank's weight in this step."""
         if self.turn.is_replay:
             factor = 0.0
         elif self._counts_all or self.turn.num_active == self._group.size:
@@ -212,14 +218,15 @@ class Lockstep:
 
     @property
     def is_partial(self) -> bool:
-        """Whether this is the forward of a step in which some ranks have no batch of their own."""
+        """True in the forward of a step in which some ranks have no new batch."""
         return self._is_stepping and self.turn.num_active < self._group.size
 
     def reduce(self, group: Group, tensors: Sequence[torch.Tensor], op: Any) -> None:
-        """Reduces `tensors` in place over those ranks of `group` that have a batch of their own.
+        """Reduce `tensors` in place over those ranks of `group` that have a new batch.
 
-        All ranks of `group` call it, and all get the result; communicates. Ranks among which nobody has one
-        reduce what they hold.
+        All ranks of `group` get the result. If none of them has a new batch, all of them are reduced.
+
+        Collective: all ranks must call it.
 
         Raises:
             ConfigurationError: the name of the operation is unknown.
@@ -247,27 +254,27 @@ class Lockstep:
 
 
 class LockstepLoader:
-    """A loader with the length of the longest among the ranks, which ends on all of them at once.
+    """A loader with the length of the longest loader of all ranks, which ends on all ranks together.
 
-    Attributes are those of the loader inside, but for `state_dict` and `load_state_dict`: a checkpoint holds
-    the position of one rank only.
+    Attributes are those of the wrapped loader, except `state_dict` and `load_state_dict`: a checkpoint would
+    hold the position of one rank only.
     """
 
     def __init__(self, loader: Any, lockstep: Lockstep, most: Callable[[], int] | None) -> None:
         self.__dict__.update(_loader=loader, _lockstep=lockstep, _most=most)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the loader inside."""
+        """Return an attribute of the wrapped loader."""
         if name in ("_loader", "state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the loader inside."""
+        """Set an attribute of the wrapped loader."""
         setattr(self._loader, name, value)
 
     def __len__(self) -> int:
-        """The greatest length among the ranks.
+        """Return the greatest length of the loaders of all ranks.
 
         Raises:
             TypeError: the loaders have no length.
@@ -278,12 +285,12 @@ class LockstepLoader:
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        """An epoch. Every step of it communicates."""
+        """Iterate over an epoch; every step of it communicates."""
         return _LockstepIterator(iter(self._loader), self._lockstep)
 
 
 class _LockstepIterator:
-    """One epoch of a `LockstepLoader`; fetches ahead of nobody."""
+    """Iterator over one epoch of a `LockstepLoader`; does not prefetch."""
 
     def __init__(self, batches: Iterator[Any], lockstep: Lockstep) -> None:
         self._batches: Iterator[Any] | None = batches
@@ -306,14 +313,14 @@ class _LockstepIterator:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._batches = None  # not asked again: a loader may begin anew
+            self._batches = None  # Not called again: some iterators would start another epoch.
             return None
         self._num_fetched += 1
         return (batch,)
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity whose backward multiplies; times 0 is 0, also for gradients that are not finite."""
+    """Identity whose backward multiplies; a factor of 0 gives 0, also for gradients not finite."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
@@ -333,7 +340,7 @@ def _length(loader: Any) -> int:
 
 
 def _neutral(op: Any, dtype: torch.dtype) -> float:
-    """What leaves the result of a reduction as it is."""
+    """Return the neutral element of a reduction."""
     if op == dist.ReduceOp.PRODUCT:
         return 1
     if op == dist.ReduceOp.BAND:

@@ -1,8 +1,8 @@
-"""Mixed precision inside the wrapper: parameters, inputs and buffers in a low precision during a step.
+"""Mixed precision inside the wrapper: parameters, inputs and buffers in low precision during a step.
 
-The parameters that optimizer, checkpoint and user see stay in full precision. For the time from forward to
-the end of backward their data are low-precision copies; gradients are reduced in `reduce_dtype` and arrive
-in full precision. The configuration is that of torch's DDP (`_MixedPrecision`, experimental there).
+Optimizer, checkpoints and users see parameters in full precision. From forward to the end of backward their
+data are low-precision copies; gradients are reduced in `reduce_dtype` and arrive in full precision. The
+configuration is that of torch's DDP (`_MixedPrecision`, experimental there).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MixedPrecisionConfig(Protocol):
 
 
 class MixedPrecision:
-    """Swaps parameters for low-precision copies and back. Casts buffers once, here.
+    """Exchange of parameters for low-precision copies and back; construction casts the buffers.
 
     Raises:
         ConfigurationError: a dtype is not a floating-point one.
@@ -42,7 +42,7 @@ class MixedPrecision:
         self._params = [
             p for name, p in module.named_parameters() if name not in ignored and p.is_floating_point()
         ]
-        self._full: list[torch.Tensor] = []  # while they are low-precision copies
+        self._full: list[torch.Tensor] = []  # full-precision data while parameters hold copies
         if config.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
@@ -50,11 +50,11 @@ class MixedPrecision:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Type in which gradients travel; None for that of each parameter."""
+        """Dtype in which gradients are reduced; None for that of each parameter."""
         return self.config.reduce_dtype or self.config.param_dtype
 
     def cast_parameters(self) -> None:
-        """Before forward: low-precision copies take the place of the parameters, and of their gradients."""
+        """Replace the data of parameters and gradients by low-precision copies, before a forward."""
         dtype = self.config.param_dtype
         if dtype is None or self._full:
             return
@@ -63,7 +63,7 @@ class MixedPrecision:
             self._swap(p, p.data.to(dtype))
 
     def restore_parameters(self) -> None:
-        """After backward: parameters and gradients are in full precision again."""
+        """Restore parameters and gradients in full precision, after a backward."""
         if self._full:
             for p, data in zip(self._params, self._full, strict=True):
                 self._swap(p, data)
@@ -72,15 +72,15 @@ class MixedPrecision:
     @staticmethod
     def _swap(parameter: Any, data: torch.Tensor) -> None:
         grad = parameter.grad
-        parameter.grad = None  # it has to be of the parameter's type, before and after
+        parameter.grad = None  # must have the parameter's dtype at any time
         parameter.data = data
         if grad is not None:
             parameter.grad = grad.to(data.dtype)
-            if grad.is_cuda:  # it may have been made on another stream, where its memory would be used again
+            if grad.is_cuda:  # allocated on another stream maybe, which would reuse the memory too early
                 grad.record_stream(torch.cuda.current_stream(grad.device))
 
     def restore_after_backward(self, outputs: Any) -> None:
-        """Restores the parameters after a backward from `outputs`, or at once if there will be none."""
+        """Restore the parameters after a backward from `outputs`, or now if no backward can follow."""
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
         if not tensors:
             self.restore_parameters()
@@ -92,7 +92,7 @@ class MixedPrecision:
             tensor.register_hook(start)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Floating-point tensors in nested containers, in the parameters' low precision."""
+        """Cast floating-point tensors in nested containers to `param_dtype`."""
         dtype = self.config.param_dtype
 
         def low(leaf: Any) -> Any:

@@ -1,6 +1,6 @@
 """`BucketedDDP`: data parallelism over processes, with the reducer in Python.
 
-More than 500 lines, as it is all that users call of the engine, and a third of it is what it tells them.
+More than 500 lines, as it holds the whole public interface of the engine; a third are its docstrings.
 """
 
 from __future__ import annotations
@@ -62,72 +62,81 @@ _OF_THIS_PROCESS = (
 
 
 class BucketedDDP(Joinable, torch.nn.Module):
-    """Averages a module's gradients over the ranks of a process group during backward.
+    """Data-parallel wrapper that averages a module's gradients over a process group during backward.
 
-    Usable wherever `torch.nn.parallel.DistributedDataParallel` is, with its names. Wrap the module after it
-    is on its device; call the wrapper instead of the module; step the optimizer as with one process.
+    Drop-in replacement for `torch.nn.parallel.DistributedDataParallel`, with its names. Wrap the module after
+    it is on its device; call the wrapper instead of the module; step the optimizer as with one process.
 
-    After a synchronised backward `.grad` of every parameter holds the mean over the ranks. With
+    After a synchronized backward pass `.grad` of every parameter holds the mean over the ranks. With
     `gradient_as_bucket_view` it is a view of a bucket: do not `detach_()` it. A second backward through it
-    (`create_graph=True`) is refused. Names in the module's attribute `_ddp_params_and_buffers_to_ignore` are
+    (`create_graph=True`) is an error. Names in the module's attribute `_ddp_params_and_buffers_to_ignore` are
     left alone. Parameters that `torch.func.functional_call` replaces for a forward are not averaged.
 
-    `broadcast_buffers="auto"` computes what a copy of rank 0's buffers before each forward would: BatchNorm
-    layers in training mode normalise with their batch and only write their running statistics, and those of
+    `broadcast_buffers="auto"` gives the results of a copy of rank 0's buffers before each forward: BatchNorm
+    layers in training mode normalize with their batch and only write their running statistics, and those of
     rank 0 depend on rank 0's history alone, so copying them before a layer evaluates is early enough.
     Modules with any other buffer take the copy before each forward. Between two copies the statistics of the
     other ranks are those of their own batches; `sync_buffers()` copies rank 0's at once.
 
     Args:
-        module: on one device per process, or on several CUDA devices; the same on all ranks, with at least
-            one parameter that requires a gradient. Its parameters must not be replaced afterwards.
-        device_ids: for a module on one CUDA device, that device: inputs of `forward` are moved there.
-            None (default) leaves inputs alone.
-        output_device: kept for torch's signature; must be the device of the module, or None.
-        dim: kept for torch's signature; only 0.
-        broadcast_buffers: 'auto', the default; True for a copy before each forward that follows a
-            synchronised one; False for none, and none at construction.
-        init_sync: whether construction verifies the parameters across ranks and broadcasts rank 0's
-            parameters and buffers. If False, the caller vouches that all ranks hold the same values.
-        process_group: the ranks; None for the default group.
-        bucket_cap_mb: cap of a bucket in MiB (the first one has 1 MiB); None for 25, and for smaller first
-            ones where CPU ranks are on several hosts, so that the network has work early.
-        find_unused_parameters: whether parameters may take no part in the loss, on some ranks or on all. The
-            graph of the outputs is searched after each forward. A parameter that no rank used keeps its
-            `.grad`; one that some used gets the mean, with zeros from the others.
-        check_reduction: deprecated in torch, without effect; only False.
-        gradient_as_bucket_view: whether `.grad` is a view of the bucket after a synchronised backward,
-            which saves a copy and the memory of one gradient per parameter; None for yes.
-        static_graph: whether every step has the graph of the first one. It is learned there: communication
-            starts after that backward, later during it. Parameters may be unused, or get several gradients
-            in one backward (re-entrant checkpointing); a graph that changes is an error.
-        delay_all_reduce_named_params: (name, parameter) pairs that are no part of the buckets; their
-            gradients are averaged all at once when that of `param_to_hook_all_reduce` is ready.
-        param_to_hook_all_reduce: see there; both or none.
-        mixed_precision: torch's `_MixedPrecision`: parameters, inputs and buffers in low precision from
-            forward to the end of backward; gradients arrive in full precision.
-        device_mesh: one-dimensional; its ranks instead of `process_group`.
-        skip_all_reduce_unused_params: with `find_unused_parameters`, a bucket of which nothing was used is
-            not reduced. All ranks must leave the same parameters unused in each step.
-        bucket_cap_mb_list: caps of the first bucket, the second ..., in MiB; the last one holds for all that
-            follow. Instead of `bucket_cap_mb`.
-        batched_grad_copy: True for one copy a bucket, False for one a gradient; None (default) copies
-            gradients of 256 KiB and more when they arrive, and the smaller ones of a bucket together.
-        forward_sync_buffers: True or False as `broadcast_buffers`, but construction always copies buffers.
-        raises_at_once: whether parameters that all ranks miss in the first backward are an error there.
-            If False it is a `MissingGradientWarning` there and the error in the second step, as torch's DDP
-            lets one backward pass. In all other steps, and where ranks differ, it is an error at once.
-        interrupt: a failure that another thread may report; every wait raises it within 0.1 s.
-        transport: how gradients on the CPU travel. 'auto': through memory that the ranks of a host share,
-            and between hosts by gloo, one rank a host; through the process group where that cannot be, and
-            between ranks that are threads of one process. A thread reduces beside the backward if a host has
-            two processors a rank; else that would slow both down, and the backward ends first.
-            'shared_memory': the same, or an error. 'gloo': through the process group.
+        module: Module on one device per process, or on several CUDA devices; the same on all ranks, with at
+            least one parameter that requires a gradient. Its parameters must not be replaced afterwards.
+        device_ids: For a module on one CUDA device, a list of that device, to which inputs of `forward` are
+            moved; None to leave inputs alone.
+        output_device: Device of the module, or None. Kept for torch's signature.
+        dim: Only 0. Kept for torch's signature.
+        broadcast_buffers: When rank 0's buffers are copied: 'auto' (also None) before a forward that reads
+            them, True before each forward that follows a synchronized forward, False never, not even at
+            construction.
+        init_sync: If True, construction compares the parameters of the ranks and broadcasts rank 0's
+            parameters and buffers. If False, the caller guarantees that all ranks hold the same values.
+        process_group: Process group of the ranks; None for the default group.
+        bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB. With None
+            the first buckets are smaller if CPU ranks are on several hosts, so that communication starts
+            early.
+        find_unused_parameters: If True, parameters may take no part in the loss, on some ranks or on all. The
+            graph of the outputs is searched after each forward. A parameter that no rank has used keeps its
+            `.grad`; a parameter that some ranks have used gets the mean, with zeros from the others.
+        check_reduction: Only False. Deprecated in torch, without effect.
+        gradient_as_bucket_view: If True (also None), `.grad` is a view of the bucket after a synchronized
+            backward pass, which saves a copy and the memory of one gradient per parameter.
+        static_graph: If True, every step must have the graph of the first step. It is recorded there:
+            communication starts after that backward pass, and later during it. Parameters may be unused, or
+            get several gradients in one backward pass (re-entrant checkpointing); a graph that changes is an
+            error.
+        delay_all_reduce_named_params: (name, parameter) pairs that are not in buckets; None for no such
+            parameters. Their gradients are averaged together when that of `param_to_hook_all_reduce` is
+            ready.
+        param_to_hook_all_reduce: Parameter whose gradient starts the average of
+            `delay_all_reduce_named_params`. Pass both or neither.
+        mixed_precision: torch's `_MixedPrecision`, or None for full precision. Parameters, inputs and buffers
+            are in low precision from forward to the end of backward; gradients arrive in full precision.
+        device_mesh: One-dimensional device mesh with the ranks, instead of `process_group`; or None.
+        skip_all_reduce_unused_params: With `find_unused_parameters`, skip buckets whose parameters are all
+            unused; all ranks must leave the same parameters unused.
+        bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; None to
+            use `bucket_cap_mb`. The last size holds for all further buckets.
+        batched_grad_copy: True to copy the gradients of a bucket together, False to copy each gradient by
+            itself; None to copy gradients of 256 KiB and more when they arrive, and smaller gradients of a
+            bucket together.
+        forward_sync_buffers: True or False as for `broadcast_buffers`, except that construction always copies
+            buffers; None to use `broadcast_buffers`.
+        raises_at_once: If True, parameters that all ranks miss in the first backward pass are an error there.
+            If False they are a `MissingGradientWarning` there and the error in the second step, as torch's
+            DDP allows in one backward pass. In all other steps, and where ranks differ, they are an error at
+            once.
+        interrupt: Failure that another thread may report, or None; every wait raises it within 0.1 s.
+        transport: How gradients of CPU ranks travel: 'auto', 'shared_memory' or 'gloo'. 'auto' uses shared
+            memory within a host, and gloo between one rank per host; the process group where shared memory is
+            not available, and between ranks that are threads of one process. A thread reduces during the
+            backward pass if a host has two processors per rank; otherwise reduction follows the backward
+            pass, because both would be slower. 'shared_memory' is the same, or an error. 'gloo' uses the
+            process group.
 
     Raises:
-        ConfigurationError: an argument cannot be used, or the group cannot reduce the module's gradients.
-        UnsuitableModuleError: no parameter requires a gradient, or one is lazy.
-        RankMismatchError: the ranks hold different models.
+        ConfigurationError: An argument cannot be used, or the group cannot reduce the module's gradients.
+        UnsuitableModuleError: No parameter requires a gradient, or a parameter is uninitialized.
+        RankMismatchError: The ranks hold different models.
 
     Construction communicates (all ranks call it), as do `forward` in training with buffers, and backward.
     """
@@ -162,17 +171,18 @@ class BucketedDDP(Joinable, torch.nn.Module):
         super().__init__()
         check_transport(transport)
         if dim != 0:
-            raise ConfigurationError(f"dim={dim}: inputs are scattered along dimension 0 only")
+            raise ConfigurationError(f"dim={dim}: expected 0, as inputs are scattered along dimension 0 only")
         if check_reduction:
             raise ConfigurationError(
-                "check_reduction=True: deprecated in torch and without effect; leave it out"
+                "check_reduction=True is deprecated in torch and has no effect. Leave it out."
             )
         if skip_all_reduce_unused_params and not find_unused_parameters:
             raise ConfigurationError("skip_all_reduce_unused_params=True needs find_unused_parameters=True")
         delayed = dict(delay_all_reduce_named_params or ())
         if bool(delayed) != (param_to_hook_all_reduce is not None):
             raise ConfigurationError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce go together: pass both or none"
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need each other. Pass both or"
+                " neither."
             )
         caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         group = check_process_group(process_group, device_mesh)
@@ -221,7 +231,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._options = ReducerOptions(
             caps_bytes=caps_bytes,
             are_caps_default=bucket_cap_mb is None and not bucket_cap_mb_list,
-            # a parameter of low precision cannot hold the gradient in full precision meanwhile
+            # A low-precision parameter cannot hold a gradient in full precision.
             gradient_as_bucket_view=self.gradient_as_bucket_view and not low_dtype,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
@@ -242,7 +252,10 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._log_construction()
 
     def _connect(self, token: str, hosts: Hosts | None) -> None:
-        """Makes what belongs to this process and its group. Communicates where ranks share hosts."""
+        """Make the reducer and the objects tied to this process and group.
+
+        Collective: all ranks must call it, if ranks share hosts.
+        """
         ignored = frozenset(self.parameters_to_ignore)
         named = trainable_parameters(self.module, ignored, may_be_none=True)
         sparse = sparse_parameters(self.module.modules())
@@ -250,7 +263,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._places = ParameterPlaces(self.module, named)
         self._has_prepared = False
         self.authoritative_rank: int | None = None
-        """The rank whose model all took at the end of the last `join()`."""
+        """Rank whose model all ranks copied at the end of the last `join()`; None before."""
         self._forward_notice: tuple[Any, torch.Tensor] | None = None
         self._active_ranks: Any | None = None
         self._divides_by_active = False
@@ -268,14 +281,14 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self.reducer.before_finish = self._mixed.restore_parameters
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to this process: the group, the reducer and its hooks."""
+        """Return the state without parts tied to this process: group, reducer and hooks."""
         return {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a pickled or copied wrapper on the default process group. Does not communicate.
+        """Restore a pickled or copied wrapper on the default process group, without communication.
 
-        All ranks are expected to restore the same. A communication hook has to be registered again, and
-        gradients travel through the process group.
+        All ranks must restore the same state. A communication hook has to be registered again, and gradients
+        are reduced through the process group.
 
         Raises:
             ConfigurationError: there is no default process group.
@@ -287,24 +300,26 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._log_construction()
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
-        """Refuses synchronised batch normalisation on the CPU, at once; torch's name of that check."""
+        """Refuse synchronized batch normalization on the CPU; torch has a check of this name."""
         layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
         if layers and self.device.type == "cpu":
             raise ConfigurationError(
-                "SyncBatchNorm layers only work with GPU modules, and this one is on the CPU:"
+                "SyncBatchNorm layers only work with GPU modules, but this module is on the CPU:"
                 f" {', '.join(map(repr, layers))}. Leave out sync_batchnorm, or use BatchNorm."
             )
 
     @property
     def process_group(self) -> Any:
-        """The ranks over which gradients are averaged."""
+        """Process group over which gradients are averaged."""
         return self._group.process_group
 
     def update_process_group(self, process_group: Any) -> None:
-        """Goes on with other ranks, for example after a rank was lost. All ranks of the new group call it.
+        """Continue with the ranks of `process_group`, for example after losing a rank.
 
-        The buckets are planned anew; gradients stay. The ranks must hold the same parameters. Communicates
-        only to share memory. A communication hook has to be told by its owner.
+        The buckets are planned again; gradients are kept. The ranks must hold the same parameters. The owner
+        of a communication hook must update the hook.
+
+        Collective: all ranks must call it.
         """
         group = Group(process_group, self._group.interrupt, transport=self.transport)
         check_backend(group, self.module, list(zip(self._places.names, self._places.parameters, strict=True)))
@@ -320,7 +335,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self._delayed.group = self._group
 
     def states(self) -> list[torch.Tensor]:
-        """The parameters that are the same on all ranks."""
+        """Return the parameters that this wrapper keeps equal on all ranks: all but the ignored ones."""
         ignored = self.parameters_to_ignore
         return [p for name, p in self.module.named_parameters() if name not in ignored]
 
@@ -328,7 +343,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
     @run_eagerly
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module; the next backward is synchronised unless inside `no_sync`."""
+        """Run the module; the next backward pass is synchronized unless inside `no_sync`."""
         tell_dynamo()
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         with inside_forward(self.bucket_bytes_cap):
@@ -366,12 +381,12 @@ class BucketedDDP(Joinable, torch.nn.Module):
         if replaced:
             self._places.expect_restored(output, replaced, self._group.rank)
         if replaced and len(replaced) == len(self._places.names):
-            return output  # functional_call: none of our parameters takes part
+            return output  # functional_call replaced all parameters, so no gradient reaches ours
         self.prepare_for_backward(output, absent=replaced)
         return output
 
     def _prepare(self) -> None:
-        """Before the first forward."""
+        """Replace torch's optimizers in backward, before the first forward."""
         self._has_prepared = True
         params = self._places.parameters
         if not any(hasattr(p, OPTIMIZERS_IN_BACKWARD) for p in params):
@@ -380,20 +395,20 @@ class BucketedDDP(Joinable, torch.nn.Module):
             param_to_optim_hook_handle_map,
         )
 
-        for parameter in params:  # torch would step on the local gradients
+        for parameter in params:  # torch's hooks would step on local gradients
             for handle in param_to_optim_hook_handle_map.get(parameter, []):
                 handle.remove()
         self.reducer.after_bucket = _step_optimizers
 
     def prepare_for_backward(self, outputs: Any = None, *, absent: Iterable[int] = ()) -> None:
-        """Makes the next backward a synchronised one, unless inside `no_sync`.
+        """Make the next backward pass a synchronized one, unless inside `no_sync`.
 
-        `forward` calls it. Call it by hand before a backward whose loss was not computed by this wrapper's
-        `forward`, as with manual optimisation in Lightning. Does not communicate.
+        `forward` calls this method. Call it yourself before a backward pass whose loss was not computed by
+        this wrapper's `forward`, as with manual optimization in Lightning.
 
         Args:
-            outputs: what that backward starts from: tensors in nested containers.
-            absent: positions of parameters that get no gradient on any rank.
+            outputs: Tensors, in nested containers, from which the backward pass starts.
+            absent: Positions of parameters that get no gradient on any rank.
         """
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
@@ -412,9 +427,11 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self.sync_buffers(has_input=has_input)
 
     def sync_buffers(self, *, has_input: bool = True) -> None:
-        """Copies the buffers of rank 0 to all ranks now, or runs the buffer hook. All ranks call it.
+        """Copy rank 0's buffers to all ranks now, or run the buffer hook.
 
         Inside `join()` they come from the highest rank that has input left (`has_input`).
+
+        Collective: all ranks must call it.
         """
         src = self._agree_on_source(has_input) if is_joining(self) else 0
         self.reducer.futures += self._module_buffers.sync(src)
@@ -426,18 +443,18 @@ class BucketedDDP(Joinable, torch.nn.Module):
         *,
         location: Moment = "after_forward",
     ) -> None:
-        """Lets `hook(state, buffers)` bring the buffers together, instead of the copy from rank 0.
+        """Register `hook(state, buffers)`, which replaces the copy of buffers from rank 0.
 
         Args:
-            state: handed to the hook in each call.
-            hook: called on all ranks in each forward that follows a synchronised one, with the buffers by
-                qualified name. It changes them in place. It may return futures, which the end of the next
-                synchronised backward waits for.
-            location: when it is called.
+            state: First argument of the hook.
+            hook: Function that synchronizes the buffers, which it gets by qualified name and changes in
+                place. Called on all ranks in each forward that follows a synchronized forward. It may return
+                futures, for which the end of the next synchronized backward pass waits.
+            location: When the hook is called: 'before_forward' or 'after_forward'.
 
         Raises:
-            ConfigurationError: the location is another one.
-            TypeError: the hook is not callable.
+            ConfigurationError: The location is invalid.
+            TypeError: The hook is not callable.
         """
         if not callable(hook):
             raise TypeError(f"buffer hook {hook!r} must be callable")
@@ -445,11 +462,11 @@ class BucketedDDP(Joinable, torch.nn.Module):
             raise ConfigurationError(f"location={location!r}: expected 'before_forward' or 'after_forward'")
         self._module_buffers.hook = BufferHook(hook=hook, state=state, location=location)
 
-    # ------------------------------------------------------------------ synchronisation
+    # ------------------------------------------------------------------ synchronization
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Gradients accumulate on each rank without communication, for backwards of forwards in here."""
+        """Return a context in which forwards, and their backward passes, accumulate gradients locally."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -458,49 +475,53 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Lets `hook(state, bucket)` reduce the gradients instead of the built-in mean.
+        """Register `hook(state, bucket)`, which reduces gradients instead of the built-in mean.
 
         Args:
-            state: handed to the hook in each call.
-            hook: called on every rank once for each full bucket, in launch order, in the thread of
-                backward. `bucket` has the methods of torch's `GradBucket`. It returns a
-                `torch.futures.Future` of the reduced flat gradient: a tensor of the buffer's size and
-                dtype (or a list of that one tensor). The hook divides by the world size itself.
+            state: First argument of the hook.
+            hook: Function that reduces a bucket, called on every rank once per full bucket, in launch order,
+                in the backward thread. `bucket` has the methods of torch's `GradBucket`. The hook returns a
+                `torch.futures.Future` of the reduced flat gradient: a tensor of the buffer's size and dtype
+                (or a list with that tensor). The hook divides by the world size itself.
 
         Raises:
-            TypeError: the hook is not callable.
-            ConfigurationError: its annotations say that it is for something else.
-            CommHookError: a hook is registered already.
+            TypeError: The hook is not callable.
+            ConfigurationError: The hook's annotations are not those of a communication hook.
+            CommHookError: A hook is registered already.
         """
         with self._errors_noted():
             check_hook(hook)
             if self.reducer.reduction.hook is not None:
                 raise CommHookError(
-                    "register_comm_hook or register_builtin_comm_hook can only be called once."
-                    " There is one hook a wrapper."
+                    "register_comm_hook or register_builtin_comm_hook can only be called once. A wrapper"
+                    " has one hook."
                 )
         self.reducer.set_hook(state, hook)
 
     def teardown(self) -> None:
-        """Takes the hooks off the parameters, so that the module can be used without this wrapper."""
+        """Remove the hooks from the parameters, so that the module can be used without this wrapper."""
         self.reducer.close()
         if self._delayed is not None:
             self._delayed.remove_hooks()
 
     def record_steps(self, num_steps: int = 256) -> StepRecorder:
-        """From now on keeps what the last synchronised steps did, on this rank. Does not communicate.
+        """Start recording computation and communication times of synchronized steps on this rank.
 
         Args:
-            num_steps: how many are kept, instead of those of an earlier call; 0 for no more than there are.
+            num_steps: Largest number of records. A second call drops the records of the first one.
 
         Returns:
-            The recorder of this wrapper, with the `records`; 0 leaves those that there are.
+            The recorder of this wrapper, with the `records`.
 
         Raises:
-            ConfigurationError: a negative number.
+            ConfigurationError: The number is less than 1.
         """
-        self.reducer.recorder.keep(num_steps)
+        self.reducer.recorder.start(num_steps)
         return self.reducer.recorder
+
+    def stop_recording(self) -> None:
+        """Stop recording steps, and keep the existing records. Does not communicate."""
+        self.reducer.recorder.stop()
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -510,54 +531,55 @@ class BucketedDDP(Joinable, torch.nn.Module):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """A context for training loops in which ranks run out of inputs at different steps.
+        """Return a context for training loops in which ranks run out of inputs at different steps.
 
         A rank that leaves the loop takes part in the others' communication, with zeros, until all have
-        left; then all take the model of the last one. Other collectives of the model, such as those of
-        SyncBatchNorm, are not mirrored: use `throw_on_early_termination` with them. All ranks enter.
+        left; then all ranks copy the model of the last one. Other collectives of the model, such as those of
+        SyncBatchNorm, are not mirrored: use `throw_on_early_termination` with them. All ranks must enter.
 
         Args:
-            divide_by_initial_world_size: whether gradients are divided by the number of ranks; otherwise by
-                that of the ranks which still have input. A communication hook divides by itself.
-            enable: False for no effect.
-            throw_on_early_termination: whether all ranks raise RuntimeError when the first one runs out.
+            divide_by_initial_world_size: If True, divide gradients by the number of ranks; if False, by the
+                number of ranks that still have input. A communication hook divides by itself.
+            enable: If False, the context has no effect.
+            throw_on_early_termination: If True, all ranks raise RuntimeError when the first one runs out.
 
         Raises:
-            ConfigurationError: there is no default process group, or gradients are averaged with a delay.
+            ConfigurationError: There is no default process group, or gradients are averaged with a delay.
         """
         if not dist.is_initialized():
             if not enable:
                 return nullcontext()
             raise ConfigurationError(
-                "join() needs torch.distributed.init_process_group: torch's Join communicates through it"
+                "join() needs torch.distributed.init_process_group, because torch's Join communicates"
+                " through it"
             )
         if enable and self._delayed is not None:
             raise ConfigurationError(
-                "join() with delay_all_reduce_named_params: a rank without input cannot tell when the others"
-                " reduce those; leave out one of the two"
+                "join() does not work with delay_all_reduce_named_params: a rank without input does not"
+                " know when the others reduce those parameters. Leave out one of the two."
             )
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
         context: AbstractContextManager[None] = Join([self], enable, throw_on_early_termination, **options)
         return context
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What this wrapper does on a rank that has joined; torch's `Join` calls it, with all arguments."""
+        """Return the hook that runs on a rank that has joined; called by torch's `Join`."""
         self._has_joined = True
         self._divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         return _ShadowSteps(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the tensors live by which ranks tell each other that they have joined."""
+        """Device of the tensors with which ranks announce that they have joined."""
         return self.device
 
     @property
     def join_process_group(self) -> Any:
-        """The ranks that join."""
+        """Process group of the ranks that join."""
         return self.process_group
 
     def _notify_joined(self, is_training: bool) -> None:
-        """At the start of a forward: tells the ranks without input that there is one, and of which kind."""
+        """Announce a forward, and its kind, to the ranks without input."""
         self._active_ranks = None
         if not is_joining(self):
             return
@@ -569,13 +591,16 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._forward_notice = (self._group.all_reduce(notice), notice)
 
     def _agree_on_source(self, is_candidate: bool) -> int:
-        """The highest group rank among those that are candidates. All ranks call it."""
+        """Return the highest group rank among the candidates.
+
+        Collective: all ranks must call it.
+        """
         rank = uploaded(torch.tensor([self._group.rank if is_candidate else -1]), self.device)
         self._group.wait(self._group.all_reduce(rank, dist.ReduceOp.MAX), self.device)
         return int(rank.item())
 
     def _set_divisor(self) -> None:
-        """Before a synchronised backward: gradients are divided by the ranks, or by those with input."""
+        """Set the divisor of gradients: the number of ranks, or of ranks with input."""
         if self._active_ranks is None or not self._divides_by_active:
             self.reducer.reduction.set_divisor(self._group.size)
             return
@@ -585,7 +610,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
     # ------------------------------------------------------------------ logging data
 
     def logging_data(self) -> dict[str, Any]:
-        """What this wrapper is made of and how long its steps take. Does not communicate.
+        """Return a dict of settings, sizes (bytes) and mean times (seconds) of this wrapper on this rank.
 
         Returns:
             Settings and sizes (in bytes) from construction, figures of the last step, and means of how long
@@ -630,7 +655,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return {**data, **self._mean_times()}
 
     def _log_construction(self) -> None:
-        """Begins the logging data; tells them in the log, if `TORCH_DISTRIBUTED_DEBUG` says so."""
+        """Initialize the logging data, and log them if `TORCH_DISTRIBUTED_DEBUG` is set."""
         self._has_joined = False
         self._first_bucket_sizes = self._bucket_sizes()
         if dist.get_debug_level() != dist.DebugLevel.OFF:
@@ -644,7 +669,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
     @contextmanager
     def _errors_noted(self) -> Generator[None, None, None]:
-        """Keeps the text of what is raised in here for the logging data."""
+        """Keep the text of an error raised in this context for the logging data."""
         try:
             yield
         except Exception as error:
@@ -655,7 +680,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """The old name of `forward_sync_buffers`."""
+        """True if forwards copy rank 0's buffers to all ranks; the name that torch has for it."""
         return self.forward_sync_buffers
 
     @property
@@ -675,21 +700,21 @@ class BucketedDDP(Joinable, torch.nn.Module):
         with self._errors_noted():
             if self.reducer.step >= 0:
                 raise UnsuitableModuleError(
-                    "static_graph should be called before training loop starts; there were"
-                    f" {self.reducer.step + 1} backwards. Pass static_graph=True to the constructor."
+                    "static_graph should be called before training loop starts, but there were"
+                    f" {self.reducer.step + 1} backward passes. Pass static_graph=True to the constructor."
                 )
         self.static_graph = True
         self.reducer.make_static()
 
 
 class _ShadowSteps(JoinHook):
-    """Mirrors the communication of the wrapper on a rank that has joined, in the wrapper's order."""
+    """Hook that mirrors the communication of the wrapper on a rank that has joined, in its order."""
 
     def __init__(self, wrapper: BucketedDDP) -> None:
         self._wrapper = wrapper
 
     def main_hook(self) -> None:
-        """One forward of the others: buckets planned anew, buffers, then zeros for every bucket."""
+        """Mirror one forward of the others: plan buckets, sync buffers, send zeros for every bucket."""
         wrapper, group = self._wrapper, self._wrapper._group
         notice = torch.zeros(2, device=wrapper.device)
         group.wait(group.all_reduce(notice), wrapper.device)
@@ -702,7 +727,7 @@ class _ShadowSteps(JoinHook):
             wrapper.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have joined: they take the model of the last one."""
+        """Copy the model of the last rank to all ranks, once all have joined."""
         wrapper = self._wrapper
         src = wrapper.authoritative_rank = wrapper._agree_on_source(is_last_joiner)
         broadcast_coalesced(wrapper._group, wrapper.states(), src)
@@ -710,10 +735,10 @@ class _ShadowSteps(JoinHook):
 
 
 def _step_optimizers(bucket: Bucket) -> None:
-    """Steps the optimizers of a reduced bucket's parameters, and frees the gradients that they have used.
+    """Step the optimizers of a reduced bucket's parameters, and free the used gradients.
 
     torch's `_apply_optimizer_in_backward` attaches them. torch steps as soon as the local gradient is there;
-    here that waits for the mean, while later buckets are still on their way.
+    here the step waits for the mean, while later buckets are still being reduced.
     """
     for parameter in bucket.params:
         optimizers = getattr(parameter, OPTIMIZERS_IN_BACKWARD, None)

@@ -1,6 +1,6 @@
-"""Checks of what users hand to `BucketedDDP`, that ranks hold the same, and that parameters stay in place.
+"""Checks of arguments of `BucketedDDP`, of equality across ranks, and for replaced parameters.
 
-Where torch's DDP has a message for the same thing, its words are a part of ours: filters of logs know them.
+Messages contain the text of torch's DDP for the same error, which filters of logs search for.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lightning_ddp.errors import (
 )
 
 _DENSE_BACKENDS = ("nccl", "mpi", "ucc", "xccl")
-"""Parts of the names of backends that refuse sparse tensors, or fail in the first backward with one."""
+"""Parts of names of backends that refuse sparse tensors, or fail in the first backward with them."""
 
 
 def trainable_parameters(
     module: torch.nn.Module, ignored: Collection[str], *, may_be_none: bool = False
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that require gradients, with their qualified names.
+    """Return the parameters that require gradients, with their qualified names.
 
     Raises:
         UnsuitableModuleError: there is none, one is lazy, or they are on several kinds of devices.
@@ -45,26 +45,26 @@ def trainable_parameters(
     if lazy:
         raise UnsuitableModuleError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`."
-            f" uninitialised (lazy) parameters: {', '.join(lazy)}. Run one forward pass with a sample batch"
+            f" uninitialized (lazy) parameters: {', '.join(lazy)}. Run one forward pass with a sample batch"
             " before wrapping, so that they get their shapes."
         )
     trainable = [(n, p) for n, p in named if p.requires_grad]
     if not trainable and not may_be_none:
         raise UnsuitableModuleError(
             f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to"
-            " average: use it without a data-parallel wrapper, or set requires_grad=True on a parameter."
+            " average. Use it without a data-parallel wrapper, or set requires_grad=True on a parameter."
         )
     kinds = {p.device.type for _, p in named}
     if len(kinds) > 1:
         raise ConfigurationError(
-            "input module must be on the same type of devices, and the parameters are on"
-            f" {', '.join(sorted(kinds))}: move them all to CUDA devices, or all to the CPU"
+            "input module must be on the same type of devices, but its parameters are on"
+            f" {', '.join(sorted(kinds))}. Move them all to CUDA devices, or all to the CPU."
         )
     return trainable
 
 
 def check_process_group(process_group: Any | None, device_mesh: Any | None) -> Any:
-    """The process group to use: the one given, that of the mesh, or the default one.
+    """Return the process group to use: the given group, that of the mesh, or the default group.
 
     Raises:
         ConfigurationError: there is none, or both are given, or the mesh has several dimensions.
@@ -77,7 +77,7 @@ def check_process_group(process_group: Any | None, device_mesh: Any | None) -> A
         return process_group
     if not (dist.is_available() and dist.is_initialized()):
         raise ProcessGroupError(
-            "no process group: call torch.distributed.init_process_group first, or pass process_group="
+            "no process group. Call torch.distributed.init_process_group first, or pass process_group=."
         )
     return dist.group.WORLD
 
@@ -91,8 +91,9 @@ def _group_of_mesh(mesh: Any) -> Any:
     root = root_of_mesh(mesh)
     if root != mesh:
         raise ProcessGroupError(
-            f"device_mesh is a part of {root}: tensor parallelism inside the module (DTensor parameters) is"
-            " not supported. Pass process_group=mesh.get_group() for a module of plain tensors."
+            f"device_mesh is a part of {root}, and tensor parallelism inside the module (DTensor"
+            " parameters) is not supported. Pass process_group=mesh.get_group() for a module of plain"
+            " tensors."
         )
     return mesh.get_group(mesh_dim=0)
 
@@ -100,10 +101,10 @@ def _group_of_mesh(mesh: Any) -> Any:
 def check_backend(
     group: Group, module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> None:
-    """Refuses parameters whose gradients the backend of the group cannot reduce.
+    """Refuse parameters whose gradients the backend of the group cannot reduce.
 
     Raises:
-        ConfigurationError: they are sparse and the backend knows dense tensors only, or they are on another
+        ConfigurationError: they are sparse and the backend reduces dense tensors only, or they are on another
             device than the one that the group is bound to.
     """
     bound = getattr(group.process_group, "bound_device_id", None)
@@ -112,10 +113,10 @@ def check_backend(
     if elsewhere:
         devices = sorted({str(p.device) for _, p in named})
         raise ConfigurationError(
-            f"the module is on {', '.join(devices)}, and this process group is bound to {bound}"
-            " (init_process_group(device_id=...)), so that it reduces nothing on another device:"
-            f" {', '.join(map(repr, elsewhere))}. Move the whole module to {bound}, or make the group without"
-            " device_id."
+            f"the module is on {', '.join(devices)}, but this process group is bound to {bound}"
+            " (init_process_group(device_id=...)) and cannot reduce on another device:"
+            f" {', '.join(map(repr, elsewhere))}. Move the whole module to {bound}, or make the group"
+            " without device_id."
         )
     sparse = sparse_parameters(module.modules())
     found = [(n, p) for n, p in named if id(p) in sparse]
@@ -123,7 +124,7 @@ def check_backend(
         if any(word in backend for word in _DENSE_BACKENDS):
             names = ", ".join(repr(n) for n, _ in found)
             raise ConfigurationError(
-                f"the gradients of {names} are sparse, as their embeddings were made with sparse=True, and"
+                f"the gradients of {names} are sparse, as their embeddings were made with sparse=True, but"
                 f" {backend} reduces dense tensors only. Make them with sparse=False, or use gloo"
                 " (process_group_backend='gloo')."
             )
@@ -134,7 +135,7 @@ def check_device_ids(
     output_device: int | torch.device | None,
     parameters: Sequence[torch.Tensor],
 ) -> list[int] | None:
-    """The index of the one CUDA device to which inputs are moved, or None to leave them alone.
+    """Return the index of the CUDA device to which inputs are moved, or None to leave them alone.
 
     Raises:
         ConfigurationError: the module is on the CPU or on several devices, or on another one.
@@ -161,7 +162,7 @@ def check_device_ids(
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Checks that a communication hook is one, as far as that can be seen.
+    """Check that `hook` is callable and annotated as a communication hook.
 
     Raises:
         TypeError: it is not callable.
@@ -195,19 +196,21 @@ def check_hook(hook: Callable[..., Any]) -> None:
 def verify_across_ranks(
     group: Group, specs: Sequence[ParameterSpec], device: torch.device, settings: Mapping[str, Any]
 ) -> str:
-    """Checks that all ranks hold the same parameters and settings. All ranks call it; it communicates.
+    """Check that all ranks hold the same parameters and settings.
+
+    Collective: all ranks must call it.
 
     Args:
         group: the ranks to compare.
         specs: this rank's parameters that require gradients, in registration order.
-        device: where the tensors of the exchange live, as the backend needs it.
+        device: device of the tensors of the exchange, as the backend needs it.
         settings: arguments that must be the same on all ranks, by name.
 
     Returns:
         A random token, the same on all ranks, that no other call returns.
 
     Raises:
-        RankMismatchError: on every rank, naming the first parameter that differs, the rank and both forms.
+        RankMismatchError: on every rank, with the first parameter that differs, the rank and both forms.
     """
     # Devices differ by index between ranks, so only their type is compared.
     form = [(s.name, s.shape, s.stride, str(s.dtype), s.device.type) for s in specs]
@@ -259,10 +262,10 @@ def _entry(rank: int, entry: tuple[Any, ...]) -> str:
 
 
 class ParameterPlaces:
-    """Tells parameters that `torch.func.functional_call` replaces for one forward from those lost for good.
+    """Check for parameters that were replaced, for one forward (`functional_call`) or permanently.
 
-    A parameter that has moved within the module is still there: `torch.nn.utils.prune` registers the same one
-    under another name, and what stands under the old name is computed from it.
+    A parameter that has moved within the module is not replaced: `torch.nn.utils.prune` registers the same
+    parameter under another name, and computes the tensor under the old name from it.
     """
 
     def __init__(self, module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
@@ -275,12 +278,12 @@ class ParameterPlaces:
             self._places.append((parameters_of(module.get_submodule(path)), key, parameter))
 
     def replaced(self) -> list[int]:
-        """Positions of parameters that the module does not hold now; others are put in its place."""
+        """Return positions of parameters that the module does not hold now."""
         gone = [i for i, (owner, key, p) in enumerate(self._places) if owner.get(key) is not p]
         return self._without_moved(gone) if gone else []
 
     def _without_moved(self, gone: Sequence[int]) -> list[int]:
-        """Looks for parameters that are not in their places elsewhere in the module, and keeps where."""
+        """Search the module for parameters under other names, record these, and return the rest."""
         found = {
             id(p): (parameters_of(layer), key)
             for layer in self._module.modules()
@@ -293,14 +296,14 @@ class ParameterPlaces:
         return [i for i in gone if id(self._places[i][2]) not in found]
 
     def expect_restored(self, outputs: Any, replaced: Sequence[int], rank: int) -> None:
-        """Makes a backward from `outputs` an error if the parameters are not back in their places by then."""
+        """Make a backward from `outputs` raise if the parameters are still replaced by then."""
 
         def check(_grad: torch.Tensor) -> None:
             gone = [self.names[i] for i in sorted(set(replaced).intersection(self.replaced()))]
             if gone:
                 raise UnsuitableModuleError(
-                    f"rank {rank}: parameters were replaced after the module was wrapped, so that nothing"
-                    f" averages their gradients: {', '.join(gone)}. Change a parameter in place (with"
+                    f"rank {rank}: parameters were replaced after the module was wrapped, so that their"
+                    f" gradients are not averaged: {', '.join(gone)}. Change a parameter in place (with"
                     " torch.no_grad(): p.copy_(...)), or wrap the module again."
                 )
 

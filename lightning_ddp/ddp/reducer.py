@@ -1,12 +1,12 @@
 """The reducer: autograd hooks -> bucket full -> launch in order -> finish.
 
-One hook a parameter counts it as ready. A full bucket is averaged over the ranks asynchronously while
-backward goes on; buckets are launched in index order, so that all ranks issue their collectives in one
-order whatever order their gradients have. A callback of the autograd engine waits for them at the end of
-backward. After the first synchronised backward the buckets are planned again, in the order in which the
-gradients became ready on rank 0 (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
+One hook per parameter counts it as ready. A full bucket is averaged over the ranks asynchronously while
+backward continues. Buckets are launched in index order, so that all ranks issue their collectives in the same
+order, independent of the order of their gradients. A callback of the autograd engine waits for the buckets at
+the end of backward. After the first synchronized backward the buckets are planned again, in the order in
+which the gradients became ready on rank 0 (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 
-What one backward knows is its `BackwardState`, made by its forward and dropped when it is over.
+The state of one backward is its `BackwardState`, made by its forward and dropped when it is over.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _Hook = Callable[[torch.Tensor], None]
 
 
 class Reducer:
-    """Averages the gradients of `parameters` over the ranks of `group`, in buckets.
+    """Average of the gradients of `parameters` over the ranks of `group`, in buckets.
 
     Args:
-        parameters: all of them require gradients; on all ranks the same, in one order.
+        parameters: all of them require gradients; the same on all ranks, in the same order.
         names: their qualified names.
         group: the ranks.
-        device: where small tensors of the exchange between ranks live.
+        device: device of the small tensors of exchanges between ranks.
         token: the same on all ranks, different for every reducer.
         options: how gradients are bucketed and what is expected of a backward.
         sparse: positions of the parameters whose gradients are sparse tensors.
-        hosts: where the ranks are, if those of a host are to share memory; None if that is of no interest.
-            Where some share a host, construction communicates.
+        hosts: hosts of the ranks, to share memory within a host; None to use the group only. If some ranks
+            share a host, construction is collective.
     """
 
     def __init__(
@@ -78,27 +78,28 @@ class Reducer:
         self._beginning = threading.RLock()  # autograd has a thread for each device
         self._gradients = Gradients(self.layout, options, self.reduction, self.failures, group, device)
         self._handles: list[Any] = []
-        weakref.finalize(self, _remove, self._handles).atexit = False  # else its hooks keep the buckets
+        # The hooks on the parameters would keep the buckets alive after the reducer.
+        weakref.finalize(self, _remove, self._handles).atexit = False
         self._backward: BackwardState | None = None
         self.before_finish: Callable[[], None] | None = None
-        """Called at the end of a synchronised backward, before gradients are written."""
+        """Called at the end of a synchronized backward, before gradients are written."""
         self.after_bucket: Callable[[Bucket], None] | None = None
-        """Called with each bucket once its means are in `.grad`, while later ones are still on their way."""
+        """Called with each bucket once its means are in `.grad`, while later buckets are being reduced."""
         self.futures: list[Any] = []
-        """What else the end of the next synchronised backward waits for."""
+        """Futures of buffer hooks; awaited at the end of the next synchronized backward."""
         self.recorder = StepRecorder(device)
-        """What is told of each moment of a step."""
-        self.step = -1  # number of the synchronised backward that runs or ran last
+        """Recorder of the times of each step."""
+        self.step = -1  # number of the synchronized backward that runs or ran last
         self.has_rebuilt = False
-        """Whether the buckets were planned anew after the first synchronised backward."""
+        """True once the buckets were planned again after the first synchronized backward."""
         self.order: list[int] = []
-        """Parameters in the order in which their gradients became ready on rank 0, as of that."""
+        """Parameter indices in the order in which gradients became ready on rank 0, for the second plan."""
         self.absent: frozenset[int] | None = None
-        """Parameters without a gradient in the last synchronised backward."""
+        """Indices of parameters without a gradient in the last synchronized backward; None before."""
         self.is_absent_static = True
-        """Whether these were always the same."""
+        """True while `absent` has been the same in all synchronized backwards."""
         self.num_reduced = 0
-        """Buckets reduced in the last synchronised backward."""
+        """Buckets reduced in the last synchronized backward."""
         self._first_order: list[int] | None = None
         self._add_hooks()
 
@@ -110,23 +111,25 @@ class Reducer:
         return self.layout.buckets
 
     def close(self) -> None:
-        """Takes its hooks off the parameters, and ends the thread that reduces, if there is one."""
+        """Remove the hooks from the parameters, and stop the thread that reduces, if there is one."""
         _remove(self._handles)
         self.reduction.close()
 
     def make_static(self) -> None:
-        """Takes every step to have the graph of the first one, which is still to come."""
+        """Treat the graph as static, before the first step, which then records it."""
         with self._hooks_renewed():
             self._gradients.is_static = self._gradients.is_learning = True
 
     def rebuild(self) -> None:
-        """Plans the buckets anew, once, in the order in which gradients became ready on rank 0.
+        """Plan the buckets again, once, in the order in which gradients became ready on rank 0.
 
-        Called before each forward on all ranks. Communicates before the second synchronised step.
+        Called before each forward; communicates before the second synchronized step only.
+
+        Collective: all ranks must call it.
         """
         if self._first_order is None:
             if self._are_hooks_learning and not self._gradients.is_learning:
-                # this rank had no input yet in the step after which all of them planned anew
+                # This rank had no input yet in the step after which all ranks planned again.
                 self._apply([bucket.spec for bucket in self.buckets])
             return
         rest = range(len(self._params) - 1, -1, -1)
@@ -136,11 +139,11 @@ class Reducer:
         self._group.wait(self._group.broadcast(order, 0), self._device)
         self.order = order.tolist()
         plan = self.layout.plan(self.order)
-        if self._gradients.is_static or not self.layout.holds(plan):  # hooks of the first must stop learning
+        if self._gradients.is_static or not self.layout.holds(plan):  # static: replace the learning hooks
             self._apply(plan)
 
     def _note_order(self, order: Sequence[int]) -> None:
-        """A synchronised backward ends; the first one tells the order of the gradients."""
+        """Keep the order of the gradients of the first synchronized backward, at its end."""
         if not self.has_rebuilt and not self._gradients.may_lack:
             self._first_order = list(order)
 
@@ -153,13 +156,13 @@ class Reducer:
 
     @contextmanager
     def _hooks_renewed(self) -> Generator[None, None, None]:
-        """For changes of the buckets or of what is expected: hooks are off meanwhile, new ones on after."""
+        """Remove the autograd hooks for a change of buckets in this context; add new hooks after it."""
         _remove(self._handles)
         yield
         self._add_hooks()
 
     def _add_hooks(self) -> None:
-        """Puts a hook on each parameter, also on one whose gradient is switched off at the moment."""
+        """Register a hook on each parameter, also if its `requires_grad` is off at the moment."""
         self._are_hooks_learning = self._gradients.is_learning
         make = self._make_learning_hook if self._are_hooks_learning else self._make_hook
         for index, (bucket, position) in self.layout.where.items():
@@ -172,7 +175,7 @@ class Reducer:
             parameter.requires_grad_(is_on)
 
     def _make_learning_hook(self, bucket: Bucket, _position: int, index: int) -> _Hook:
-        """In the first backward of a static graph gradients are only noted."""
+        """Return a hook for the first backward of a static graph, which only records the gradient."""
         owner = weakref.ref(self)
 
         def ready(_parameter: torch.Tensor) -> None:
@@ -186,7 +189,10 @@ class Reducer:
         return ready
 
     def _make_hook(self, bucket: Bucket, position: int, index: int) -> _Hook:
-        """The hottest code of a step: counts down the bucket; parameters do not keep the reducer alive."""
+        """Return a hook that counts down the bucket: the hottest code of a step.
+
+        It refers to the reducer weakly, so that parameters do not keep the reducer alive.
+        """
         owner = weakref.ref(self)
         is_early = position in bucket.early
         note_unsynced = self._gradients.unsynced.add if self._gradients.finds_unused else None
@@ -212,27 +218,26 @@ class Reducer:
     # ------------------------------------------------------------------ start of a backward
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
-        """Lets `hook` reduce the buckets from the next backward on."""
+        """Reduce the buckets with `hook` from the next backward on."""
         self.reduction.set_hook(state, hook)
-        if self.layout.is_shared:  # a hook may do anything with its tensor, such as to resize it
+        if self.layout.is_shared:  # a hook may do anything with its tensor, such as resize it
             with self._hooks_renewed():
                 self.layout.leave_shared_memory()
             if self._backward is not None and self._backward.is_armed:
                 self._arm_buckets(self._backward)
 
     def arm(self, outputs: Any = None, absent: Iterable[int] = ()) -> None:
-        """Expects every parameter's gradient in the next backward.
+        """Expect every parameter's gradient in the next backward.
 
-        Does not communicate, unless the last backward was interrupted: then it waits for what that had
-        launched.
+        If the last backward was interrupted, wait for the reductions that it had launched.
 
         Args:
-            outputs: what the backward will start from, in nested containers. With `find_unused_parameters`
-                its graph tells early which parameters get no gradient.
+            outputs: tensors from which the backward starts, in nested containers. With
+                `find_unused_parameters` their graph shows early which parameters get no gradient.
             absent: parameters that get no gradient on any rank, besides those with `requires_grad` off.
 
         Raises:
-            BackwardOrderError, MissingGradientError: the ranks cannot go on after an earlier step.
+            BackwardOrderError, MissingGradientError: the ranks cannot continue after an earlier step.
         """
         self.failures.check_usable()
         interrupted, self._backward = self._backward, None
@@ -251,7 +256,7 @@ class Reducer:
             bucket.arm(self._gradients.num_in(bucket), state.ready)
 
     def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
-        """A hook for an output: it runs first, and in the outermost of nested backwards."""
+        """Return a hook for an output, which runs first, and in the outermost of nested backwards."""
         owner = weakref.ref(self)
 
         def start(_grad: torch.Tensor) -> None:
@@ -262,14 +267,14 @@ class Reducer:
         return start
 
     def disarm(self) -> None:
-        """Lets gradients accumulate without synchronisation until `arm`."""
+        """Let gradients accumulate without synchronization until `arm`."""
         if self._backward is not None:
             self._backward.is_armed = False
         for bucket in self.buckets:
             bucket.armed = False
 
     def _abandon(self, state: BackwardState, *, waits: bool) -> None:
-        """After a backward that has failed; may wait for what it has launched, of which nothing is used."""
+        """Clean up after a failed backward; with `waits`, wait for its unused reductions."""
         for bucket in self.buckets[: state.num_taken] if waits else ():
             if bucket.work is not None:
                 with suppress(CommHookError):
@@ -284,7 +289,10 @@ class Reducer:
         state.begun_at = time.monotonic()
 
     def begin(self) -> BackwardState:
-        """The first event of a synchronised backward. In every thread it returns once that is dealt with."""
+        """Begin the synchronized backward, unless it has begun, and return its state.
+
+        Thread-safe.
+        """
         with self._beginning:
             state = self._backward
             assert state is not None  # buckets are armed, so a forward has made it
@@ -301,14 +309,14 @@ class Reducer:
             return
         for bucket in self._gradients.start():
             self._fill(bucket, state)
-        if not self._gradients.are_counted:  # who counts wants to know what none has used
+        if not self._gradients.are_counted:  # with a view of zeros, unused parameters could not be detected
             for bucket in self.buckets:
                 bucket.open()
 
     # ------------------------------------------------------------------ gradients arrive
 
     def _progress(self, bucket: Bucket) -> None:
-        """A bucket got its first or its last gradient."""
+        """Handle the first or the last gradient of a bucket."""
         state = self.begin()
         if bucket.num_pending < 0:
             raise self._gradients.ready_twice(state)
@@ -316,7 +324,7 @@ class Reducer:
             self._fill(bucket, state)
 
     def _fill(self, bucket: Bucket, state: BackwardState) -> None:
-        """All that this bucket can get is there: it and those that waited for it are launched, in order."""
+        """Mark a bucket as full; launch it and the buckets that waited for it, in order."""
         self.recorder.ready(bucket.index(), bucket.flat)
         if bucket.streams is not None:
             bucket.streams.join()
@@ -344,7 +352,7 @@ class Reducer:
                 state.num_taken += 1
 
     def _copy_early(self, bucket: Bucket, position: int) -> None:
-        """A large gradient is there: into the bucket while it is in the cache."""
+        """Copy a large gradient into the bucket while it is in the cache."""
         with torch.no_grad():
             try:
                 bucket.copy_early(position, self.reduction.scale)
@@ -354,7 +362,7 @@ class Reducer:
     # ------------------------------------------------------------------ end of a backward
 
     def _finish(self) -> None:
-        """Called by the autograd engine when all gradients of this backward are there."""
+        """Finish a backward; called by the autograd engine once all its gradients are computed."""
         state = self._backward
         assert state is not None
         self.recorder.end_backward()
@@ -394,7 +402,7 @@ class Reducer:
         self._backward = None
 
     def _complete(self, state: BackwardState) -> None:
-        """Backward is over and buckets are not full: parameters were not used, or it is an error."""
+        """Fill the buckets that are not full at the end of a backward, or raise an error."""
         full, error = self._gradients.complete(state)
         for bucket in full:
             self._fill(bucket, state)
@@ -405,12 +413,14 @@ class Reducer:
         try:
             raise error
         finally:
-            del error  # else it and this frame keep each other, and the process group, alive
+            del error  # A cycle of the error and this frame would keep the process group alive.
 
     def shadow_backward(self) -> None:
-        """Takes part in the communication of one synchronised backward of the others, with zeros.
+        """Take part in the communication of one synchronized backward of the others, with zeros.
 
-        For a rank that has no input left. Its gradients stay as they are. Communicates as their backward.
+        For a rank that has no input left. Its gradients do not change.
+
+        Collective: all other ranks run their backward meanwhile.
         """
         state = BackwardState()
         self._count_step(state)
@@ -432,16 +442,16 @@ class Reducer:
             raise
 
     def _watch(self, state: BackwardState) -> Callable[[float], None]:
-        """Looks, in the waits of this backward, at what other ranks miss."""
+        """Return a callback for waits of this backward, which polls for missing gradients elsewhere."""
         return self.failures.board.watch(state.step, state.num_taken)
 
     def _run_allreduce_hook(self, bucket: Any) -> Any:
-        """By this name hooks of torch's library have a bucket summed; returns a future."""
+        """Sum a bucket over the ranks; return a future. torch's own hooks call this name."""
         return self._group.all_reduce(bucket.buffer()).get_future()
 
 
 def _remove(handles: list[Any]) -> None:
-    """Takes hooks off the parameters."""
+    """Remove hooks from the parameters."""
     while handles:
         handles.pop().remove()
 

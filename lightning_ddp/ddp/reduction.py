@@ -1,6 +1,6 @@
 """Reduction of one bucket over the ranks: by an all-reduce, or by a communication hook.
 
-And of gradients that are in no bucket: all at once, when that of one chosen parameter is ready.
+Gradients in no bucket are reduced together, when the gradient of one chosen parameter is ready.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.shm.shared_memory import Deferred, SharedMemory, Worker
 
 _INLINE_BYTES = 2 * 1024 * 1024
-"""Up to this size the last bucket is reduced by the thread that waits for it, as a rule at once: waking
-another thread would take as long as the sum. Where ranks have no processor for that other thread, so are all
-buckets: it would only slow down the backward that it is to run beside."""
+"""Largest last bucket that the waiting thread reduces itself: waking another thread would take as long as the
+sum. Where ranks have no processor for another thread, the waiting thread reduces all buckets, because another
+thread would only slow down the backward."""
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """`hook(state, bucket)`, called once a bucket is full; its future holds the reduced flat gradient."""
@@ -34,43 +34,44 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 @dataclass(slots=True)
 class BackwardState:
-    """What the reducer, its buckets and their reduction know of the backward that is to come, or runs."""
+    """State of the next or running backward, shared by the reducer, its buckets and their reduction."""
 
     step: int = -1
-    """Its number, the same on all ranks; -1 until its first gradient is there."""
+    """Number of the backward, the same on all ranks; -1 until its first gradient arrives."""
     begun_at: float = 0.0
-    """When that was, in seconds of `time.monotonic`."""
+    """Time at which the first gradient arrived, in seconds of `time.monotonic`."""
     is_armed: bool = True
-    """Whether gradients count; not once the backward is over, or after a forward that averages nothing."""
+    """True while gradients are averaged; False after the backward, or after a forward without sync."""
     creates_graph: bool = False
-    """Whether somebody may want to differentiate it (`create_graph=True`)."""
+    """True if the backward itself may be differentiated (`create_graph=True`)."""
     ready: list[int] = field(default_factory=list)
-    """Indices of the parameters whose gradients have come, in their order."""
+    """Indices of the parameters whose gradients have arrived, in order of arrival."""
     num_taken: int = 0
-    """Buckets, in launch order, that are full and have been given to the reduction."""
+    """Number of buckets, in launch order, that have been passed to the reduction."""
     num_launched: int = 0
-    """Those of them that are reduced: without those that nobody needs."""
+    """Number of buckets whose reduction was started: without skipped buckets."""
     is_skipped: bool = False
-    """Whether no gradient has come on any rank, although the backward is over."""
+    """True if the backward has ended without any gradient on any rank."""
     on_slice: Callable[[float], None] | None = None
-    """What a reduction that the waiting thread does calls meanwhile, with the seconds that it has waited."""
+    """Callback of a reduction by the waiting thread, called with the seconds waited so far."""
 
     @property
     def is_running(self) -> bool:
-        """Whether its first gradient has come."""
+        """True once the first gradient has arrived."""
         return self.step >= 0
 
     def note_slice(self, waited_s: float) -> None:
-        """Calls `on_slice` as it is then."""
+        """Call the present `on_slice`, which may be set after this method was passed on."""
         if self.on_slice is not None:
             self.on_slice(waited_s)
 
 
 class Reduction:
-    """Starts the reduction of full buckets and waits for it. All ranks call it in one order.
+    """Start of the reduction of full buckets, and wait for it.
 
-    The flat buffers lie in `memory`, if the ranks share it; else they go through the group. The token is the
-    same on all ranks, different for every reducer.
+    All ranks must call its methods in the same order. The flat buffers lie in `memory`, if the ranks share
+    memory; else they are reduced by the group. The token is the same on all ranks, different for every
+    reducer.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Reduction:
         self.hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the built-in mean."""
         self.state: Any = None
-        self.scale: float | None = 1.0 / group.size  # gradients are scaled so on their way into the bucket
+        self.scale: float | None = 1.0 / group.size  # factor of gradients when they are copied to the bucket
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
-        """Lets `hook` reduce the buckets from the next backward on; it scales by itself."""
+        """Reduce the buckets with `hook` from the next backward on; the hook has to scale."""
         self.hook = hook
         self._memory = None
         self.state = state
@@ -99,22 +100,22 @@ class Reduction:
         self.scale = None
 
     def set_divisor(self, divisor: int) -> None:
-        """Makes the built-in mean a sum divided by `divisor`; a hook divides by itself."""
+        """Set the divisor of the built-in mean; a hook divides by itself."""
         if self.hook is None:
             self.scale = 1.0 / divisor
 
     def close(self) -> None:
-        """Ends the thread of the transport. A later launch would start another one."""
+        """Stop the thread of the transport; a later launch would start another thread."""
         self._worker.end()
 
     def launch(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
-        """Starts the reduction of a full bucket, the next one in the order that all ranks have.
+        """Start the reduction of a full bucket, the next in the launch order of all ranks.
 
         Args:
-            bucket: that one.
+            bucket: the full bucket.
             state: the backward that it belongs to.
-            on_slice: called with the seconds for which a new hook has waited for the other ranks, now and
-                then; may raise.
+            on_slice: called repeatedly with the seconds for which a new hook has waited for the other ranks;
+                may raise.
 
         Raises:
             CommHookError: the hook raised, returned no future, or differs between the ranks.
@@ -125,7 +126,7 @@ class Reduction:
         if self.hook is None:
             bucket.work = self._start_mean(bucket, state)
             return
-        assert self._agreement is not None  # it came with the hook
+        assert self._agreement is not None  # set together with the hook
         is_known = self._agreement.is_over(state.step)
         try:
             with without_engine_context(), nullcontext() if is_known else self._agreement.launching(on_slice):
@@ -138,7 +139,7 @@ class Reduction:
             raise self._error(bucket, state, f"raised {type(error).__name__}: {error}") from error
 
     def _checked(self, bucket: Bucket, state: BackwardState, future: Any) -> Any:
-        if not isinstance(future, Future):  # what get_future() of a work returns, too
+        if not isinstance(future, Future):  # also the type that get_future() of a work returns
             raise self._error(
                 bucket,
                 state,
@@ -162,7 +163,7 @@ class Reduction:
         return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def wait(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
-        """Waits until the flat buffer of a launched bucket holds the result; calls `on_slice` meanwhile.
+        """Wait until a launched bucket's flat buffer holds the result; call `on_slice` meanwhile.
 
         Raises:
             CommHookError: the hook's future failed, or holds no flat gradient.
@@ -170,10 +171,10 @@ class Reduction:
         """
         work = bucket.work
         if self.hook is None:
-            state.on_slice = on_slice  # for a job that this thread does now
+            state.on_slice = on_slice  # for a deferred job, which this thread runs now
             self._group.wait(work, bucket.spec.device, on_slice)
             return
-        bucket.work = None  # its result may hold another copy of the gradients
+        bucket.work = None  # frees its result, which may hold another copy of the gradients
         self._group.wait_done(work, on_slice, f"communication hook, bucket {bucket.index()}")
         try:
             value = work.wait()
@@ -187,7 +188,7 @@ class Reduction:
         if not isinstance(value, torch.Tensor):
             raise self._error(bucket, state, f"gave {type(value).__name__}; expected the flat gradient")
         flat = bucket.flat
-        # a hook that put a compressed tensor in the bucket's place may return that type; copy_ converts it
+        # A hook that set a compressed tensor as the buffer may return its dtype; copy_ converts it.
         is_known_type = value.dtype in (flat.dtype, bucket.buffer().dtype)
         if value.numel() != flat.numel() or not is_known_type:
             raise self._error(
@@ -210,18 +211,20 @@ class Reduction:
 
 
 class DelayedAllReduce:
-    """Keeps the gradients of some parameters in flat buffers and averages these after a trigger.
+    """Flat buffers with the gradients of some parameters, averaged after a trigger.
 
-    torch's `delay_all_reduce_named_params` and `param_to_hook_all_reduce`: for gradients that several
-    forwards of one step add to, so that buckets cannot tell when they are complete.
+    torch's `delay_all_reduce_named_params` and `param_to_hook_all_reduce`: for gradients to which several
+    forwards of one step add, so that the number of arrived gradients does not show when they are complete.
 
-    Construction communicates: rank 0's parameters go to all ranks.
+    Construction broadcasts rank 0's parameters.
+
+    Collective: all ranks must call it.
 
     Args:
         group: the ranks.
-        parameters: whose gradients are averaged so; the same on all ranks, in one order.
-        trigger: the parameter whose gradient is ready after all of theirs.
-        is_on: tells whether the running backward is a synchronised one.
+        parameters: parameters whose gradients are averaged; the same on all ranks, in the same order.
+        trigger: parameter whose gradient is ready after all others.
+        is_on: returns True if the running backward is synchronized.
     """
 
     def __init__(
@@ -245,11 +248,11 @@ class DelayedAllReduce:
         self._streams = {f.device: GradientStreams(f.device) for f in self._flats if f.is_cuda}
         on_streams = [p for p in parameters if p.device in self._streams]
         self._handles = [p.register_post_accumulate_grad_hook(self._note_stream) for p in on_streams]
-        # after its own gradient is in, as it may be one of the parameters
+        # Registered last: the trigger may be one of the parameters, whose stream must be recorded before.
         self._handles.append(trigger.register_post_accumulate_grad_hook(self._launch))
 
     def prepare(self) -> None:
-        """Before a backward: every gradient lives in its buffer, zero where there was none."""
+        """Make every `.grad` a view of its buffer before a backward; zero where there was none."""
         for streams in self._streams.values():
             streams.clear()
         with torch.no_grad():
@@ -278,6 +281,6 @@ class DelayedAllReduce:
             self.group.wait(*self._works.pop(0))
 
     def remove_hooks(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()

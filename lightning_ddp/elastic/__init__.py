@@ -11,22 +11,25 @@ __all__ = ["WorldChange"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorldChange:
-    """What `on_world_changed` of callbacks and modules is told when other ranks go on than before."""
+    """Description of a change of the world, as callbacks and modules get it in `on_world_changed`."""
 
     old_world_size: int
+    """Number of ranks before the change."""
     new_world_size: int
+    """Number of ranks after the change."""
     old_rank: int | None
-    """This process's rank before."""
+    """Rank of this process before the change; None if it has just joined."""
     new_rank: int
+    """Rank of this process after the change."""
     lost_ranks: tuple[int, ...]
-    """Those that are lost or have left, as they were numbered before."""
+    """Ranks that were lost or have left, by their numbers before the change."""
     joined_ranks: tuple[int, ...] = ()
-    """As they are numbered now."""
+    """Ranks that have joined, by their numbers after the change."""
     step: int
-    """Optimizer steps that are committed."""
+    """Number of committed optimizer steps."""
     seconds: float
-    """From when this process heard of the failure, or stood at the boundary, until it went on."""
+    """Seconds from the failure's report, or from the pause at a step boundary, until training continued."""
     cause: PeerFailure | None
-    """The failure; None where nobody failed: others have joined, or left as they were asked to."""
+    """Failure behind the change; None if ranks have joined, or left on request."""
     retried: bool
-    """Whether the step that had begun is done again."""
+    """True if the interrupted step is repeated."""

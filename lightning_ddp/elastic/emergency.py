@@ -103,7 +103,7 @@ class EmergencyCheckpoint:
         """The batch is over but for the hooks of its end."""
         self._versions = None
         if self._touched_batch == self._batch and self._committed_batch != self._batch:
-            self._committed_batch = self._batch  # manual optimisation, with all its steps
+            self._committed_batch = self._batch  # manual optimization, with all its steps
             self._stepped_before = batches_that_stepped(self.trainer)
         if self._committed_batch == self._batch:
             self._loaders = loader_states(self.trainer)  # of those that have a state, which are few
@@ -143,12 +143,12 @@ class EmergencyCheckpoint:
         if self._versions is not None and (is_forced or self._versions != self._version_of_parameters()):
             return "an optimizer step or an average of parameters was interrupted"
         if not self.trainer.training and models_of_callbacks(self.trainer):
-            return "validation was interrupted, in which a callback may have exchanged weights"
+            return "validation was interrupted, and a callback may have exchanged weights"
         is_committed = self._committed_batch == self._batch
         if is_committed:
             self._loaders = None  # the present ones are right
         elif not self._is_automatic and self._touched_batch == self._batch:
-            return "manual optimisation was interrupted among the optimizer steps of a batch"
+            return "manual optimization was interrupted between the optimizer steps of a batch"
         elif not self._undo():
             return "the state was being copied from another rank"
         settle_counters(self.trainer, is_committed=is_committed, num_stepped=self._stepped_before)

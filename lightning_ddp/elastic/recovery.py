@@ -538,7 +538,7 @@ class Recovery:
             self._ours.check_end()
 
         def attempt() -> None:
-            with tell_long_wait(calls.state.place, lambda: "the others to let it join"):
+            with tell_long_wait(calls.state.place, lambda: "the other ranks to let it join"):
                 form = calls.wait_for_invitation(look)
             calls.enter(form)
             self._hand_over(form, self._meet(form))
@@ -643,20 +643,25 @@ class Recovery:
         self._num_recoveries += bool(failed)
         if change.new_rank == 0:
             what = [
-                f"rank {', '.join(map(str, ranks))} {verb}"
-                for ranks, verb in ((failed, "lost"), (left, "left"), (joined, "joined"))
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {verb}"
+                for ranks, verb in (
+                    (failed, "were lost" if len(failed) > 1 else "was lost"),
+                    (left, "left"),
+                    (joined, "joined"),
+                )
                 if ranks
             ]
             now = (", ".join(what), change.step, change.new_world_size, seconds)
-            _log.warning("%s at step %d; %d ranks go on after %.2f s", *now)
+            _log.warning("%s at step %d; training continues on %d ranks (recovered in %.2f s)", *now)
         for callback in trainer.callbacks:
             if hasattr(callback, "on_world_changed"):
                 callback.on_world_changed(trainer, trainer.lightning_module, change)
         if hasattr(trainer.lightning_module, "on_world_changed"):
             trainer.lightning_module.on_world_changed(change)
-        metrics = {"count": self._num_recoveries, "seconds": seconds, "world_size": change.new_world_size}
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {f"recovery/{name}": float(value) for name, value in metrics.items()},
-                step=batches_that_stepped(trainer),
-            )
+            metrics = {
+                "recovery/count": float(self._num_recoveries),
+                "recovery/seconds": float(seconds),
+                "recovery/world_size": float(change.new_world_size),
+            }
+            logger.log_metrics(metrics, step=batches_that_stepped(trainer))

@@ -156,10 +156,10 @@ class DealtSampler(Sampler[Any]):
         self._inner_fills = mine == shares[True]
         if mine not in shares.values():
             raise ConfigurationError(
-                f"on_failure: the rest of an epoch of {type(inner).__name__} cannot be dealt anew: it"
-                " does not deal one order of samples to the ranks in turn, or draws another one each time it"
-                " is asked. Use torch's DistributedSampler, a sampler that draws by a torch.Generator, or"
-                " on_failure='stop'."
+                f"on_failure: the rest of an epoch of {type(inner).__name__} cannot be redistributed over"
+                " the ranks: it does not give one order of samples to the ranks in turn, or has another"
+                " order each time. Use torch's DistributedSampler, a sampler that draws by a"
+                " torch.Generator, or on_failure='stop'."
             )
 
     def state(self) -> Any:
@@ -305,10 +305,10 @@ class Dealer:
         inner = getattr(batches, "sampler", None)
         if not isinstance(loader, DataLoader) or not hasattr(inner, "num_replicas"):
             raise ConfigurationError(
-                f"on_failure: the rest of an epoch of a {type(loader).__name__} cannot be dealt anew: it"
-                " needs a DataLoader whose batches come from a distributed sampler, as Lightning sets one by"
-                " itself for a dataset with a length. What an iterable dataset of a lost rank had still to"
-                " give would be lost. Use a dataset with a length, or on_failure='stop'."
+                f"on_failure: the rest of an epoch of a {type(loader).__name__} cannot be redistributed"
+                " over the ranks. It needs a DataLoader with a distributed sampler, as Lightning sets for"
+                " a dataset with a length; the remaining samples of an iterable dataset are lost with its"
+                " rank. Use a dataset with a length, or on_failure='stop'."
             )
         if isinstance(inner, DealtSampler):
             return loader
@@ -345,8 +345,8 @@ class Dealer:
         """
         if self._keeps_global and len(self._loaders) > 1:
             raise ConfigurationError(
-                "on_failure with batch='global' and several training dataloaders: samples of one may"
-                " not weigh as much as those of another. Use one dataloader, or batch='rank'."
+                "on_failure with batch='global' supports one training dataloader, because samples of"
+                " several may have different weights. Use one dataloader, or batch='rank'."
             )
 
     def weight(self, number: int) -> float:

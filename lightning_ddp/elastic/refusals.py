@@ -17,7 +17,8 @@ __all__ = ["check_arguments", "check_next_run", "check_training"]
 
 def _refuse(what: str, why: str, instead: str) -> None:
     raise ConfigurationError(
-        f"training cannot go on without a rank with {what}: {why}. Write {instead}, or on_failure='stop'."
+        f"with {what} training cannot continue after the loss of a rank, because {why}. Use {instead}, or"
+        " on_failure='stop'."
     )
 
 
@@ -34,38 +35,38 @@ def check_arguments(
     if isinstance(settings, ReplaceSettings) and start_method != "popen":
         _refuse(
             f"start_method={start_method!r} and new processes",
-            "those run the script again, or are forks of a process that has imported it",
-            "start_method='popen', with `python -m lightning_ddp run` for new ones in all places,"
+            "those processes run the script again, or are forks of a process that has imported it",
+            "start_method='popen', with `python -m lightning_ddp run` to replace any rank, or"
             " on_failure='shrink'",
         )
     if uneven_inputs == "error":
         _refuse(
             "uneven_inputs='error'",
-            "when the rest of an epoch is dealt anew some ranks may have one batch less",
+            "some ranks may have one batch less when the rest of an epoch is redistributed",
             "uneven_inputs='join' or None",
         )
     if uneven_inputs is not None and (averager is not None or settings.batch == "global"):
         _refuse(
             "uneven_inputs and " + ("model_averaging" if averager is not None else "batch='global'"),
-            "ranks that take steps of their own, or parts of one batch, do not run out together",
+            "ranks that take local steps, or share one batch, do not run out of batches together",
             "uneven_inputs=None",
         )
     if hook == "noop":
-        _refuse("the hook 'noop'", "each rank trains a model of its own", "another one of available_hooks()")
+        _refuse("the hook 'noop'", "each rank trains a model of its own", "another hook of available_hooks()")
     if hook_has_state:
         _refuse(
             "ddp_comm_state",
-            "what a hook keeps there of a step cannot be undone",
-            "the hook by its name, of available_hooks()",
+            "changes of this state within a step cannot be undone",
+            "a hook by its name in available_hooks()",
         )
-    if averager is not None and getattr(averager.options, "gradients", "none") != "none":
+    if averager is not None and getattr(averager.options, "intra_node_gradients", False):
         _refuse(
-            "gradients='node'",
-            "the ranks of a node may become fewer than those of another",
+            "intra_node_gradients=True",
+            "nodes may have different numbers of ranks after a loss",
             "model_averaging='diloco'",
         )
     if averager is not None and settings.batch == "global":
-        _refuse("batch='global'", "in local training there is no batch of all ranks", "batch='rank'")
+        _refuse("batch='global'", "local training has no batch of all ranks", "batch='rank'")
 
 
 def check_training(
@@ -82,31 +83,31 @@ def check_training(
     if num_nodes > 1 and start_method != "popen":
         _refuse(
             f"num_nodes={num_nodes} and start_method={start_method!r}",
-            "on the other nodes the process that waits for its ranks ends all when one has died",
+            "on the other nodes, the process that waits for its ranks ends all of them when one has died",
             "start_method='popen'",
         )
     if is_external:
         _refuse(
             "processes of torchrun or SLURM",
-            "those end all ranks when one has died",
-            "`python train.py`, which starts them itself",
+            "these end all ranks when one has died",
+            "`python train.py`, which starts the processes itself",
         )
     if device_type not in ("cpu", "cuda"):
         _refuse(
             f"devices of type {device_type!r}",
-            "it is not known when their collectives have ended",
+            "this package does not know when their collectives have ended",
             "Trainer(accelerator='cpu')",
         )
     if device_type != "cpu" and is_averaging:
         _refuse(
             f"model_averaging on devices of type {device_type!r}",
-            "an abort would leave parameters averaged in part",
+            "an abort would leave only some parameters averaged",
             "Trainer(accelerator='cpu')",
         )
     if not trainer.lightning_module.automatic_optimization:
         _refuse(
-            "manual optimisation",
-            "a batch with several optimizer steps may be committed by half",
+            "manual optimization",
+            "a batch with several optimizer steps may be committed in part",
             "automatic_optimization=True",
         )
     for config in trainer.lr_scheduler_configs:
@@ -119,8 +120,8 @@ def check_training(
         if most >= (end + 1) * config.frequency:  # torch raises at the first one after the end
             _refuse(
                 f"{type(config.scheduler).__name__} and batch='rank'",
-                f"it ends after {end} steps, and an epoch has more of them once there are fewer ranks: with"
-                f" {settings.min_world_size} left from the beginning "
+                f"it ends after {end} steps, and an epoch has more steps with fewer ranks: with"
+                f" {settings.min_world_size} ranks from the beginning "
                 + ("there is no end" if math.isinf(most) else f"the fit takes {most:.0f}"),
                 f"batch='global', or Trainer(max_steps={end * config.frequency}), or a larger min_world_size",
             )
@@ -168,7 +169,7 @@ def check_next_run(trainer: Any, *, generation: int, is_same: bool) -> None:
     """
     if generation and (is_fitting(trainer) or not is_same):
         raise ConfigurationError(
-            "on_failure: this script has lost ranks in a fit, and begins another fit, or another"
-            " Trainer, which would need all of them. Save what the first fit has trained, and begin the next"
-            " one in a new program; validate and test go on with the Trainer that has lost the ranks."
+            "on_failure: this script has lost ranks in a fit, and a second fit, or another Trainer, would"
+            " need all ranks. Save what the first fit has trained, and start the next fit in a new"
+            " program. validate and test still work with the Trainer that has lost the ranks."
         )

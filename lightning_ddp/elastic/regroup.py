@@ -61,8 +61,8 @@ def end_collectives(ours: Reconciliation, device: torch.device) -> None:
     call.wait(lambda _: ours.check_end())
     if isinstance(call.error, TimeoutError):
         raise LightningDDPError(
-            f"communicators of NCCL, or what is queued on {device}, have not ended {_ABORTED_WITHIN_S:g} s"
-            " after they were aborted"
+            f"communicators of NCCL, or work queued on {device}, have not ended {_ABORTED_WITHIN_S:g} s"
+            " after the abort"
         )
     call.result  # noqa: B018 (raises what has gone wrong)
 
@@ -102,7 +102,7 @@ def meet_again(
     rank = calls.state.rank
     store: Any = dist.PrefixStore(f"generation{calls.state.generation}", session.store)
     is_gloo = backend_names(backend) == {"gloo"}
-    said = f"the {world_size} ranks that go on to meet again"
+    said = f"the {world_size} remaining ranks to form a new group"
     with calls.waiting(), tell_long_wait(rank, lambda: said):
         store.set(f"rank {rank} is here", b"")
         while not store.check([f"rank {other} is here" for other in range(world_size)]):

@@ -138,7 +138,9 @@ class Journal:
         num_chunks, signature = found.split()
         data = b"".join(self._store.get(_key(name, number, index)) for index in range(int(num_chunks)))
         if not hmac.compare_digest(signature, self._sign(name, number, data)):
-            raise ConfigurationError("the store of the run holds results that are not signed with its secret")
+            raise ConfigurationError(
+                "the store of the run has results that are not signed with the secret of the run"
+            )
         written, value = pickle.loads(data)
         if written != kind:
             self._refuse(number, kind, written)
@@ -149,9 +151,9 @@ class Journal:
 
     def _refuse(self, number: int, kind: str, other: str) -> None:
         raise ConfigurationError(
-            f"on_failure='replace': in the place of a lost rank the script's set-up calls {kind} as its"
-            f" collective number {number}, and rank 0 has called {other} there. It has to be the same in each"
-            " process, and not depend on files that the run itself has written."
+            f"on_failure='replace': in a replacement process the script's set-up calls {kind} as collective"
+            f" number {number}, where rank 0 has called {other}. Set-up must be the same in each process,"
+            " and not depend on files that the run itself has written."
         )
 
 

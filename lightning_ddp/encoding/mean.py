@@ -1,9 +1,9 @@
-"""Means over the ranks of what hooks and averagers send: as it is or encoded, of one tensor or of many.
+"""Means over the ranks for hooks and averagers: plain or encoded, of one tensor or of many.
 
-An algorithm (PowerSGD, top-k ...) asks its `Wire` for the mean over the ranks of what it has to send, or for
-the tensors of all ranks. A `Codec` decides in how many bits they go. So `["bf16", "powersgd"]` is PowerSGD
-whose factors travel in bfloat16, while its arithmetic and its error feedback stay in float32. `exchange`
-sends many tensors through two flat chunks: one is filled while the other is on its way.
+An algorithm (PowerSGD, top-k ...) requests the mean of a tensor over the ranks, or the tensors of all ranks,
+from its `Wire`. A `Codec` determines the number of bits that are sent. So `["bf16", "powersgd"]` is PowerSGD
+whose factors are sent in bfloat16, while its arithmetic and its error feedback are in float32. `exchange`
+sends many tensors through two flat chunks: one is filled while the other is sent.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from lightning_ddp.encoding.side_stream import Channel
 
 CHUNK_NUMEL = 2**20
-"""Elements of a chunk; two of them are all the memory that an exchange needs."""
+"""Number of elements of a chunk; an exchange needs memory for two chunks."""
 PIECE_NUMEL = 2**19
-"""Elements of a piece. Small enough that the link is never idle while something is encoded."""
+"""Number of elements of a piece, small enough that the link is not idle during encoding."""
 _NUM_STAGES = 3
 _Stages = Generator[None, None, None]
 _MIN_BLOCKS = 64
-"""From so many blocks on, filling up the last one costs next to nothing on the wire."""
+"""Number of blocks from which the cost of padding the last block is negligible."""
 _SCALE_BYTES = 4
 
 
@@ -31,33 +31,33 @@ _SCALE_BYTES = 4
 
 
 class Codec(Protocol):
-    """Turns rows of numbers into rows of bytes and back. Knows nothing of ranks."""
+    """Encoder of rows of numbers as rows of bytes, and decoder."""
 
-    block: int
-    """Rows whose length is a multiple of this are encoded without a copy."""
+    block_size: int
+    """Number of elements of a block; rows of whole blocks are encoded without a copy."""
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Floating point (k, m) -> uint8 (k, number of bytes, which follows from m)."""
+        """Encode floating-point rows (k, m) as uint8 (k, number of bytes, which depends on m only)."""
         ...
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        """uint8 (k, number of bytes) -> float32 (k, numel). What was not finite is not finite."""
+        """Decode uint8 (k, number of bytes) to float32 (k, numel), non-finite values included."""
         ...
 
 
 class _BlockCodec:
-    """Eight-bit codes of values that are divided by their block's scale; the scales go in front.
+    """Codec with 8-bit codes of values divided by their block's scale; the scales come first.
 
     A scale that covers a small block keeps an outlier from coarsening everything else (Dettmers et al.,
     "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2.1, there with a nonlinear code).
 
     Args:
-        block: elements that share a scale.
-        largest: absolute value of the largest code; the scale maps the largest element there.
+        block_size: number of elements that share a scale.
+        largest: absolute value of the largest code, to which the scale maps the largest element.
     """
 
-    def __init__(self, block: int, largest: float) -> None:
-        self.block = block
+    def __init__(self, block_size: int, largest: float) -> None:
+        self.block_size = block_size
         self._largest = largest
 
     def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
@@ -67,35 +67,35 @@ class _BlockCodec:
         raise NotImplementedError
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Scales each block by its largest absolute value and rounds; a block of zeros stays zero."""
+        """Scale each block by its largest absolute value and round; a block of zeros stays zero."""
         num_rows, length = rows.shape
-        if length % self.block:
-            rows = torch.nn.functional.pad(rows, (0, -length % self.block))
-        blocks = rows.float().view(num_rows, -1, self.block)
+        if length % self.block_size:
+            rows = torch.nn.functional.pad(rows, (0, -length % self.block_size))
+        blocks = rows.float().view(num_rows, -1, self.block_size)
         low, high = torch.aminmax(blocks, dim=2)
         scales = torch.maximum(high, -low).div_(self._largest)
-        # an infinite scale would turn the finite elements of the block into zeros without a trace
+        # An infinite scale would silently make the finite elements of the block zeros.
         scales.masked_fill_(torch.isinf(scales), torch.nan)
         factors = torch.where(scales == 0, torch.ones_like(scales), scales).reciprocal_()
-        # of a denormal scale the reciprocal is infinite: the block is as good as zero
+        # The reciprocal of a denormal scale is infinite; treat such a block as zeros.
         factors.masked_fill_(torch.isinf(factors), 0.0)
         codes = self._to_codes(blocks * factors.unsqueeze(2))
         return torch.cat([scales.view(torch.uint8), codes.view(num_rows, -1)[:, :length]], dim=1)
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        num_rows, num_blocks = data.shape[0], -(-numel // self.block)
+        num_rows, num_blocks = data.shape[0], -(-numel // self.block_size)
         scales = data[:, : num_blocks * _SCALE_BYTES].contiguous().view(torch.float32)
         codes = data[:, num_blocks * _SCALE_BYTES :]
-        codes = torch.nn.functional.pad(codes, (0, -numel % self.block)).contiguous()
-        values = self._from_codes(codes).view(num_rows, num_blocks, self.block)
+        codes = torch.nn.functional.pad(codes, (0, -numel % self.block_size)).contiguous()
+        values = self._from_codes(codes).view(num_rows, num_blocks, self.block_size)
         return values.mul_(scales.unsqueeze(2)).view(num_rows, -1)[:, :numel]
 
 
 class Int8Codec(_BlockCodec):
-    """Integers from -127 to 127. The error is at most half a step: the block's largest value / 254."""
+    """Codec for integers from -127 to 127; the error is at most the block's largest value / 254."""
 
-    def __init__(self, block: int) -> None:
-        super().__init__(block, 127.0)
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, 127.0)
 
     def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
         return scaled.nan_to_num_().round_().to(torch.int8).view(torch.uint8)
@@ -105,10 +105,10 @@ class Int8Codec(_BlockCodec):
 
 
 class Fp8Codec(_BlockCodec):
-    """Floating point with 3 bits of mantissa: a relative error of at most 1/16 above the largest / 28,672."""
+    """Codec for 3-bit mantissas: relative error at most 1/16 for values above the largest / 28,672."""
 
-    def __init__(self, block: int) -> None:
-        super().__init__(block, 448.0)
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, 448.0)
 
     def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
         return scaled.nan_to_num_().to(torch.float8_e4m3fn).view(torch.uint8)
@@ -118,14 +118,14 @@ class Fp8Codec(_BlockCodec):
 
 
 class CastCodec:
-    """Rounds each number to a 16-bit floating-point type.
+    """Codec that rounds each number to a 16-bit floating-point type.
 
     Args:
         dtype: `torch.float16` (11 bits of precision, up to 65,504; above that it becomes infinite) or
             `torch.bfloat16` (8 bits, the range of float32).
     """
 
-    block = 1
+    block_size = 1
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -141,27 +141,27 @@ class CastCodec:
 
 
 class Wire(Protocol):
-    """Sends flat tensors. Called in jobs of a channel, by all ranks in one order; communicates."""
+    """Sender of flat tensors; all ranks must call its methods in the same order, in jobs of a channel."""
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """`count` tensors of `numel` elements, 1-D, that `begin` sends best; for one job at a time."""
+        """Return `count` 1-D tensors that `begin` sends best, for one job at a time."""
         ...
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts a `mean`; what is returned waits for it. Several may be under way, ended in this order."""
+        """Start a `mean`; return its wait. Several may be in progress; wait in the order of the starts."""
         ...
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks of a 1-D tensor, the same bits on all of them; may reuse its memory."""
+        """Return the mean of a 1-D tensor, bitwise the same on all ranks; may reuse its memory."""
         ...
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks as they arrived, this rank's own included: shape (size, numel)."""
+        """Return the tensors of all ranks as received, this rank's included: shape (size, numel)."""
         ...
 
 
 class PlainWire:
-    """Sends numbers as they are."""
+    """Wire that sends numbers unencoded."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -170,7 +170,7 @@ class PlainWire:
         return self._channel.empties(count, numel, dtype)
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """The mean in the tensor's own type and memory; divided before the sum, as torch does."""
+        """Return the mean in the tensor's own dtype and memory; divided before the sum, as in torch."""
         return self.begin(flat)()
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -183,11 +183,11 @@ class PlainWire:
 
 
 class EncodedWire:
-    """Sends encoded numbers and adds them up in float32.
+    """Wire that sends encoded numbers and sums them in float32.
 
-    The mean is a reduce-scatter and an all-gather: each rank gets the encoded r-th part of every rank,
-    decodes and adds, and sends its encoded part of the mean to all. Codes are never added, so that no sum
-    overflows, and a rank sends 2 (N-1)/N times the encoded size, however many ranks there are.
+    The mean is a reduce-scatter and an all-gather: rank r gets the encoded r-th part of every rank, decodes
+    and adds them, and sends its encoded part of the mean to all. Codes are never added, so no sum overflows,
+    and a rank sends 2 (N-1)/N times the encoded size with N ranks.
     """
 
     def __init__(self, channel: Channel, codec: Codec) -> None:
@@ -198,9 +198,9 @@ class EncodedWire:
         return [torch.empty(numel, dtype=dtype, device=self._channel.device) for _ in range(count)]
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """The mean in float32, in new memory.
+        """Return the mean in float32, in new memory.
 
-        A long tensor goes in pieces: one is encoded while another is on its way and a third one is decoded.
+        A long tensor is sent in pieces: one is encoded while another is sent and a third one is decoded.
         """
         if flat.numel() <= PIECE_NUMEL:
             return self.begin(flat)()
@@ -219,7 +219,7 @@ class EncodedWire:
         return result
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Encodes and starts the reduce-scatter; the all-gather follows at the end."""
+        """Encode, and start the reduce-scatter; the wait does the all-gather."""
         if not flat.numel():
             return lambda: flat
         result = flat.new_empty(flat.numel(), dtype=torch.float32)
@@ -234,7 +234,7 @@ class EncodedWire:
         return finish
 
     def _stages(self, flat: torch.Tensor, out: torch.Tensor) -> _Stages:
-        """Three steps: encode and scatter; add up and gather; decode into `out`."""
+        """Run in three stages: encode and scatter; add and gather; decode to `out`."""
         size = self._channel.size
         part = self._padded(-(-flat.numel() // size))
         receive = self._channel.start_all_to_all(self._codec.encode(self._rows(flat / size, size, part)))
@@ -251,7 +251,7 @@ class EncodedWire:
         return self._codec.decode(gathered, length)[:, : flat.numel()]
 
     def _padded(self, numel: int) -> int:
-        block = self._codec.block
+        block = self._codec.block_size
         return numel if numel < _MIN_BLOCKS * block else -(-numel // block) * block
 
     @staticmethod
@@ -267,19 +267,19 @@ class EncodedWire:
 
 
 class Segment(NamedTuple):
-    """A stretch of one tensor that travels in one chunk."""
+    """A slice of one tensor that is sent in one chunk."""
 
     number: int
-    """Which tensor."""
+    """Index of the tensor."""
     where: slice
-    """Its elements, in the order of memory."""
+    """Slice of its elements, in the order of memory."""
 
 
 def memory_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of memory: 1-D, no copy, without gradient.
+    """Return a dense tensor's elements in the order of memory: a detached 1-D view.
 
     Raises:
-        ValueError: there are gaps between the elements, or several share memory.
+        ValueError: the elements have gaps or overlap in memory.
     """
     tensor = tensor.detach()
     expected = 1
@@ -297,13 +297,15 @@ def exchange(
     pack: Callable[[Segment, torch.Tensor], object],
     unpack: Callable[[Segment, torch.Tensor], object],
 ) -> None:
-    """Averages over the ranks what `pack` makes of the tensors, and gives it to `unpack`, piece by piece.
+    """Average the values that `pack` makes of tensors; pass the means to `unpack`.
 
-    Called in a job of a channel; communicates. On all ranks the tensors have the same sizes and types.
+    Called in a job of a channel.
+
+    Collective: all ranks must call it.
 
     Args:
-        wire: how the chunks are sent.
-        tensors: tell sizes and types; 16-bit ones travel as float32 numbers.
+        wire: sender of the chunks.
+        tensors: tensors with the sizes and dtypes, the same on all ranks; 16-bit floats are sent as float32.
         pack: called with a segment and a 1-D tensor to fill.
         unpack: called with the segment and its mean.
     """
@@ -333,7 +335,10 @@ def exchange(
 
 
 def average_(wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
-    """Replaces each tensor by its mean over the ranks, in place. A job of a channel; communicates."""
+    """Replace each tensor by its mean over the ranks, in place, in a job of a channel.
+
+    Collective: all ranks must call it.
+    """
     views = [memory_view(tensor) for tensor in tensors]
     exchange(
         wire,
@@ -344,7 +349,7 @@ def average_(wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _chunks(numels: Sequence[tuple[int, int]]) -> Iterator[list[tuple[Segment, slice]]]:
-    """Cuts tensors into chunks; large ones go over several. Each segment comes with its place in it."""
+    """Cut tensors into chunks, large tensors into several; yield segments with their slices in each."""
     segments: list[tuple[Segment, slice]] = []
     filled = 0
     for index, numel in numels:

@@ -1,11 +1,11 @@
-"""A line of collectives beside the engine's: its own group, its own thread, one order, counted bytes.
+"""Queue of jobs with collectives in a separate group and thread, in one order, with counted bytes.
 
-A compressing hook needs several collectives a bucket, each on what the last one gave. Issuing the second from
-a callback of the first lets the callbacks of two buckets run in different orders on different ranks, and
-waiting inside a callback takes the backend's own threads away. A `Channel` does neither: jobs are queued in
-launch order, which is the same on all ranks, and one thread runs them one after the other. Its group is its
-own, so that what the engine or the user issues meanwhile cannot get between them. Where no second group can
-be made, `submit` runs the job at once: in the one order that all ranks have.
+A compressing hook needs several dependent collectives per bucket. If a callback of the first one started the
+second, the callbacks of two buckets could run in different orders on different ranks, and a wait inside a
+callback would block the backend's threads. A `Channel` avoids both: jobs are queued in launch order, which is
+the same on all ranks, and one thread runs them one after the other. Its separate group keeps collectives of
+the engine and of the user from getting between them. If no second group can be made, `submit` runs the job
+immediately, in the one order that all ranks have.
 """
 
 from __future__ import annotations
@@ -30,55 +30,56 @@ _HALT_S = 10.0
 
 
 class Channel:
-    """Runs jobs that communicate, one after the other, in a thread that lives while there are any.
+    """Queue of communicating jobs, run in order in a thread that lives while there are jobs.
 
-    Beside a group that torch does not know and that has no store, it has neither a group of its own nor a
-    thread.
+    If torch does not know the group, and the group has no store, the channel has no separate group or thread.
 
     The collectives here are for jobs: they wait for their result, and count the bytes that this rank sends
     when the backend uses a ring (as gloo and NCCL do for large tensors).
 
+    Collective: all ranks must construct it.
+
     Args:
-        group: the ranks; the channel makes a group of its own beside it. All ranks construct it.
-        device: where the tensors are.
+        group: the ranks; the channel makes a separate group of the same ranks.
+        device: device of the tensors.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = sibling_group(group, device)
-        """The channel's own group: for jobs."""
+        """Separate group of the channel, for jobs."""
         self._has_own_group = self.group is not group
         self.device = device
         self.rank = group.rank
         self.size = group.size
         self.num_bytes_sent = 0
         self.busy_s = 0.0
-        """Seconds that jobs have taken, waits included."""
+        """Duration of all jobs in seconds, waits included."""
         self.wait_s = 0.0
-        """Seconds of them in which a job waited for a collective."""
+        """Duration of waits for collectives in jobs, in seconds."""
         self._jobs: deque[tuple[_Job, torch.futures.Future[torch.Tensor], Any]] = deque()
         self._lock = threading.Lock()
         self._is_running = False
         self._failure: Exception | None = None
         self._staging = cache(partial(open_staging, self.group, device))
-        """Memory that the ranks share; communicates when a job asks for it the first time."""
+        """Function that returns the ranks' shared memory or None; its first call, in a job, communicates."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     # ------------------------------------------------------------------ jobs
 
     def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        """Waits in the calling thread for what `submit` returned; raises what the job raised."""
+        """Wait for the result of `submit` in the calling thread; raise the error of the job."""
         since = time.monotonic()
         result: torch.Tensor = self.group.wait_future(future)
         self.group.watch_device(self.device, "exchange of parameters", since)
         return result
 
     def submit(self, job: _Job) -> torch.futures.Future[torch.Tensor]:
-        """Queues a job; all ranks queue the same ones in the same order. Returns the future of its result.
+        """Queue a job, in the same order on all ranks; return the future of its result.
 
-        On CUDA the job runs on the channel's stream, after what the current stream holds now, and a stream
-        that waits for the future goes on after all that the job has queued, whatever the job returns: a
-        tensor of the channel's device, or None for one without elements. Once a job has failed the later
-        ones fail in the same way, as the ranks no longer agree on what comes next.
+        On CUDA the job runs on the channel's stream, after the work queued on the current stream. A stream
+        that waits for the future continues after all work that the job has queued, independent of its result:
+        a tensor on the channel's device, or None for an empty tensor. Once a job has failed, later jobs fail
+        with the same error, as the ranks no longer agree on the next collective.
         """
         devices: list[int | str | torch.device] | None = [self.device] if self._stream is not None else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -95,19 +96,19 @@ class Channel:
         return future
 
     def halt(self) -> None:
-        """Returns once no job runs: those that are queued fail, and the one that waits for others as well.
+        """Stop the channel, once an interrupt is set: fail queued jobs, and wait until no job runs.
 
-        For an interrupt that is set. Any thread.
+        Thread-safe.
 
         Raises:
-            LightningDDPError: a job goes on.
+            LightningDDPError: a job still runs after 10 s.
         """
         with self._lock:
-            self._failure = self._failure or LightningDDPError("the ranks of this channel meet anew")
+            self._failure = self._failure or LightningDDPError("the ranks of this channel form a new group")
         ends_at = time.monotonic() + _HALT_S
         while self._is_running:
             if time.monotonic() > ends_at:
-                raise LightningDDPError(f"a job of the channel goes on for {_HALT_S} s after a rank was lost")
+                raise LightningDDPError(f"a job of the channel still runs {_HALT_S} s after a rank was lost")
             time.sleep(0.001)
 
     def _work(self) -> None:
@@ -121,7 +122,7 @@ class Channel:
                     return
                 job, future, event = self._jobs.popleft()
             self._run(job, future, event)
-            del job, future, event  # a thread that waits must not keep gradients
+            del job, future, event  # an idle thread must not keep gradients alive
 
     def _run(self, job: _Job, future: torch.futures.Future[torch.Tensor], event: Any) -> None:
         if self._failure is not None:
@@ -138,19 +139,19 @@ class Channel:
                 future.set_result(self._anchored(result))
         except (LightningDDPError, RuntimeError) as error:
             self._fail(future, error)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the thread that waits gets it)
+        except Exception as error:  # noqa: BLE001 (any error is passed to the waiting thread)
             wrapped = RuntimeError(f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
             self._fail(future, wrapped)
 
     def _anchored(self, result: torch.Tensor | None) -> torch.Tensor:
-        """The value of a job's future: such a future waits for the devices of its value, and for no other."""
+        """Return the value of a job's future, on the channel's device, for which the future then waits."""
         if result is None:
             return torch.empty(0, device=self.device)
         if result.device.type != self.device.type:
             raise RuntimeError(
-                f"a job of the channel on {self.device} returned a tensor on {result.device}, so that nobody"
-                " could wait for what it has queued: return one of that device, or None"
+                f"a job of the channel on {self.device} returned a tensor on {result.device}, so its queued"
+                " work cannot be waited for. Return a tensor of that device, or None."
             )
         return result
 
@@ -161,13 +162,13 @@ class Channel:
     # ------------------------------------------------------------------ collectives, for jobs
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """1-D tensors that are all-reduced with the fewest copies; for one job at a time, until it ends."""
+        """Return 1-D tensors that are all-reduced with the fewest copies, for one job until its end."""
         staging = self._staging()
         lent = staging.lend(count, numel, dtype) if staging is not None else None
         return lent or [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Callable[[], torch.Tensor]:
-        """Starts to reduce a contiguous tensor in place (by default, the sum); returns its wait."""
+        """Start to reduce a contiguous tensor in place (default: sum); return its wait."""
         staging = self._staging() if op is None else None
         if staging is None:
             work = self.group.all_reduce(tensor, op)
@@ -178,14 +179,14 @@ class Channel:
         return lambda: self._finish(work, tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> torch.Tensor:
-        """Reduces a contiguous tensor in place over the ranks (by default the sum) and returns it."""
+        """Reduce a contiguous tensor in place over the ranks (default: sum) and return it."""
         return self.start_all_reduce(tensor, op)()
 
     def start_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts to send row r to rank r, of (size, k).
+        """Start to send row r of a (size, k) tensor to rank r.
 
         Returns:
-            What waits, and returns (size, k) whose row r is what rank r had for this one.
+            Its wait, which returns a (size, k) tensor whose row r is from rank r.
         """
         received = torch.empty_like(rows)
         process_group = self.group.process_group
@@ -202,7 +203,7 @@ class Channel:
         return result
 
     def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts to gather; returns what waits, and returns what `all_gather` does."""
+        """Start an all-gather; return its wait, with the result of `all_gather`."""
         gathered = tensor.new_empty(self.size * tensor.numel())
         flat = tensor.view(-1)
         begin = partial(all_gather_flat, self.group.process_group, gathered, flat)
@@ -211,11 +212,11 @@ class Channel:
         return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The contiguous tensors of all ranks, stacked in rank order: shape (size, *tensor.shape)."""
+        """Return the stacked tensors of all ranks, in rank order: shape (size, *tensor.shape)."""
         return self.start_all_gather(tensor)()
 
     def read(self, tensor: torch.Tensor) -> Any:
-        """The value of a tensor of one element, for the host, which sees failures while it waits for it."""
+        """Return the value of a one-element tensor; the wait for the device raises failures of ranks."""
         if self._stream is None:
             return tensor.item()
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

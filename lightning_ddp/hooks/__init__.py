@@ -1,4 +1,4 @@
-"""Communication hooks: what a bucket's gradients go through on their way to the mean over the ranks."""
+"""Communication hooks: compressed and other reductions of a bucket's gradients over the ranks."""
 
 from lightning_ddp.hooks.base import Hook, HookOptions, StatefulHook
 from lightning_ddp.hooks.catalogue import (

@@ -12,13 +12,13 @@ from lightning_ddp.hooks.base import Hook, HookOptions, Part
 
 
 class AllReduce(Hook):
-    """The mean over the ranks in the gradients' own type, as without a hook. The base of comparisons."""
+    """Average in the gradients' own dtype, as without a hook. The baseline of comparisons."""
 
     name = "allreduce"
 
 
 class NoOp(Hook):
-    """Leaves each rank its own gradients. For local training phases, and to time a step without traffic."""
+    """Leave each rank its own gradients, for local training or to time a step without communication."""
 
     name = "noop"
 
@@ -30,7 +30,7 @@ class NoOp(Hook):
 
 
 class FP16(Hook):
-    """The mean, sent in float16. Half the bytes of float32; each rank divides before it sends."""
+    """Average in float16, half the bytes of float32; each rank divides before it sends."""
 
     name = "fp16"
     encodes = True
@@ -41,7 +41,7 @@ class FP16(Hook):
 
 
 class BF16(Hook):
-    """The mean, sent in bfloat16. Half the bytes of float32, and its whole range."""
+    """Average in bfloat16, half the bytes of float32 with its whole range."""
 
     name = "bf16"
     encodes = True
@@ -58,18 +58,18 @@ class BF16(Hook):
 class BlockOptions(HookOptions):
     """Options of `int8` and `fp8`."""
 
-    block: int = 256
-    """Elements that share one float32 scale."""
+    block_size: int = 256
+    """Number of elements that share one float32 scale."""
 
     def __post_init__(self) -> None:
         require(
-            isinstance(self.block, int) and self.block > 0 and self.block % 8 == 0,
-            f"block={self.block!r}: expected a multiple of 8 above 0, such as 256",
+            isinstance(self.block_size, int) and self.block_size > 0 and self.block_size % 8 == 0,
+            f"block_size={self.block_size!r}: expected a multiple of 8 above 0, such as 256",
         )
 
 
 class Int8(Hook):
-    """The mean, sent in 8 bits with a scale a block. About a quarter of the bytes of float32."""
+    """Average in 8-bit integers with one scale per block: about a quarter of the bytes of float32."""
 
     name = "int8"
     encodes = True
@@ -77,11 +77,11 @@ class Int8(Hook):
 
     @staticmethod
     def make_codec(options: BlockOptions) -> Int8Codec:
-        return Int8Codec(options.block)
+        return Int8Codec(options.block_size)
 
 
 class FP8(Hook):
-    """The mean, sent as 8-bit floating point (e4m3) with a scale a block."""
+    """Average in 8-bit floating point (e4m3) with one scale per block."""
 
     name = "fp8"
     encodes = True
@@ -89,4 +89,4 @@ class FP8(Hook):
 
     @staticmethod
     def make_codec(options: BlockOptions) -> Fp8Codec:
-        return Fp8Codec(options.block)
+        return Fp8Codec(options.block_size)

@@ -1,4 +1,4 @@
-"""Base classes of communication hooks: one job a bucket, state by parameter name, momentum."""
+"""Base classes of communication hooks: one job per bucket, state by parameter name, momentum."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
 STATE_FORMAT = 1
-"""Version of what `Hook.state_dict` returns."""
+"""Version of the dictionary that `Hook.state_dict` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HookOptions:
-    """Options of a hook; each hook has its own subclass, whose `__post_init__` checks them."""
+    """Options of a hook. Each hook has its own subclass, whose `__post_init__` checks the values."""
 
 
 class NonFinitePayload(Exception):
-    """What all ranks received holds an infinity or NaN, for example as it overflowed 16 bits on its way."""
+    """Received values contain an infinity or NaN, for example after an overflow of float16."""
 
 
 @dataclass(kw_only=True)
 class Part:
-    """One bucket's gradients on their way through a hook."""
+    """The gradients of one bucket while a hook reduces them."""
 
     buffer: torch.Tensor
-    """The bucket's flat gradient, 1-D; the result goes there."""
+    """Flat gradient of the bucket (1-D), which receives the result."""
     names: tuple[str, ...]
-    """Qualified parameter names, in the order in which they lie in the buffer."""
+    """Qualified parameter names, in the order of their elements in the buffer."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the parameters, slowest dimension in memory first."""
     absent: frozenset[int]
-    """Positions without a gradient on this rank."""
+    """Positions of the parameters that have no gradient on this rank."""
     index: int
     is_last: bool
     loss_scale: float | torch.Tensor
-    """The gradients are those of the loss times this; a tensor of the device if the host does not know it."""
+    """Factor by which the loss, and so the gradients, are scaled; a device tensor if the host does not have
+    the value."""
     present: tuple[bool, ...] = ()
-    """Whether some rank has a gradient; agreed by all."""
+    """For each parameter, True if at least one rank has a gradient. The same on all ranks."""
     flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """The gradient divided by the loss scale, in float32 (float64 for float64 gradients); 1-D."""
+    """Gradient divided by the loss scale (1-D), in float32, or in float64 for float64 gradients."""
 
     def slices(self) -> list[torch.Tensor]:
-        """Views of `flat`, one a parameter, 1-D."""
+        """Return views of `flat`, one per parameter (1-D)."""
         return list(self.flat.split(self.sizes))
 
     def present_slices(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Name and slice of each parameter for which some rank has a gradient."""
+        """Return name and slice of each parameter that has a gradient on at least one rank."""
         found = zip(self.names, flat.split(self.sizes), self.present, strict=True)
         return [(name, piece) for name, piece, is_present in found if is_present]
 
@@ -65,44 +66,44 @@ class Part:
 
 
 class Hook:
-    """A communication hook: `hook(state, bucket)` returns the future of the bucket's mean over the ranks.
+    """A communication hook: `hook(state, bucket)` returns a future of the bucket's mean over the ranks.
 
-    To be registered with `BucketedDDP.register_comm_hook(None, hook)` on all ranks. It is called in the
-    thread of backward; the work is done in the thread of its channel. One hook serves one wrapper.
+    Register it with `BucketedDDP.register_comm_hook(None, hook)` on all ranks. It is called in the thread of
+    backward, and reduces in the thread of its channel. One hook serves one wrapper.
 
     Args:
         channel: the ranks, on the device of the gradients.
-        wire: how tensors are sent.
+        wire: sender of tensors.
         options: an instance of the class's `Options`.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type[HookOptions]] = HookOptions
     encodes: ClassVar[bool] = False
-    """Whether it encodes what is sent, by `make_codec`; it may be wrapped around one that `takes_wire`."""
+    """True if the hook encodes sent values with `make_codec`; it may wrap a hook with `takes_wire`."""
     takes_wire: ClassVar[bool] = False
-    """Whether another hook may encode what it sends."""
+    """True if another hook may encode the values that this hook sends."""
 
     def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
         self.channel = channel
         self.wire = wire
         self.options = options
         self.loss_scale: Callable[[], float | torch.Tensor] = lambda: 1.0
-        """Tells the present factor of the loss under mixed precision; read for each bucket, in its job."""
+        """Function that returns the present loss scale of mixed precision; called in each bucket's job."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options})"
 
     @staticmethod
     def make_codec(options: Any) -> Codec:
-        """How this hook encodes, for itself or for the hook that it is wrapped around."""
+        """Return the encoder and decoder of the values that this hook, or the hook it wraps, sends."""
         raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queues the reduction of a full bucket; `state` is not used.
+        """Queue the reduction of a full bucket; `state` is not used.
 
         Raises:
-            ConfigurationError: the bucket does not tell the names of its parameters.
+            ConfigurationError: the bucket has no names of its parameters.
         """
         parameters = bucket.parameters()
         part = Part(
@@ -125,22 +126,22 @@ class Hook:
         return tuple(getattr(bucket, "names", ())) or ("",) * num_parameters
 
     def run(self, part: Part) -> torch.Tensor:
-        """Reduces one bucket and returns its buffer. Runs as a job of the channel; communicates."""
+        """Reduce one bucket and return its buffer; called in the communication thread."""
         result = self.wire.mean(part.buffer)
         if result.data_ptr() != part.buffer.data_ptr():
             part.buffer.copy_(result)
         return part.buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` of the same hook on the same rank needs to go on. Between steps only."""
+        """Return the state for `load_state_dict` of this hook on this rank; call it between steps only."""
         return {"format": STATE_FORMAT, "name": self.name, "options": asdict(self.options), "step": 0}
 
     def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
-        """Takes over a state; returns what could not be kept, one sentence each.
+        """Restore a state; return one sentence for each item that could not be restored.
 
         Args:
-            state: from `state_dict`, of this rank.
-            names: the names of the parameters; state of others is dropped. Empty: all is kept.
+            state: from `state_dict` of this rank.
+            names: names of the parameters; state of other parameters is dropped. If empty, all is kept.
 
         Raises:
             ConfigurationError: the format is not known.
@@ -148,60 +149,62 @@ class Hook:
         found = state.get("format")
         if found != STATE_FORMAT:
             raise ConfigurationError(
-                f"state of communication hook {self.name!r} has format {found!r}; this release reads"
+                f"state of communication hook {self.name!r} has format {found!r}, but this release reads"
                 f" {STATE_FORMAT}"
             )
         if state["name"] != self.name:
-            return [f"state of hook {state['name']!r} was dropped: the run uses {self.name!r}"]
+            return [f"state of hook {state['name']!r} was dropped, because the run uses {self.name!r}"]
         return []
 
 
 class StatefulHook(Hook):
-    """A hook that remembers something from step to step, by parameter name.
+    """A hook that keeps state from step to step, by parameter name.
 
-    Names survive what bucket numbers do not: the rebuild after the first step, another bucket size, a new
-    process. A step is a transaction. What it would change takes effect once all its buckets were finite on
-    all ranks; otherwise nothing of that bucket is sent, its gradient becomes NaN on every rank, so that all
-    of them skip the step, and the state is what it was. Residuals are kept divided by the loss scale, in
-    float32.
+    Unlike bucket numbers, names are stable: through the rebuild after the first step, another bucket size, a
+    new process. A step is a transaction: its changes take effect if all its buckets are finite on all ranks.
+    Otherwise a bucket that is not finite is not sent, its gradient becomes NaN on every rank, so that all
+    ranks skip the step, and the state does not change. Residuals are kept in float32, divided by the loss
+    scale.
 
-    On the CPU it is known at once what is finite. On a device that stays there: a bucket that is not goes
-    through the same arithmetic as zeros, and the host learns of it in a job after the step, for which no
-    training waits.
+    On the CPU the check for finite values has a result at once. On a device the result stays there: a bucket
+    that is not finite goes through the same arithmetic as zeros, and the host reads the result in a job after
+    the step, for which training does not wait.
 
-    Subclasses implement `reduce`, read with `recall`, write with `remember` and hand what has arrived to
+    Subclasses implement `reduce`, read with `recall`, write with `remember` and pass received values to
     `check_finite`.
     """
 
     shared_keys: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of state that are the same on all ranks; all others differ."""
+    """Kinds of state that are the same on all ranks; all other kinds differ."""
 
     def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
         super().__init__(channel, wire, options)
         self.step = 0
-        """Number of the present synchronised backward, of those whose gradients were finite."""
+        """Number of synchronized backwards with finite gradients so far."""
         self._state: dict[str, dict[str, torch.Tensor]] = {}
         self._pending: dict[str, dict[str, torch.Tensor]] = {}
         self._previous_index = -1
         self.is_deferred = channel.device.type != "cpu"
-        """Whether the host learns only after a step whether all of it was finite."""
+        """True if the host knows only after a step whether all values were finite."""
         self._is_spoiled: bool | torch.Tensor = False
-        """Whether something of this step was not finite; where the host learns that later, a tensor."""
+        """True if a value of this step was not finite; a tensor if the host knows that later."""
         self._is_bucket_spoiled = torch.zeros((), dtype=torch.bool)
-        """The same of the present bucket; only used there."""
+        """Tensor that is True if a value of the present bucket was not finite; used if `is_deferred`."""
         self._settling: torch.futures.Future[torch.Tensor] | None = None
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queues the reduction of a full bucket; `state` is not used. Raises as `Hook` does."""
+        """Queue the reduction of a full bucket; `state` is not used. Raises as `Hook` does."""
         future = super().__call__(state, bucket)
         if self.is_deferred and bucket.is_last():
             self._settling = self.channel.submit(self._settle)
         return future
 
     def reduce(self, part: Part) -> torch.Tensor:
-        """The mean of `part.flat` over the ranks, compressed. Communicates; all values are finite.
+        """Average the gradients `part.flat` of a bucket over the ranks, compressed; return the mean.
 
-        Positions that are not `part.present` hold zeros and must keep their state.
+        Parameters that are not `part.present` hold zeros and must keep their state.
+
+        Collective: all ranks must call it.
 
         Raises:
             NonFinitePayload: from `check_finite`.
@@ -209,10 +212,10 @@ class StatefulHook(Hook):
         raise NotImplementedError
 
     def check_finite(self, payload: torch.Tensor) -> torch.Tensor:
-        """Returns `payload`, which holds the same on all ranks; if it is not finite, the bucket will not be.
+        """Return `payload`, values received from the ranks; raise if one of them is not finite.
 
         Raises:
-            NonFinitePayload: it is not, and the host knows.
+            NonFinitePayload: a value is not finite; not raised if `is_deferred`.
         """
         if self.is_deferred:
             self._is_bucket_spoiled |= ~_is_finite(payload)
@@ -223,18 +226,18 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ memory
 
     def recall(self, name: str, key: str, numel: int | None = None) -> torch.Tensor | None:
-        """What the last finished step remembered; None if nothing, or if it has another size."""
+        """Return the value that the last finished step kept; None if there is no value of this size."""
         value = self._state.get(name, {}).get(key)
         if value is None or (numel is not None and value.numel() != numel):
             return None
         return value
 
     def remember(self, name: str, key: str, value: torch.Tensor) -> None:
-        """Keeps `value` from the end of this step on."""
+        """Keep `value` for later steps, once this step has finished."""
         self._pending.setdefault(name, {})[key] = value
 
     def add_errors(self, part: Part) -> None:
-        """Adds to the gradients what earlier steps have not sent."""
+        """Add the residuals of earlier steps to the gradients."""
         slices = part.present_slices(part.flat)
         pairs = [(piece, self.recall(name, "error", piece.numel())) for name, piece in slices]
         found = [(piece, error) for piece, error in pairs if error is not None]
@@ -242,7 +245,7 @@ class StatefulHook(Hook):
             foreach_add_([piece for piece, _ in found], [error for _, error in found])
 
     def remember_slices(self, part: Part, key: str, flat: torch.Tensor) -> None:
-        """Keeps a flat tensor of this step, such as its residual, of the parameters that took part in it."""
+        """Split a flat tensor, such as the residual, by parameter; remember the slices with a gradient."""
         for name, piece in part.present_slices(flat):
             self.remember(name, key, piece)
 
@@ -252,15 +255,15 @@ class StatefulHook(Hook):
         names = getattr(bucket, "names", None)
         if not names:
             raise ConfigurationError(
-                f"communication hook {self.name!r} keeps its state by parameter name, and this bucket"
-                f" ({type(bucket).__name__}) has no `names`: use it with lightning_ddp.BucketedDDP"
+                f"communication hook {self.name!r} keeps its state by parameter name, but this bucket"
+                f" ({type(bucket).__name__}) has no `names`. Use it with lightning_ddp.BucketedDDP."
             )
         return tuple(names)
 
     def run(self, part: Part) -> torch.Tensor:
-        """Reduces one bucket, unless a rank has a non-finite gradient. A job of the channel; communicates."""
+        """Reduce one bucket in the communication thread; to NaN on all ranks if a gradient is not finite."""
         if part.index <= self._previous_index:
-            self._end_step()  # the last bucket of the step before was not launched
+            self._end_step()  # the last bucket of the previous step was not launched
         self._previous_index = part.index
         dtype = part.buffer.dtype
         part.flat = part.buffer.to(torch.promote_types(dtype, torch.float32), copy=True)
@@ -289,13 +292,13 @@ class StatefulHook(Hook):
         return part.buffer
 
     def _agree(self, part: Part) -> None:
-        """Learns which parameters some rank has a gradient for, and whether all gradients are finite.
+        """Exchange which parameters have a gradient on some rank, and whether all gradients are finite.
 
         Raises:
-            NonFinitePayload: they are not, and the host knows.
+            NonFinitePayload: a gradient is not finite; not raised if `is_deferred`.
         """
         has_gradient = [position not in part.absent for position in range(len(part.names))]
-        # a gradient from backwards without synchronisation counts, though none came in this one
+        # A gradient accumulated without synchronization counts, though this backward gave none.
         earlier = {p: piece.any() for p, piece in enumerate(part.slices()) if p in part.absent}
         is_finite = _is_finite(part.flat)
         if self.is_deferred:
@@ -311,7 +314,7 @@ class StatefulHook(Hook):
         if self.is_deferred:
             self._is_bucket_spoiled = flags[0].bool()
             part.flat.masked_fill_(self._is_bucket_spoiled, 0)
-            # what this rank has a gradient for is present; for the rest the host has to wait for the device
+            # Without absent parameters on this rank all are present, and the host need not wait.
             present = flags[1:].tolist() if part.absent else has_gradient
         else:
             is_spoiled, *present = flags.tolist()
@@ -320,12 +323,12 @@ class StatefulHook(Hook):
         part.present = tuple(map(bool, present))
 
     def _settle(self) -> None:
-        """Ends a step that is not over yet. A job of the channel."""
+        """End a step that has not ended yet, in a job of the channel."""
         if self._previous_index >= 0:
             self._end_step()
 
     def _end_step(self) -> None:
-        """Makes what the step remembered the state, or forgets it. If that was deferred, a part of a job."""
+        """Commit the remembered values of the step, or drop them; if deferred, within a job."""
         is_spoiled = self._is_spoiled
         if isinstance(is_spoiled, torch.Tensor):
             is_spoiled = bool(self.channel.read(is_spoiled))
@@ -340,12 +343,12 @@ class StatefulHook(Hook):
         self._previous_index = -1
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Makes what a finite step remembered the state, in new mappings: `mark` keeps the old ones."""
+        """Store the values that a step without NaN or infinity remembered; earlier marks stay valid."""
         changed = {name: {**self._state.get(name, {}), **values} for name, values in pending.items()}
         self._state = {**self._state, **changed}
 
     def _wait_until_settled(self) -> None:
-        """Between steps: what the last one remembered is the state, or forgotten, when this returns."""
+        """Wait until the values of the last step are committed or dropped; for use between steps."""
         if not self.is_deferred:
             self._settle()
         else:
@@ -358,20 +361,20 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ undo
 
     def mark(self) -> Any:
-        """The state after the last step, for `restore`: references, as no step writes to its tensors."""
+        """Return the state for `restore`; not a copy, because steps replace tensors and never modify them."""
         self._wait_until_settled()
         return self.step, self._state
 
     def restore(self, mark: Any) -> None:
-        """Undoes what has happened since `mark`. No job may run."""
+        """Return to the state of `mark`; call it only while no bucket is being reduced."""
         self.step, self._state = mark
         self._forget_step()
 
     def finish(self, shared: Mapping[str, Any]) -> None:
-        """Ends a step that was interrupted here after another rank had ended it. No job may run.
+        """Commit an interrupted step that another rank has committed; call it while no bucket is reduced.
 
         Args:
-            shared: from `state_dict` of that rank, with what is the same on all ranks.
+            shared: state that is the same on all ranks, from `state_dict` of that rank.
         """
         if self.step < shared["step"]:
             self.commit(self._pending)
@@ -387,7 +390,7 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and all tensors by parameter name, copied to the CPU. Between steps only."""
+        """Return step and tensors by parameter name, copied to the CPU; call it between steps only."""
         self._wait_until_settled()
         tensors = {
             name: {key: value.detach().cpu().clone() for key, value in values.items()}
@@ -396,7 +399,7 @@ class StatefulHook(Hook):
         return {**super().state_dict(), "step": self.step, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
-        """Takes over a state of this rank; returns what could not be kept, one sentence each."""
+        """Restore a state of this rank; return one sentence for each item that could not be restored."""
         notes = super().load_state_dict(state, names)
         if notes:
             return notes
@@ -412,14 +415,17 @@ class StatefulHook(Hook):
         self._pending = {}
         self.step = int(state["step"])
         if dropped:
-            notes.append(f"state of hook {self.name!r} was dropped for unknown {', '.join(sorted(dropped))}")
+            notes.append(
+                f"state of hook {self.name!r} was dropped for unknown parameters:"
+                f" {', '.join(sorted(dropped))}"
+            )
         changed = {k: v for k, v in state["options"].items() if asdict(self.options).get(k) != v}
         if changed:
             notes.append(f"hook {self.name!r} was saved with other options: {changed}")
         return notes
 
     def reset_errors(self) -> None:
-        """Forgets what differs between the ranks (residuals), for a resume with other ranks."""
+        """Discard state that differs between ranks (residuals), to resume with other ranks."""
         for values in self._state.values():
             for key in [key for key in values if key not in self.shared_keys]:
                 del values[key]
@@ -430,12 +436,12 @@ class MomentumOptions(HookOptions):
     """Options of hooks that can apply momentum."""
 
     momentum: float = 0.0
-    """Factor of the velocity that is kept here, before compression. The optimizer's own must then be 0: set
-    this to what it was. 0 keeps plain residuals and goes with any optimizer."""
+    """Factor of the velocity that this hook keeps before compression; 0 for plain residuals, with any
+    optimizer. If above 0, set this to the momentum of the optimizer, and that momentum to 0."""
     nesterov: bool = False
-    """Whether the velocity looks one step ahead."""
+    """If True, use Nesterov momentum for the velocity."""
     start_step: int = 0
-    """Synchronised backwards with the plain mean before compression starts."""
+    """Number of synchronized backward passes with the plain mean before compression starts."""
 
     def __post_init__(self) -> None:
         require(0 <= self.momentum < 1, f"momentum={self.momentum}: expected from 0 and below 1")
@@ -444,12 +450,11 @@ class MomentumOptions(HookOptions):
 
 
 class MomentumHook(StatefulHook):
-    """A hook with a velocity for each parameter: with g the gradient, u = m u + g takes the place of g.
+    """A hook that replaces the gradient g by a velocity u = m u + g for each parameter.
 
-    Applied before compression, so that what is sent late still has the weight it should have: Lin et al.,
-    "Deep Gradient Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok, "Communication-Efficient
-    Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019, algorithm 2. Subclasses implement
-    `compress`.
+    Applied before compression, so that delayed values have their correct weight: Lin et al., "Deep Gradient
+    Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok, "Communication-Efficient Distributed
+    Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019, algorithm 2. Subclasses implement `compress`.
     """
 
     Options = MomentumOptions
@@ -463,11 +468,11 @@ class MomentumHook(StatefulHook):
         return self.compress(part, velocity)
 
     def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
-        """As `reduce`, once momentum and residuals are in `part.flat`; may change the velocity."""
+        """Compress and average `part.flat`, residuals included; may change the velocity."""
         raise NotImplementedError
 
     def _add_momentum(self, part: Part) -> torch.Tensor:
-        """Turns the flat gradient into what the velocity makes of it; remembers and returns the velocity."""
+        """Apply momentum to the flat gradient; remember and return the velocity."""
         momentum, velocity = self.options.momentum, part.flat.clone()
         for name, piece in part.present_slices(velocity):
             before = self.recall(name, "velocity", piece.numel())
@@ -482,7 +487,7 @@ class MomentumHook(StatefulHook):
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether all elements are finite, on their device. One pass without a temporary."""
+    """Return a bool tensor on the device, True if all elements are finite; one pass, no temporary."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     low, high = torch.aminmax(tensor)
@@ -490,7 +495,7 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of a dense tensor in the order in which its dimensions lie in memory, slowest first.
+    """Return the sizes of a dense tensor in the order of its dimensions in memory, slowest first.
 
     >>> _memory_shape(torch.empty(3, 5).t())
     (3, 5)

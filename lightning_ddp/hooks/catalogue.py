@@ -1,4 +1,4 @@
-"""Hooks by name: a specification is checked first, without processes, and built once there is a group."""
+"""Hooks by name: check of a specification without processes, and construction for a group."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lightning_ddp.hooks.base import Hook, HookOptions
 _HOOKS: Catalogue[Hook] = Catalogue(
     "communication hook",
     Hook,
-    remark=". A function of your own is given alone, with ddp_comm_wrapper for what is around it.",
+    remark=". Pass a function of your own by itself, and wrap it with ddp_comm_wrapper.",
 )
 
 
 _registered: dict[str, tuple[Callable[..., Any], str]] = {}
-"""Name -> a function of the user with torch's signature, and its description."""
+"""User's functions with torch's signature, and their descriptions, by name."""
 
 
 def register_hook(name: str, hook: Callable[..., Any], *, description: str = "") -> None:
     """Register a communication hook of your own under a name: `ddp_comm_hook=name`.
 
     Call it in every process before the strategy is made, for example at the top of the script. Registering
-    the same function again has no effect. Does not communicate.
+    the same function again has no effect.
 
     Args:
-        name: how the hook is given to a strategy, `register_variant` or Hydra; not a name of this package.
+        name: name of the hook for strategies, `register_variant` and Hydra; not a name of this package.
         hook: called as `hook(state, bucket)`; returns a future of the bucket's averaged gradients, 1-D.
         description: one line for `available_hooks`.
 
@@ -49,12 +49,12 @@ def register_hook(name: str, hook: Callable[..., Any], *, description: str = "")
 
 
 def registered_hook(spec: Any) -> Callable[..., Any] | None:
-    """Return the function that `register_hook` knows under a name, or None."""
+    """Return the function that was registered under a name, or None."""
     return _registered.get(spec, (None,))[0] if isinstance(spec, str) else None
 
 
 def available_hooks() -> dict[str, str]:
-    """Return the names of all hooks and what each does, sorted by name.
+    """Return the names of all hooks with their descriptions, sorted by name.
 
     >>> sorted(available_hooks())[:3]
     ['allreduce', 'bf16', 'fp16']
@@ -64,7 +64,7 @@ def available_hooks() -> dict[str, str]:
 
 
 def hook_options() -> dict[str, type[HookOptions]]:
-    """The options of each hook, by its name: a dataclass whose fields are the options.
+    """Return the options of each hook by its name: a dataclass whose fields are the options.
 
     >>> hook_options()["powersgd"](rank=4).rank
     4
@@ -74,18 +74,18 @@ def hook_options() -> dict[str, type[HookOptions]]:
 
 @dataclass(frozen=True, kw_only=True)
 class HookPlan:
-    """A checked specification: hooks with their options, outer to inner."""
+    """A checked hook specification: hooks with their options, outer to inner."""
 
     entries: tuple[tuple[str, HookOptions], ...]
-    """Name and options. All but the last encode what the last one sends."""
+    """Names and options. All entries except the last encode the values that the last entry sends."""
 
     @property
     def name(self) -> str:
-        """The names, outer to inner, joined by '+'."""
+        """Names of the hooks, outer to inner, joined by '+'."""
         return "+".join(name for name, _ in self.entries)
 
     def __str__(self) -> str:
-        """The names with all options, the same text for the same plan.
+        """Return the names with all options, the same text for the same plan.
 
         >>> print(parse_hook(["bf16", {"name": "randomk", "ratio": 0.1}]))
         bf16(), randomk(momentum=0.0, nesterov=False, start_step=0, ratio=0.1, seed=0)
@@ -97,7 +97,7 @@ class HookPlan:
 
 
 def parse_hook(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> HookPlan:
-    """Checks a specification. Does not communicate.
+    """Check a hook specification and return it as a plan, without communication.
 
     >>> parse_hook(["bf16", {"name": "powersgd", "rank": 4}]).name
     'bf16+powersgd'
@@ -127,13 +127,13 @@ def _check_composition(names: Sequence[str]) -> None:
     for name in outer:
         if name not in encoders:
             raise ConfigurationError(
-                f"communication hook {name!r} cannot be wrapped around {inner!r}: only"
-                f" {', '.join(encoders)} can, as they encode what another hook sends"
+                f"communication hook {name!r} cannot be wrapped around {inner!r}. Only"
+                f" {', '.join(encoders)} can be, as they encode the values that another hook sends."
             )
     if len(outer) > 1:
         raise ConfigurationError(
-            f"communication hooks {', '.join(map(repr, outer))} around {inner!r}: what is sent is encoded"
-            " once, so there can be one of them"
+            f"communication hooks {', '.join(map(repr, outer))} around {inner!r}: values are encoded once,"
+            " so only one of them can be used"
         )
     if outer and inner in encoders:
         raise ConfigurationError(
@@ -142,7 +142,7 @@ def _check_composition(names: Sequence[str]) -> None:
     if outer and inner not in takers:
         raise ConfigurationError(
             f"communication hook {outer[0]!r} cannot be wrapped around {inner!r}, which sends no"
-            f" floating-point tensors that it could encode; {', '.join(takers)} do"
+            f" floating-point tensors to encode. It can be wrapped around {', '.join(takers)}."
         )
 
 
@@ -151,12 +151,14 @@ def build_hook(
     process_group: Any,
     device: torch.device | None = None,
 ) -> Hook:
-    """Builds a hook for `BucketedDDP.register_comm_hook(None, hook)`. All ranks call it; communicates.
+    """Build a hook for `BucketedDDP.register_comm_hook(None, hook)`.
+
+    Collective: all ranks must call it.
 
     Args:
-        spec: as for `parse_hook`, or what that returned.
-        process_group: the ranks: that of the wrapper (`model.process_group`), or a `Group` on it.
-        device: of the gradients; None for the CPU.
+        spec: specification as for `parse_hook`, or its result.
+        process_group: process group of the wrapper (`model.process_group`), or a `Group` of it.
+        device: device of the gradients; None for the CPU.
 
     Raises:
         ConfigurationError: the specification cannot be used.
@@ -167,7 +169,7 @@ def build_hook(
 
 
 def make_hook(plan: HookPlan, channel: Channel) -> Hook:
-    """Puts a hook together on a channel, which is its own. Does not communicate."""
+    """Build the hooks of a plan on an existing channel."""
     (encoder, encoder_options), (name, options) = plan.entries[0], plan.entries[-1]
     wire: Wire = PlainWire(channel)
     if _HOOKS[encoder].encodes:

@@ -25,19 +25,19 @@ class PowerSGDOptions(HookOptions):
     """Options of `powersgd`."""
 
     rank: int = 2
-    """Rank r of the approximation; a matrix of n x m is sent as (n + m) r numbers."""
+    """Rank r of the approximation: an n x m matrix is sent as (n + m) r numbers."""
     start_step: int = 10
-    """Synchronised backwards with the plain mean before compression starts."""
+    """Number of synchronized backward passes with the plain mean before compression starts."""
     min_compression: float = 2.0
-    """A matrix is compressed only if that makes it smaller by more than this factor."""
+    """Compress a matrix only if it becomes smaller by more than this factor."""
     warm_start: bool = True
-    """Whether a step starts from the factor of the last one; else from a new random one."""
+    """If True, start each step from the factor of the last step; if False, from a new random factor."""
     error_feedback: bool = True
-    """Whether what was not sent is added to the next gradient."""
+    """If True, add the values that were not sent to the next gradient."""
     batched: bool = False
-    """Whether a bucket is compressed as one square matrix: faster and less accurate."""
+    """If True, compress each bucket as one square matrix, which is faster and less accurate."""
     seed: int = 0
-    """Of the first factors; the same on all ranks."""
+    """Seed of the first factors, the same on all ranks."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, f"rank={self.rank}: expected at least 1")
@@ -47,24 +47,24 @@ class PowerSGDOptions(HookOptions):
 
 @dataclass(kw_only=True)
 class _Matrix:
-    """One matrix to be compressed."""
+    """A matrix to compress."""
 
     name: str
-    """Key of its factor."""
+    """Key of its factor in the hook's state."""
     value: torch.Tensor
-    """n x m."""
+    """The matrix: n x m."""
     out: torch.Tensor
-    """n x m, where its low-rank mean goes."""
+    """Output for the low-rank mean: n x m."""
     q: torch.Tensor
-    """m x r, the right factor from which the power iteration starts."""
+    """Right factor from which the power iteration starts: m x r."""
 
 
 class PowerSGD(StatefulHook):
-    """Sends P = M Q and Q = M^T P of each matrix M, P orthonormalised in between, and takes P Q^T for M.
+    """Send P = M Q and Q = M^T P of each matrix M, with P orthonormalized in between; use P Q^T as M.
 
-    Tensors of more than two dimensions count as matrices from their slowest dimension on. What is too small
-    to gain is sent uncompressed along with the first factors. Two means a bucket, one after the other.
-    Exact where the mean of the gradients has at most rank r. The result is the same on all ranks as far as
+    Tensors of more than two dimensions are matrices with their slowest dimension as rows. Tensors that are
+    too small to gain are sent uncompressed, together with the first factors. Two means per bucket, one after
+    the other. Exact if the mean of the gradients has at most rank r. The result is the same on all ranks if
     their processors round alike.
     """
 
@@ -75,13 +75,13 @@ class PowerSGD(StatefulHook):
     shared_keys = frozenset({"q"})
 
     def reduce(self, part: Part) -> torch.Tensor:
-        """The mean of the bucket: low-rank for large matrices, exact for the rest."""
+        """Average the bucket: low-rank for large matrices, exact for all other parameters."""
         if self.step < self.options.start_step:
             return self.check_finite(self.wire.mean(part.flat))
         if self.options.error_feedback:
             self.add_errors(part)
             self._begin_errors(part)
-        # the mean goes straight into the bucket where types allow; the gradients stay for the residual
+        # Write the mean directly to the bucket if the dtypes are equal; the residual needs the gradients.
         is_same = part.buffer.dtype == part.flat.dtype
         result = part.buffer if is_same else torch.empty_like(part.flat)
         outs = list(result.split(part.sizes))
@@ -108,13 +108,13 @@ class PowerSGD(StatefulHook):
         return result
 
     def _begin_errors(self, part: Part) -> None:
-        """What was added is none any more, also where this rank never learns what was made of its part."""
+        """Clear the added residuals, also in case this step is never finished on this rank."""
         for name, _ in part.present_slices(part.flat):
             if self.recall(name, "error") is not None:
                 self.remember(name, "error", part.flat.new_empty(0))
 
     def _remember_residuals(self, part: Part, residual: torch.Tensor, compressed: frozenset[str]) -> None:
-        """Keeps the residuals of compressed parameters; that of one which was sent in full is zero."""
+        """Keep the residuals of compressed parameters; zero for parameters sent in full."""
         for name, piece in part.present_slices(residual):
             if name in compressed:
                 self.remember(name, "error", piece)
@@ -128,7 +128,7 @@ class PowerSGD(StatefulHook):
         return (n + m) * rank * self.options.min_compression < n * m
 
     def _matrix(self, part: Part, position: int, out: torch.Tensor) -> _Matrix | None:
-        """A parameter's matrix, as a view of the flat gradient; None where compression does not pay."""
+        """Return a parameter's matrix, a view of the flat gradient; None if compression does not pay."""
         shape = part.shapes[position]
         if len(shape) < 2 or not part.present[position]:
             return None
@@ -140,13 +140,13 @@ class PowerSGD(StatefulHook):
         return _Matrix(name=name, value=value, out=out.view(n, m), q=self._factor(name, n, m, part))
 
     def _square(self, part: Part) -> _Matrix | None:
-        """The whole bucket as one square matrix, filled up with zeros; a copy."""
+        """Copy the whole bucket to one square matrix, padded with zeros; None if that does not pay."""
         side = math.isqrt(part.flat.numel() - 1) + 1
         if not self._is_worth_it(side, side) or not all(part.present):
-            return None  # a parameter that nobody used must not get a share of the others
+            return None  # an unused parameter must not get a share of the others
         value = part.flat.new_zeros(side * side)
         value[: part.flat.numel()] = part.flat
-        # the factor mixes the parameters of the bucket, so another layout begins with a new one
+        # The factor mixes the parameters of the bucket, so each layout has its own.
         name = f"{_LAYOUT_PREFIX}{zlib.crc32(' '.join(part.names).encode()):08x}"
         value = value.view(side, side)
         q = self._factor(name, side, side, part)
@@ -169,19 +169,19 @@ class PowerSGD(StatefulHook):
     def _compress(
         self, matrices: Sequence[_Matrix], rest: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
-        """Writes the low-rank means of matrices, and the means of `rest` into `outs`. Communicates."""
+        """Write the low-rank means of matrices to their `out`, and the means of `rest` to `outs`."""
         ps = self._mean([*(matrix.value @ matrix.q for matrix in matrices), *rest])
         for out, mean in zip(outs, ps[len(matrices) :], strict=True):
             out.copy_(mean)
         ps = orthonormalise(ps[: len(matrices)])
-        # (P^T M)^T reads the rows of M as they lie in memory, which M^T P does not
+        # (P^T M)^T reads the rows of M in the order of memory, unlike M^T P.
         qs = [(p.t() @ matrix.value).t() for matrix, p in zip(matrices, ps, strict=True)]
         for matrix, p, q in zip(matrices, ps, self._mean(qs), strict=True):
             torch.mm(p, q.t(), out=matrix.out)
             matrix.q = q
 
     def _mean(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The means over the ranks, in one collective."""
+        """Return the means over the ranks, from one collective."""
         if not tensors:
             return []
         flat = self.check_finite(self.wire.mean(torch.cat([t.reshape(-1) for t in tensors])))
@@ -189,7 +189,7 @@ class PowerSGD(StatefulHook):
         return [p.view(t.shape).to(t.dtype) for p, t in zip(pieces, tensors, strict=True)]
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
-        """As every hook; factors of a layout that is no more are forgotten."""
+        """Commit the step as every hook does, and discard factors of a former bucket layout."""
         used = {name for name in pending if name.startswith(_LAYOUT_PREFIX)}
         if used:
             kept = {n: v for n, v in self._state.items() if not n.startswith(_LAYOUT_PREFIX) or n in used}
@@ -198,10 +198,10 @@ class PowerSGD(StatefulHook):
 
 
 def orthonormalise(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Matrices (n x r, n >= r) with orthonormal columns whose span includes that of the given ones.
+    """Orthonormalize the columns of matrices (n x r, n >= r), keeping their span.
 
-    Householder reflections: columns that depend on others are replaced by new directions instead of noise,
-    so that a factor that lost rank finds it again. Matrices of one shape are factored together.
+    Householder reflections replace dependent columns by new directions instead of noise, so that a factor
+    that lost rank regains it. Matrices of one shape are factored together.
     """
     result: list[torch.Tensor] = [torch.empty(0)] * len(matrices)
     by_shape: dict[torch.Size, list[int]] = {}

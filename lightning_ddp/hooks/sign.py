@@ -1,4 +1,4 @@
-"""`sign`: one bit an element, with error feedback.
+"""`sign`: one bit per element, with error feedback.
 
 Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
 ICML 2019, algorithm 1 (EF-signSGD), with the blocks and the momentum of Zheng, Huang and Kwok,
@@ -20,21 +20,21 @@ from lightning_ddp.hooks.base import MomentumHook, MomentumOptions, Part
 class SignOptions(MomentumOptions):
     """Options of `sign`."""
 
-    block: int = 1024
-    """Elements of a parameter that share one float32 scale; the last block of each may be shorter. Smaller
-    ones serve parameters whose parts have gradients of different sizes."""
+    block_size: int = 1024
+    """Number of elements of a parameter that share one float32 scale; the last block of each parameter may be
+    shorter. Use smaller blocks for parameters whose parts have gradients of different sizes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.block >= 1, f"block={self.block}: expected at least 1")
+        require(self.block_size >= 1, f"block_size={self.block_size}: expected at least 1")
 
 
 class Sign(MomentumHook):
-    """Sends the signs, and of each block one scale, the mean absolute value; the rest waits.
+    """Send signs, with the mean absolute value of each block as its scale; keep the residual.
 
     With p the gradient plus the residual, each rank sends mean(|p|) sign(p), where sign(0) is +1 everywhere,
     and keeps p minus that. All ranks get the bits of all ranks, so the traffic grows with their number: it is
-    1/32 of float32 at two ranks and N/64 of it at N, and 1/block of that for the scales.
+    1/32 of float32 at two ranks and N/64 of it at N, and 1/block_size of that for the scales.
     """
 
     name = "sign"
@@ -47,7 +47,7 @@ class Sign(MomentumHook):
 
         def decoded(scales: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
             signs = unpack_signs(bits, numel).to(part.flat.dtype)
-            # the host would wait for the device to learn the size of the result
+            # Without `output_size` the host would wait for the device.
             return signs.mul_(scales.repeat_interleave(lengths, output_size=numel))
 
         scales, bits = self._scales(part), pack_signs(part.flat)
@@ -62,25 +62,27 @@ class Sign(MomentumHook):
         return mean.div_(self.channel.size)
 
     def _block_lengths(self, part: Part) -> list[int]:
-        block = self.options.block
+        block_size = self.options.block_size
         return [
-            n for size in part.sizes for n in [block] * (size // block) + [size % block] * (size % block > 0)
+            length
+            for size in part.sizes
+            for length in [block_size] * (size // block_size) + [size % block_size] * (size % block_size > 0)
         ]
 
     def _scales(self, part: Part) -> torch.Tensor:
-        """The mean absolute value of each block; 0 for a parameter that no rank has a gradient for."""
+        """Return the mean absolute value of each block; 0 for parameters without a gradient anywhere."""
         scales = []
         for piece, is_present in zip(part.slices(), part.present, strict=True):
             sizes = piece.abs() if is_present else torch.zeros_like(piece)
-            whole = piece.numel() // self.options.block * self.options.block
-            scales.append(sizes[:whole].view(-1, self.options.block).mean(1))
+            whole = piece.numel() // self.options.block_size * self.options.block_size
+            scales.append(sizes[:whole].view(-1, self.options.block_size).mean(1))
             if whole < piece.numel():
                 scales.append(sizes[whole:].mean().view(1))
         return torch.cat(scales)
 
 
 def pack_signs(flat: torch.Tensor) -> torch.Tensor:
-    """One bit an element, eight a byte, 1 for what is not negative; uint8.
+    """Pack signs as one bit per element (1 if not negative), eight per byte, in uint8.
 
     >>> pack_signs(torch.tensor([1.0, -1.0, 0.0, -2.0, 3.0, 1.0, 1.0, 1.0, -1.0, 5.0])).tolist()
     [245, 2]
@@ -94,7 +96,7 @@ def pack_signs(flat: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_signs(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """The signs of `pack_signs`: +1 and -1 as int8.
+    """Unpack the signs of `pack_signs` as +1 and -1 in int8.
 
     >>> unpack_signs(torch.tensor([245, 2], dtype=torch.uint8), 10).tolist()
     [1, -1, 1, -1, 1, 1, 1, 1, -1, 1]

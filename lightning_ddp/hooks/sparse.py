@@ -1,4 +1,4 @@
-"""`topk` and `randomk`: a part of the elements of each parameter; the others wait, with their momentum.
+"""`topk` and `randomk`: some elements of each parameter; the others are delayed, with their momentum.
 
 Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for
 Distributed Training", ICLR 2018, section 3 and algorithm 1. Stich, Cordonnier and Jaggi, "Sparsified SGD with
@@ -18,7 +18,7 @@ from lightning_ddp.errors import require
 from lightning_ddp.hooks.base import MomentumHook, MomentumOptions, Part
 
 _WARMUP_FACTOR = 0.25
-"""The first warm-up ratio, and the factor between two of them."""
+"""First warm-up ratio, and the factor between successive ratios."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +26,19 @@ class SparseOptions(MomentumOptions):
     """Options of `topk` and `randomk`."""
 
     ratio: float = 0.01
-    """Part of each parameter's elements that is sent, at least one element."""
+    """Fraction of each parameter's elements that is sent; at least one element."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.ratio <= 1, f"ratio={self.ratio}: expected above 0 and at most 1")
 
     def ratio_at(self, step: int) -> float:
-        """The ratio of a step."""
+        """Return the ratio of a step."""
         return self.ratio
 
 
 class SparseHook(MomentumHook):
-    """A hook that sends some elements of each parameter, and keeps the others for later.
+    """A hook that sends some elements of each parameter and keeps the rest for later steps.
 
     With g the gradient: u = m u + g, v = v + u. The chosen elements of v are sent, and at their positions
     both are set to 0, so that old momentum does not push them further (momentum factor masking). Without
@@ -50,7 +50,7 @@ class SparseHook(MomentumHook):
     options: SparseOptions
 
     def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
-        """The mean over the ranks of what each has sent, zero elsewhere."""
+        """Average the elements that each rank sends; zero elsewhere."""
         chosen = []
         start = 0
         ratio = self.options.ratio_at(self.step)
@@ -72,11 +72,11 @@ class SparseHook(MomentumHook):
         return self.exchange(part, indices, sent)
 
     def choose(self, name: str, piece: torch.Tensor, count: int) -> torch.Tensor:
-        """`count` different positions in one parameter's gradient, 1-D: as many on all ranks."""
+        """Choose `count` different positions in one parameter's gradient (1-D)."""
         raise NotImplementedError
 
     def exchange(self, part: Part, indices: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-        """The mean of `part.flat`, of which each rank sends the elements at its `indices`. Communicates."""
+        """Average `part.flat`, of which each rank sends the elements at its `indices`."""
         raise NotImplementedError
 
 
@@ -85,15 +85,15 @@ class TopKOptions(SparseOptions):
     """Options of `topk`."""
 
     warmup_steps: int = 0
-    """Steps from `start_step` on over which the ratio falls to its value: a quarter, a sixteenth and so on,
-    for equal times."""
+    """Number of steps after `start_step` in which the fraction falls to `ratio`. They are divided into equal
+    intervals with the fractions 1/4, 1/16 and so on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps}: expected 0 or more")
 
     def ratio_at(self, step: int) -> float:
-        """The ratio of a step from `start_step` on.
+        """Return the ratio of a step, counted from `start_step`.
 
         >>> [TopKOptions(ratio=0.01, warmup_steps=8).ratio_at(step) for step in (0, 2, 4, 6, 8)]
         [0.25, 0.0625, 0.015625, 0.01, 0.01]
@@ -107,7 +107,7 @@ class TopKOptions(SparseOptions):
 
 
 class TopK(SparseHook):
-    """Sends of each parameter the elements with the largest accumulated velocity; the rest waits.
+    """Send the elements of each parameter that are largest in magnitude; keep the rest for later steps.
 
     Values and positions of all ranks go to all ranks, so the traffic grows with their number.
     """
@@ -121,10 +121,10 @@ class TopK(SparseHook):
     def exchange(self, part: Part, indices: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
         values = self.check_finite(self.wire.gather(sent))
         positions = self.channel.all_gather(indices.to(torch.int32))
-        # where the wire rounds, what it rounded off stays here
+        # Keep the rounding error of the wire for later steps.
         part.flat[indices] = sent - values[self.channel.rank].to(sent.dtype)
         mean = torch.zeros_like(part.flat)
-        # rank by rank: the positions of one rank differ, so the order of every sum is the same everywhere
+        # One rank at a time: positions of a rank are distinct, so all ranks add in the same order.
         for row, where in zip(values.unbind(0), positions.unbind(0), strict=True):
             mean[where.long()] += row.to(mean.dtype)
         return mean.div_(self.channel.size)
@@ -135,11 +135,11 @@ class RandomKOptions(SparseOptions):
     """Options of `randomk`."""
 
     seed: int = 0
-    """Of the choice of elements; the same on all ranks."""
+    """Seed of the choice of elements, the same on all ranks."""
 
 
 class RandomK(SparseHook):
-    """Sends random elements of each parameter, without their positions, and keeps the others for later.
+    """Send random elements of each parameter, without their positions; keep the rest.
 
     The positions follow from seed, step and parameter name, so all ranks choose the same ones and the values
     can be averaged as they are: the traffic does not grow with the number of ranks. An element waits
@@ -157,7 +157,7 @@ class RandomK(SparseHook):
         generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
         if 4 * count >= size:
             return torch.randperm(size, generator=generator)[:count]
-        # drawing again what was drawn twice costs far less than a permutation of a large tensor
+        # Drawing duplicates again costs far less than a permutation of a large tensor.
         found: torch.Tensor = torch.randint(size, (count,), generator=generator).unique()
         while found.numel() < count:
             more = torch.randint(size, (count - found.numel(),), generator=generator)

@@ -1,6 +1,6 @@
-"""Hydra: the ranks of a run share the job, and the configuration, of the process that has composed it.
+"""Hydra: the ranks of a run share the job, and the configuration, of the process that composed it.
 
-All that knows Hydra and OmegaConf by names that these do not promise. The page of this room has its files.
+All uses of private names of Hydra and OmegaConf are here. The page of this room lists its files.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from lightning_ddp.import_hook import after_import
 __all__ = ["install"]
 
 for _name in [name for name in sys.modules if name.startswith("lightning_ddp.")]:
-    # a child has loaded some files before their packages, whose attributes they would be by now
+    # A child has loaded some modules before their packages, so set them as attributes of these.
     _owner, _, _leaf = _name.rpartition(".")
     if _owner in sys.modules:
         setattr(sys.modules[_owner], _leaf, sys.modules[_name])
 
 
 def install(schemas: Any) -> None:
-    """Shares Hydra's jobs and offers it our groups, once the script has imported it. Imports nothing of it.
+    """Share Hydra's jobs and add the package's config groups, once the script has imported Hydra.
+
+    Does not import Hydra itself.
 
     Args:
-        schemas: the package `conf`, which knows what is in our groups.
+        schemas: the package `conf`, which has the schemas of the groups.
     """
 
     def keep_answers(module: types.ModuleType) -> None:
@@ -33,7 +35,7 @@ def install(schemas: Any) -> None:
         install(module)
 
     def extend_each_hydra(module: types.ModuleType) -> None:
-        """The one patch of Hydra: every `Hydra` that registers itself in this process becomes one of ours."""
+        """Patch Hydra, here only: extend every `Hydra` that registers itself in this process."""
         from lightning_ddp.hydra_jobs.jobs import jobs
 
         jobs().schemas = schemas
@@ -51,7 +53,7 @@ def install(schemas: Any) -> None:
 
         kind.initialize = initialize
         living = kind.instance().hydra
-        if living is not None:  # a job imports the package, or the search path of a composition
+        if living is not None:  # the package is imported by a job, or by a composition's search path
             extend(living, is_late=True)
 
     after_import("omegaconf.base", keep_answers)

@@ -1,11 +1,11 @@
-"""The user's program in a child process of a run that uses Hydra: its job comes from the launching process.
+"""The user's program in a child process of a run with Hydra: it gets its job from the parent process.
 
     python child.py DESCRIPTOR script PATH ARGUMENTS...
     python child.py DESCRIPTOR module NAME ARGUMENTS...
 
-Run by its path, and not as a module of the package: importing the package imports torch, and it is for the
-user's program to say when. Before that program begins, `hydra.main` is replaced by a function that takes the
-job that lies in the inherited file DESCRIPTOR, and composes, creates and sweeps nothing.
+Run by its path, not as a module of the package: importing the package imports torch, and the user's program
+decides when. Before that program begins, `hydra.main` is replaced by a function that takes the job from the
+inherited file DESCRIPTOR. It does not compose, create directories or sweep.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-if __name__ != "__main__":  # else they are loaded below, and then this file by its full name
+if __name__ != "__main__":  # as `__main__`, this file loads them and itself by their full names below
     from lightning_ddp.hydra_jobs.handover import (
         HandedJob,
         install,
@@ -36,7 +36,7 @@ __all__ = ["handed_job", "run_program"]
 
 
 def _load_early() -> None:
-    """Loads some modules of the package under their own names, and not the package."""
+    """Load some modules of the package under their full names, without the package itself."""
     package = Path(__file__).resolve().parents[1]
     for name in ("errors", "hydra_jobs.handover", "hydra_jobs.jobs", "hydra_jobs.child"):
         path = package.joinpath(*name.split(".")).with_suffix(".py")
@@ -46,7 +46,7 @@ def _load_early() -> None:
 
 
 def run_program(descriptor: int, kind: str, program: str) -> None:
-    """Runs the user's program in the module `__main__`, with `hydra.main` replaced."""
+    """Run the user's program in the module `__main__`, with `hydra.main` replaced."""
     with handed_job(descriptor):
         if kind == "module":
             runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -58,10 +58,10 @@ def run_program(descriptor: int, kind: str, program: str) -> None:
 
 @contextlib.contextmanager
 def handed_job(descriptor: int) -> Iterator[None]:
-    """In which the user's program is run: its `hydra.main` takes the job that was handed over.
+    """Replace `hydra.main`, so that the program run in this context takes the job of its parent.
 
     Raises:
-        SystemExit: it has not called the function of that job, inside of which it would end.
+        SystemExit: the program ended without a call of the job's function, in which the process exits.
     """
     handover = read_handover(descriptor)
     jobs().compositions = handover.compositions
@@ -84,12 +84,12 @@ def _replace_main(job: HandedJob | None) -> None:
 
     @functools.wraps(original)
     def main(*args: Any, **kwargs: Any) -> Callable[[Callable[[Any], Any]], Any]:
-        original(*args, **kwargs)  # which chooses the version that Hydra behaves as
+        original(*args, **kwargs)  # sets the version whose behavior Hydra has
 
         def decorate(task_function: Callable[[Any], Any]) -> Any:
             @functools.wraps(task_function)
             def run_handed(cfg_passthrough: Any = None) -> Any:
-                """Runs the job, and ends this process with it. Other jobs are not ours."""
+                """Run the parent's job, and exit this process after it; do nothing for other jobs."""
                 if cfg_passthrough is not None:
                     return task_function(cfg_passthrough)
                 if job is not None and job.task in (None, task_name(task_function)):
@@ -112,7 +112,7 @@ def _run(job: HandedJob, task_function: Callable[[Any], Any]) -> None:
     from omegaconf import open_dict, read_write
 
     if job.search_path is not None:
-        Plugins.instance()  # registers the kinds of places that the path may lead to
+        Plugins.instance()  # registers the kinds of sources in the search path
         Hydra.create_main_hydra2(task_name=job.name, config_search_path=job.search_path)
     else:
         setup_globals()
@@ -129,7 +129,7 @@ def _run(job: HandedJob, task_function: Callable[[Any], Any]) -> None:
 
 
 def _log_to_console(config: Any) -> None:
-    """Configures logging as the job does, less its log file: that is rank 0's."""
+    """Configure logging as the job does, without its log file, which only rank 0 writes."""
     from hydra.core.utils import configure_log
     from omegaconf import OmegaConf
 
@@ -140,7 +140,7 @@ def _log_to_console(config: Any) -> None:
 
 
 def _run_script(path: str) -> None:
-    """Runs a file in the module `__main__`, where pickle looks for the classes that it defines."""
+    """Run a file in the module `__main__`, where pickle looks for its classes."""
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec")
     main = sys.modules["__main__"]
@@ -158,5 +158,5 @@ if __name__ == "__main__":
     sys.argv = [_program, *_arguments]
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd() if _kind == "module" else str(Path(_program).parent))
-    # by its full name, under which it is loaded already: nothing here may import the package
+    # Use the loaded module of the full name: an import here would import the package.
     sys.modules["lightning_ddp.hydra_jobs.child"].run_program(int(_descriptor), _kind, _program)

@@ -1,8 +1,8 @@
-"""Hydra's own classes, extended: they tell `jobs` of jobs and compositions, and find the groups of `conf`.
+"""Subclasses of Hydra's classes, which report jobs and compositions to `jobs`, and find `conf`'s groups.
 
-An object of Hydra's gets such a class after it was made: a sweep that runs already holds the same loader.
-What a program composes that asks for none of our groups, neither by its defaults nor by its search path, is
-what it composes without the package: `strategy`, `trainer` and `launcher` may be keys or groups of its own.
+Existing objects of Hydra get such a class, because a running sweep holds the same loader. A program that asks
+for none of the package's groups, neither by its defaults nor by its search path, composes the same
+configuration as without the package: `strategy`, `trainer` and `launcher` may be keys or groups of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GROUPS = ("strategy", "trainer", "launcher")
 
 
 def extend(hydra: Hydra, *, is_late: bool) -> None:
-    """Gives Hydra's object, which may be in the middle of a job or a composition, the classes below."""
+    """Change the classes of a `Hydra` and its loader, perhaps within a job or a composition."""
     if type(hydra) is Hydra:
         hydra.__class__ = JobHydra
     if type(hydra.config_loader) is ConfigLoaderImpl:
@@ -45,7 +45,7 @@ def extend(hydra: Hydra, *, is_late: bool) -> None:
         jobs().schemas.register()
     if not is_late or not HydraConfig.initialized():
         return
-    # nothing of Hydra's names the job that this process is in, nor the sweep that it is of
+    # Hydra keeps no reference to the present job or its sweep, so search all objects.
     objects = gc.get_objects()
     task = None
     for each in objects:
@@ -60,7 +60,7 @@ def extend(hydra: Hydra, *, is_late: bool) -> None:
 
 
 class Task:
-    """A job's function, which tells `jobs` of both ends. Where a launcher sends it, the package comes too."""
+    """A job's function that reports begin and end to `jobs`; unpickling it imports the package."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         functools.update_wrapper(self, function, updated=())
@@ -81,10 +81,10 @@ class Task:
 
 
 class JobHydra(Hydra):
-    """Hydra, whose jobs are known to `jobs`."""
+    """Hydra that reports its jobs and compositions to `jobs`."""
 
     _is_of_run = False
-    """Whether the next composition is for a run, and not for something else, such as `--cfg`."""
+    """True if the next composition is for a run, and not for something else, such as `--cfg`."""
 
     def run(self, config_name: str | None, task_function: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_of_run = True
@@ -108,7 +108,7 @@ class JobHydra(Hydra):
         if is_of_run:
             is_sweep = run_mode == RunMode.MULTIRUN
             agree_before_job(config, is_sweep=is_sweep)
-            if is_sweep:  # each job is to have answers of its own, from what Hydra copies
+            if is_sweep:  # each job must resolve values separately, and Hydra copies the configuration
                 detach(config)
         return config
 
@@ -117,12 +117,12 @@ class JobHydra(Hydra):
 
 
 class JobLoader(ConfigLoaderImpl):
-    """Hydra's loader, which knows our groups where a composition asks for them, and says what was meant."""
+    """Hydra's loader with the package's groups, if a composition asks for them, and with clear errors."""
 
     _taking_part: frozenset[str] = frozenset()
-    """The groups that the latest composition has asked for; `_PROVIDER` for those below that name."""
+    """Groups that the latest composition has asked for; `_PROVIDER` for groups below that name."""
     _has_begun = False
-    """Whether a composition runs that began with this class."""
+    """True during a composition that began with this class."""
     _parsed: tuple[list[str], RunMode] | None = None
 
     def load_configuration(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,13 +147,13 @@ class JobLoader(ConfigLoaderImpl):
 
     def _parse_overrides_and_create_caching_repo(self, config_name: str | None, overrides: list[str]) -> Any:
         parsed, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
-        if config_name is not None or overrides:  # else for options of a group: help, completion, glob
+        if config_name is not None or overrides:  # not for options of a group: help, completion, glob
             self._taking_part = _asked_for(repository, config_name, parsed)
         _add_groups(repository, self._taking_part)
         return parsed, repository
 
-    # Where a search path is all that names the package, Hydra imports it in the middle of a composition. That
-    # is done again, for its errors: no part of it that is still to come could say what was meant.
+    # If only a search path names the package, Hydra imports the package within a composition. Then compose
+    # again for clear errors, which the rest of the first composition could not give.
 
     def validate_sweep_overrides_legal(self, overrides: Any, run_mode: Any, from_shell: bool) -> None:  # type: ignore[override]
         super().validate_sweep_overrides_legal(overrides, run_mode, from_shell)
@@ -170,7 +170,7 @@ class JobLoader(ConfigLoaderImpl):
 
 
 def _asked_for(repository: Any, config_name: str | None, overrides: Any) -> frozenset[str]:
-    """The groups of ours without which a composition is another one, or none."""
+    """Return the package's groups that a composition uses."""
     has_path = any(_is_ours(source) for source in repository.get_sources())
     has_long_name = any(override.key_or_group.startswith(f"{_PROVIDER}/") for override in overrides)
     asked = frozenset((_GROUPS if has_path else ()) + ((_PROVIDER,) if has_long_name or has_path else ()))
@@ -194,9 +194,9 @@ def _asked_for(repository: Any, config_name: str | None, overrides: Any) -> froz
 
 
 def _asked_by_error(error: BaseException, repository: Any, overrides: Any) -> Set[str]:
-    """The group of ours without which there is no list of defaults.
+    """Return the package's group that is missing in the list of defaults, as a set.
 
-    None for a choice on the command line in a group that the program has itself: that asks the program.
+    Empty for a choice on the command line in a group of the program itself.
     """
     group, _, choice = (getattr(error, "missing_cfg_file", None) or "").rpartition("/")
     is_chosen = any((each.key_or_group, each.value()) == (group, choice) for each in overrides)
@@ -204,7 +204,7 @@ def _asked_by_error(error: BaseException, repository: Any, overrides: Any) -> Se
 
 
 def _asked_by_nothing(found: Any, repository: Any) -> Set[str]:
-    """The groups of ours that the defaults name without a choice, as in `strategy: null`."""
+    """Return the package's groups named without a choice, as in `strategy: null`."""
     choices = found.overrides.known_choices.items()
     groups = [key.partition("@")[0] for key, choice in choices if choice in (None, "???")]
     return {top for group in groups if not repository.group_exists(group) for top in _top_of_ours(group)}
@@ -216,13 +216,16 @@ def _top_of_ours(group: str) -> Set[str]:
 
 
 def _add_groups(repository: Any, groups: Set[str]) -> None:
-    """Has a repository find our groups after the user's files; before the store, which Hydra wants last."""
+    """Add the package's groups to a repository, after the user's files and before the store.
+
+    Hydra requires that the store is last.
+    """
     sources = repository.get_sources()
     has_path = any(_is_ours(source) for source in sources)
     sources[:] = [source for source in sources if not isinstance(source, _Groups)]
     if groups:
         jobs().schemas.register()
-        sources[-1].store = ConfigStore.instance()  # Hydra composes with a copy from before
+        sources[-1].store = ConfigStore.instance()  # Hydra's copy of the store is older
     if groups and not has_path:
         sources.insert(-1, _Groups(groups))
     for place in [place for place, config in repository.cache.items() if config is None]:
@@ -230,12 +233,12 @@ def _add_groups(repository: Any, groups: Set[str]) -> None:
 
 
 def _is_ours(source: Any) -> bool:
-    """Whether the user's search path has led to it."""
+    """Return True if the source is the package `conf`, named by the user's search path."""
     return source.scheme() == "pkg" and source.path == _PACKAGE and not isinstance(source, _Groups)
 
 
 class _Groups(ImportlibResourcesConfigSource):
-    """The folder of `conf`, less the groups that nobody has asked for."""
+    """The folder of `conf` as a source with the requested groups only."""
 
     def __init__(self, groups: Set[str]) -> None:
         super().__init__(_PROVIDER, f"pkg://{_PACKAGE}")

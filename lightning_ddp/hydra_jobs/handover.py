@@ -1,13 +1,13 @@
-"""A Hydra job as other ranks get it: its configuration, with all that its resolvers have answered.
+"""A Hydra job as other ranks get it: its configuration, with the values of its resolvers.
 
-OmegaConf asks a resolver (`${oc.env:USER}`, `${now:%H-%M}`, `${draw:}`) whenever a value is read, and keeps
-the answers of some of them in a cache that belongs to the configuration. Here all copies of a job's
-configuration share one cache, which also keeps the answers of the others. The rank that composed the
-configuration hands the cache to the others together with it. Nothing else changes: interpolations stay
-interpolations, and one that nobody could resolve fails where it is read.
+OmegaConf calls a resolver (`${oc.env:USER}`, `${now:%H-%M}`, `${draw:}`) whenever a value is read, and caches
+the values of some resolvers in the configuration. Here all copies of a job's configuration share one cache,
+which also has the values of the other resolvers. The rank that composed the configuration passes the cache to
+the other ranks together with it. Nothing else changes: interpolations stay interpolations, and an
+interpolation that cannot be resolved fails where it is read.
 
 A child loads this module before the user's script runs: it imports neither torch nor Lightning, so that the
-script still decides when that happens, and from which package.
+script decides when and from which package they are imported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
     "without_files",
 ]
 
-_OF_THE_CONFIGURATION = {  # resolvers that only look at the configuration, which all ranks share
+_OF_THE_CONFIGURATION = {  # resolvers that depend on the configuration only, which all ranks share
     "hydra",
     "oc.create",
     "oc.decode",
@@ -59,11 +59,11 @@ _OF_ANY_HANDLER = ("level", "formatter", "filters")
 
 Place = tuple[str, str, tuple[Any, ...]]
 Composition = tuple[str | None, list[str], bytes]
-"""Arguments of a call of `hydra.compose`, and what it returned, packed."""
+"""Arguments of a call of `hydra.compose`, and its packed result."""
 
 
 def nodes_of(container: Any) -> Iterator[tuple[str, Any]]:
-    """Every node below a container, with its full key; each container before what it holds."""
+    """Iterate over the nodes below a container, with their full keys, parents before children."""
     content = container._content
     if not isinstance(content, dict | list):  # None, '???' or an interpolation
         return
@@ -74,7 +74,7 @@ def nodes_of(container: Any) -> Iterator[tuple[str, Any]]:
 
 
 def ancestors(node: Any) -> Iterator[Any]:
-    """A node, what contains it, and so on up to the root."""
+    """Iterate over a node and its containers, up to the root."""
     while node is not None:
         yield node
         node = node._get_parent()
@@ -84,9 +84,9 @@ def ancestors(node: Any) -> Iterator[Any]:
 
 
 class JobCache(defaultdict[str, Any]):
-    """In the place of OmegaConf's resolver cache: name of a resolver -> arguments -> answer.
+    """Replacement of OmegaConf's resolver cache: name of a resolver -> arguments -> value.
 
-    Beside these it has answers of resolvers that OmegaConf does not cache, by the place in the configuration.
+    `answers` has the values of resolvers that OmegaConf does not cache, by their place in the configuration.
     """
 
     def __init__(self, cache: dict[str, dict[Any, Any]], answers: dict[Place, Any] | None = None) -> None:
@@ -103,7 +103,7 @@ class JobCache(defaultdict[str, Any]):
         return type(self), self.to_portable()
 
     def to_portable(self) -> tuple[dict[str, dict[Any, Any]], dict[Place, Any]]:
-        """The contents, less what cannot be pickled: of such an object each rank makes its own."""
+        """Return the contents without unpicklable values, which each rank resolves itself."""
         cache = {name: _that_pickle(values) for name, values in self.items()}
         return cache, _that_pickle(self.answers)
 
@@ -111,16 +111,16 @@ class JobCache(defaultdict[str, Any]):
 def _that_pickle(values: dict[Any, Any]) -> dict[Any, Any]:
     kept = {}
     for key, value in values.items():
-        with contextlib.suppress(Exception):  # classes raise what they like
+        with contextlib.suppress(Exception):  # classes may raise any error
             pickle.dumps((key, value))
             kept[key] = value
     return kept
 
 
 def attach(config: Any, cache: JobCache | None = None) -> JobCache:
-    """Gives a DictConfig without parent a `JobCache`; returns it.
+    """Set the `JobCache` of a DictConfig without parent, and return it.
 
-    Without `cache` it keeps the one that it has, or gets one that begins with what OmegaConf has cached.
+    Without `cache`, keep an existing `JobCache`, or make one with the values that OmegaConf has cached.
     """
     present = config._metadata.resolver_cache
     if cache is None:
@@ -130,21 +130,21 @@ def attach(config: Any, cache: JobCache | None = None) -> JobCache:
 
 
 def detach(config: Any) -> None:
-    """Gives a configuration OmegaConf's own kind of cache back, with what that would hold."""
+    """Restore OmegaConf's own cache in a configuration, with the values that it would hold."""
     known = {name: dict(values) for name, values in attach(config).items()}
     config._metadata.resolver_cache = defaultdict(dict, known)
 
 
 def answer_all(config: Any) -> None:
-    """Reads every interpolation in `config`, so that its cache holds all answers that can be had."""
+    """Resolve every interpolation in `config`, so that its cache holds all values that exist."""
     for _, node in nodes_of(config):
         if node._is_interpolation():
-            with contextlib.suppress(Exception):  # it fails again, for the user, where it is read
+            with contextlib.suppress(Exception):  # it fails again where the user reads it
                 node._dereference_node()
 
 
 def install(base: types.ModuleType) -> None:
-    """Has OmegaConf look into `JobCache`s. Args: base: the module `omegaconf.base`. Idempotent."""
+    """Patch the module `omegaconf.base` to use a `JobCache`, once."""
     original = base.Container._evaluate_custom_resolver
     if hasattr(original, "original"):
         return
@@ -171,7 +171,7 @@ def install(base: types.ModuleType) -> None:
 
 
 def _looks_at_the_configuration(container: Any, name: str) -> bool:
-    """Whether a resolver is a function of the configuration: it is given nodes, and may follow changes."""
+    """Return True if a resolver depends on the configuration: it gets nodes, which may change."""
     if name in _OF_THE_CONFIGURATION:
         return True
     wrapper = container._resolvers.get(name)
@@ -184,9 +184,12 @@ def _looks_at_the_configuration(container: Any, name: str) -> bool:
 
 
 def pack(config: Any, what: str) -> bytes:
-    """Asks all resolvers, and packs a DictConfig with their answers; its classes may be of the user's script.
+    """Call all resolvers, and pickle a DictConfig with their values.
 
-    Raises `ConfigurationError` if a value does not pickle; names its key, and calls the whole `what`.
+    Its classes may be defined in the user's script.
+
+    Raises:
+        ConfigurationError: a value does not pickle; the message has its key and `what` for the whole.
     """
     cache = attach(config)
     answer_all(config)
@@ -199,7 +202,7 @@ def pack(config: Any, what: str) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """The DictConfig that `pack` has packed, with a `JobCache` that knows the answers."""
+    """Return the DictConfig that `pack` has pickled, with a `JobCache` of the resolvers' values."""
     config, *known = pickle.loads(packed)
     attach(config, JobCache(*known))
     return config
@@ -210,54 +213,54 @@ class HandedJob:
     """One job of Hydra: one call of the user's function."""
 
     task: str | None
-    """The function, as `task_name` calls it; None for the first one that the script calls."""
+    """Name of the function by `task_name`; None for the first function that the script calls."""
     name: str
     """Hydra's name of the application."""
     config: bytes
-    """What was composed, with the node `hydra`, packed."""
+    """The composed configuration with the node `hydra`, packed."""
     search_path: Any
-    """Hydra's ConfigSearchPath, or None; the Compose API needs it inside of a job."""
+    """Hydra's ConfigSearchPath, which the Compose API needs inside a job, or None."""
     working_dir: str | None
-    """Where the job runs, if `hydra.job.chdir` is set."""
+    """Working directory of the job if `hydra.job.chdir` is set, else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handover:
-    """All that a child process gets from the process that starts it."""
+    """The job and compositions that a child process gets from its parent process."""
 
     job: HandedJob | None
     """The job that the run belongs to; None outside of `hydra.main`."""
     compositions: list[Composition]
-    """In the order in which the launching process has made them."""
+    """Compositions, in the order in which the parent process made them."""
 
     def to_file(self) -> IO[bytes]:
-        """A file without a name, for the children to inherit; it is gone when the last one closes it."""
+        """Write an anonymous file for the children; the last process to close it deletes it."""
         file = tempfile.TemporaryFile(prefix="lightning_ddp-job-")  # noqa: SIM115 (the launcher closes it)
-        # not as an object of a class of ours: pickle would import the package to find it
+        # Not as an object of a class of the package: pickle would import the package to find it.
         file.write(pickle.dumps((None if self.job is None else vars(self.job), self.compositions)))
         file.flush()
         return file
 
 
 def read_handover(descriptor: int) -> Handover:
-    """What `to_file` wrote. The descriptor is shared with other processes, and so is its position."""
+    """Read and close a file of `to_file`, independently of its position, which processes share."""
     job, compositions = pickle.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     os.close(descriptor)
     return Handover(job=None if job is None else HandedJob(**job), compositions=compositions)
 
 
 class _Pickler(pickle.Pickler):
-    """Takes a class by its name, also where that is another one by now.
+    """Pickler that refers to a class by its name, also if the name is bound to another class by now.
 
-    Hydra executes the modules of its plugins again when they have been imported already, as in a worker of
-    hydra-joblib-launcher: the classes of the configuration that the worker got are of the first time.
+    Hydra executes the modules of its plugins again if they have been imported already, as in a worker of
+    hydra-joblib-launcher. The configuration that the worker got has the classes of the first execution.
     """
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, type):
             return NotImplemented
         name = f"{value.__module__}:{value.__qualname__}"
-        with contextlib.suppress(AttributeError, ImportError, ValueError):  # pickle says it better
+        with contextlib.suppress(AttributeError, ImportError, ValueError):  # pickle has the better error
             if pkgutil.resolve_name(name) is not value:
                 return pkgutil.resolve_name, (name,)
         return NotImplemented
@@ -270,13 +273,13 @@ def _dumps(value: Any) -> bytes:
 
 
 def task_name(function: Any) -> str:
-    """What a function is called on all ranks, such as `__main__.train`."""
+    """Return a function's name, the same on all ranks, such as `__main__.train`."""
     inner = getattr(function, "func", function)  # of a functools.partial
     return f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
 def without_files(settings: Any) -> Any:
-    """The settings of `logging.config.dictConfig`, with what goes to files on the console, or nowhere."""
+    """Replace file handlers in settings of `logging.config.dictConfig` by the console or nothing."""
     handlers = (settings or {}).get("handlers") or {}
     files = {name for name, handler in handlers.items() if "filename" in handler}
     kind = "logging.NullHandler" if len(files) < len(handlers) else "logging.StreamHandler"
@@ -291,10 +294,10 @@ def _describe_unpicklable(config: Any, what: str, error: Exception) -> str:
         value = node._metadata.object_type if hasattr(node, "_content") else node._value()
         try:
             _dumps(value)
-        except Exception as reason:  # noqa: BLE001 (classes raise what they like)
+        except Exception as reason:  # noqa: BLE001 (classes may raise any error)
             return (
-                f"{what} cannot be handed to the child processes: the value of `{key}`, a"
-                f" {type(value).__qualname__}, does not pickle: {reason}. Put what describes it into the"
+                f"{what} cannot be passed to the child processes, because the value of `{key}`, a"
+                f" {type(value).__qualname__}, does not pickle: {reason}. Put a description of it into the"
                 " configuration, such as a name, and make the object in your function."
             )
-    return f"{what} cannot be handed to the child processes: it does not pickle: {error}"
+    return f"{what} cannot be passed to the child processes, because it does not pickle: {error}"

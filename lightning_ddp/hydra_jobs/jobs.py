@@ -1,9 +1,9 @@
-"""Hydra's job in this process: what it has composed, what its children get of it, how ranks share it.
+"""Hydra's job in this process: its compositions, its handover to children, its values on all ranks.
 
-Where each process composes by itself (torchrun, srun) rank 0's values hold. Under torchrun the processes
-agree before Hydra makes a directory, so that all have one. Elsewhere they meet when the process group is
-made: what one has read before that, and found different, is reported. `.hydra` and the job's log file are
-written by rank 0 alone.
+If each process composes by itself (torchrun, srun), all ranks use rank 0's values. Under torchrun they do so
+before Hydra makes a directory, so all ranks have the same one. Elsewhere they do so when the process group is
+made; values that a rank has read before that, and that differ, are reported. Only rank 0 writes `.hydra`
+and the job's log file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_ddp.hydra_jobs.handover import (
 __all__ = ["STARTER", "agree_before_job", "give_files_back", "jobs", "restore", "share_job"]
 
 STARTER = str(Path(__file__).with_name("child.py"))
-"""The program that runs the user's in a child."""
+"""Program that runs the user's program in a child process."""
 _COMPOSED_WITHIN = timedelta(seconds=120)
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 _KEY = "lightning_ddp/hydra_job"
@@ -48,7 +48,7 @@ _ZERO_ON_RANK_0 = ("NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 def restore(variables: dict[str, str | None]) -> None:
-    """Sets environment variables back to what they were; None for not set."""
+    """Restore environment variables; None for one that was not set."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -57,24 +57,24 @@ def restore(variables: dict[str, str | None]) -> None:
 
 
 class Jobs:
-    """The jobs of this process, one after the other, and what the Compose API has composed in it."""
+    """State of this process's jobs, which run one after the other, and of its Compose API calls."""
 
     schemas: Any
-    """The package `conf`, which lies above this one."""
+    """The package `conf`, which is in a higher layer, so that this module cannot import it."""
 
     def __init__(self) -> None:
         self.is_running = False
         self.task: Any = None
-        """The function of the job; None for one that has imported this package, unless it is of a sweep."""
+        """Function of the job; None if unknown, as the job imported this package and is not of a sweep."""
         self.shared: Any = None
-        """The configuration of the latest job whose values the ranks have shared."""
+        """Configuration of the latest job whose values are shared by the ranks."""
         self.num_shared = 0
         self.withheld: tuple[Any, Any] | None = None
-        """The settings by which Hydra would write files that are rank 0's."""
+        """Hydra's settings of files, removed on ranks other than 0 until the job begins; else None."""
         self.compositions: list[Composition] | None = None
-        """In a child: what it was handed, and has not asked for yet."""
+        """Compositions of the parent that a child has not requested yet; None in other processes."""
         self.open_store: Callable[[timedelta], Any] | None = None
-        """In a process that has joined its run: opens the store of what is composed from then on."""
+        """Function that opens the store with later compositions, in a process that joined; else None."""
         self._composed: list[tuple[str | None, list[str], Any]] = []
         self._late: Any = None
         self._end_run: Callable[[BaseException | None], BaseException | None] | None = None
@@ -85,21 +85,24 @@ class Jobs:
     # ------------------------------------------------------------------ for Hydra
 
     def begin(self, task: Any) -> None:
-        """A job is about to call its function; None where nobody knows that."""
+        """Record the begin of a job, just before its function `task` (None if unknown) is called."""
         self.is_running, self.task = True, task
         self._variables = {name: os.environ.get(name) for name in _SEEDS}
 
     def begin_late(self, result: Any, task: Any) -> None:
-        """A job has imported this package: its begin was not heard of, nor will the end of `result` be."""
+        """Record the begin of a job that imported this package and whose end is not reported.
+
+        `result` is Hydra's result of the job, whose status shows the end.
+        """
         self.begin(task)
         self._late = result
         answers = attach(self.config())
         for name, known in result.cfg._metadata.resolver_cache.items():
             answers[name].update(known)
-        attach(result.cfg, answers)  # what the user holds
+        attach(result.cfg, answers)  # the user's copy of the configuration
 
     def end(self, error: BaseException | None) -> BaseException | None:
-        """A job has ended, with `error` or None. Ends its run; returns what the job then fails with."""
+        """End a job and its run; return the error with which the job fails, or None."""
         if self._end_run is not None:
             error = self._end_run(error)
         self.is_running, self.task = False, None
@@ -109,7 +112,7 @@ class Jobs:
         return error
 
     def end_late_one(self) -> None:
-        """Ends the run of the job that `begin_late` has begun, as the next one is about to begin."""
+        """End the run of a job from `begin_late`, before the next job begins."""
         from hydra.core.utils import JobStatus
 
         late, self._late = self._late, None
@@ -121,7 +124,7 @@ class Jobs:
     # ------------------------------------------------------------------ the Compose API
 
     def note(self, config_name: str | None, overrides: list[str], config: Any) -> None:
-        """Hands what `hydra.compose` returns to the children, to those that run already by a store."""
+        """Pass a result of `hydra.compose` to the children; to running children through the store."""
         attach(config)
         composed = (config_name, list(overrides), config)
         if self._publish is None:
@@ -130,7 +133,7 @@ class Jobs:
             self._publish(self._next_key(config_name, overrides), _pack(*composed)[2])
 
     def handed(self, config_name: str | None, overrides: list[str]) -> Any:
-        """In a child what the launching process has composed; None for what it has not."""
+        """Return the parent's result of this `hydra.compose` call in a child, or None."""
         if self.compositions is None:
             return None
         for composition in self.compositions:
@@ -145,34 +148,35 @@ class Jobs:
         except RuntimeError as error:  # torch's DistStoreError
             warnings.warn(
                 f"rank 0 has not called hydra.compose({config_name!r}, {overrides!r}) within"
-                f" {_COMPOSED_WITHIN.total_seconds():g} s, so this rank composes by itself ({error})",
+                f" {_COMPOSED_WITHIN.total_seconds():g} s, so this rank composes its own configuration"
+                f" ({error})",
                 stacklevel=4,
             )
             return None
 
     def _next_key(self, config_name: str | None, overrides: list[str]) -> str:
-        """Where in the run's store a composition after the launch is, each time in another place."""
+        """Return the key in the store for the next result of this `hydra.compose` call."""
         call = repr((config_name, list(overrides)))
         self._num_since_launch[call] += 1
         place = f"{self._num_since_launch[call]} {call}"
         return "lightning_ddp/composition/" + hashlib.sha256(place.encode()).hexdigest()
 
     def publish_to(self, publish: Callable[[str, bytes], None] | None) -> None:
-        """From now on what `hydra.compose` returns is published, by a key, for children that run already."""
+        """Publish later results of `hydra.compose`, by a key, for running children; None to stop."""
         self._publish = publish
         self._num_since_launch.clear()
 
     # ------------------------------------------------------------------ for the launcher
 
     def handover(self, end_run: Callable[[BaseException | None], BaseException | None]) -> Handover | None:
-        """What the children of this process have to know; None where Hydra is not used.
+        """Return the job and compositions for the children; None if Hydra is not used.
 
         Args:
-            end_run: called at the end of the job that they are started in with what that has raised, or
-                None; returns what the job then fails with.
+            end_run: called at the end of the present job with its error or None; returns the error with
+                which the job fails, or None.
 
         Raises:
-            ConfigurationError: a configuration does not pickle; names the key.
+            ConfigurationError: a configuration does not pickle; the message has the key.
         """
         self._end_run = end_run
         utils = sys.modules.get("hydra.core.utils")
@@ -200,7 +204,7 @@ class Jobs:
         )
 
     def config(self) -> Any:
-        """What Hydra has composed for the job, with the node `hydra`; None outside of jobs."""
+        """Return the job's composed configuration, with the node `hydra`; None outside jobs."""
         if not self.is_running:
             return None
         from hydra.core.hydra_config import HydraConfig
@@ -211,9 +215,10 @@ class Jobs:
         return config
 
     def program(self) -> tuple[str, str] | None:
-        """What the user runs, where the job's function has come here in a pickle: `("script", path)` ...
+        """Return the user's program, ("script", path) or ("module", name), if this process runs another.
 
-        As in a worker of hydra-joblib-launcher or hydra-submitit-launcher, which runs a program of its own.
+        That is so in a worker of hydra-joblib-launcher or hydra-submitit-launcher, which unpickles the job's
+        function.
         """
         if not self.is_running:
             return None
@@ -233,13 +238,13 @@ class Jobs:
         return None
 
     def runtime(self, name: str) -> str | None:
-        """`cwd`, where the user has started the program, or `output_dir` of the job; None outside of jobs."""
+        """Return a path of the job, `cwd` (of the start) or `output_dir`; None outside jobs."""
         return None if not self.is_running else str(self.config().hydra.runtime[name])
 
 
 @functools.cache
 def jobs() -> Jobs:
-    """The state of Hydra's jobs, one for the process: Hydra has one job at a time, in its own singletons."""
+    """Return the state of Hydra's jobs, a singleton, as Hydra has one job at a time in a process."""
     return Jobs()
 
 
@@ -247,13 +252,16 @@ def _pack(config_name: str | None, overrides: list[str], config: Any) -> Composi
     return config_name, overrides, pack(config, f"what hydra.compose({config_name!r}) returned")
 
 
-# ---------------------------------------------------------------------- ranks that compose by themselves
+# ---------------------------------------------------------------------- ranks that each compose
 
 
 def share_job(store: Any, *, rank: int) -> None:
-    """Has this process's job read rank 0's values. All ranks call it that did not get their job handed over.
+    """Make this process's job use rank 0's values, on ranks that composed their job themselves.
 
-    Raises `RankMismatchError` if it has composed another configuration than rank 0; names the lines.
+    Collective: all ranks must call it.
+
+    Raises:
+        RankMismatchError: this rank composed another configuration than rank 0; the message has the lines.
     """
     config = jobs().config()
     if config is None or config is jobs().shared:
@@ -261,22 +269,25 @@ def share_job(store: Any, *, rank: int) -> None:
     differing = _read_rank_0(store, config, rank)
     if differing:
         warnings.warn(
-            f"rank {rank}: these values of the configuration had been read before the ranks met, and"
-            f" differ from rank 0's: {'; '.join(differing[:_SHOWN])}. From now on rank 0's are read. Let"
-            " hydra.run.dir and what the ranks must share depend on something that they have in common,"
-            " such as ${oc.env:SLURM_JOB_ID}, or start them with torchrun, under which they agree first.",
+            f"rank {rank}: these values of the configuration were read before the ranks were connected, and"
+            f" differ from rank 0's: {'; '.join(differing[:_SHOWN])}. Rank 0's values are used from now on."
+            " Let hydra.run.dir and other shared values depend on something that all ranks have in common,"
+            " such as ${oc.env:SLURM_JOB_ID}, or start the ranks with torchrun, under which they agree"
+            " first.",
             stacklevel=2,
         )
 
 
 def agree_before_job(config: Any, *, is_sweep: bool) -> None:
-    """Before a job begins has rank 0 alone write its files, and under torchrun all read rank 0's values.
+    """Prepare a job: let only rank 0 write files; under torchrun use rank 0's values.
 
-    All ranks call it; it communicates under torchrun only, and raises as `share_job` does.
+    Communicates under torchrun only; raises as `share_job` does.
+
+    Collective: all ranks must call it.
 
     Args:
-        config: what this process has composed, with the node `hydra`; changed in place.
-        is_sweep: whether it is of a sweep, whose jobs are composed from it.
+        config: composed configuration with the node `hydra`; changed in place.
+        is_sweep: True for the configuration of a sweep, from which its jobs are composed.
     """
     attach(config)  # before the job copies it: the copies share the cache
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -291,7 +302,7 @@ def agree_before_job(config: Any, *, is_sweep: bool) -> None:
 
 
 def _store_of_agents(rank: int) -> Any:
-    import torch.distributed as dist  # a job that trains nothing may not need it
+    import torch.distributed as dist  # late, because a job without training may not need it
 
     from lightning_ddp.comm.barrier import store_of_attempt
 
@@ -300,7 +311,7 @@ def _store_of_agents(rank: int) -> Any:
 
 
 def _read_rank_0(store: Any, config: Any, rank: int) -> list[str]:
-    """Takes rank 0's answers over; returns a description of each that this process has read differently."""
+    """Adopt rank 0's values; return descriptions of values that this process has read differently."""
     jobs().shared, jobs().num_shared = config, jobs().num_shared + 1
     key, cache = f"{_KEY}/{jobs().num_shared}", attach(config)
     if rank == 0:
@@ -326,7 +337,7 @@ def _read_rank_0(store: Any, config: Any, rank: int) -> list[str]:
 
 
 def _text_of(config: Any) -> str:
-    """The user's part of a configuration, with its interpolations as they are."""
+    """Return the user's part of a configuration as YAML, with unresolved interpolations."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]))
@@ -345,14 +356,14 @@ def _require_same(here: str, there: str, rank: int) -> None:
 
 
 def _plain(node: Any) -> Any:
-    """A copy: what is set in a configuration is written into the node that is there."""
+    """Copy a node to plain containers, as setting a value changes the existing node."""
     from omegaconf import OmegaConf
 
     return None if node is None else OmegaConf.to_container(node)
 
 
 def give_files_back() -> None:
-    """Sets what `agree_before_job` has changed for the sake of Hydra back, for the job to read."""
+    """Restore the settings of files that `agree_before_job` has removed, for the job to read."""
     from hydra.core.hydra_config import HydraConfig
 
     withheld, jobs().withheld = jobs().withheld, None

@@ -129,7 +129,7 @@ class Calls:
 
     def waiting(self) -> AbstractContextManager[None]:
         """In here the main thread waits for the other ranks, which is no stall of this one."""
-        return self._interrupt.activity.waiting("the others, to go on with them")
+        return self._interrupt.activity.waiting("the other ranks, to continue with them")
 
     def wait_for_form(
         self, step: int, *, is_clean: bool, is_trying: bool, phase: int, check: Callable[[], None]

@@ -151,8 +151,8 @@ def adopt_from_environment() -> None:
         return
     if parent != str(os.getppid()):
         print(
-            f"lightning_ddp: the process that {PARENT_VARIABLE}={parent} names has ended, and so does its"
-            " child. If this process is not, unset that variable.",
+            f"lightning_ddp: the process that {PARENT_VARIABLE}={parent} names has ended, so this child"
+            " process ends too. If this process is not its child, unset that variable.",
             file=sys.stderr,
         )
         os._exit(1)

@@ -63,9 +63,9 @@ class _Child:
     def exited(self, identity: Identity, code: int) -> FailureRecord:
         """How it has ended, with the last that it has printed, if that is in a file."""
         how = describe_exit(code) + (" before it had joined the others" if code == 0 else "")
-        printed, last_lines = "what it printed stands above", None
+        printed, last_lines = "its output is above", None
         if self.log is not None:
-            printed = f"what it printed is in {self.log}"
+            printed = f"its output is in {self.log}"
             with contextlib.suppress(OSError):  # somebody has removed it
                 text = self.log.read_text(errors="replace")
                 last_lines = "\n".join(text.splitlines()[-_LAST_LINES:]) or None

@@ -28,7 +28,7 @@ _RARE = (100_000, 10, 10)
 
 
 class Run:
-    """`python -m lightning_ddp run`: imports once, and forks the ranks of this node."""
+    """Run a program: import its libraries once, and fork the ranks of this node from that process."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declares the options; all that follows the program belongs to that."""
@@ -37,19 +37,17 @@ class Run:
             action="append",
             default=[],
             metavar="MODULE",
-            help="import this as well, once for all ranks; may be given several times",
+            help="import this module once for all ranks as well; may be repeated",
         )
+        parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module name")
         parser.add_argument(
-            "-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module"
-        )
-        parser.add_argument(
-            "program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="the script, and its arguments"
+            "program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="the script and its arguments"
         )
 
     def run(self, args: argparse.Namespace) -> int:
         """Runs a program; ends as its rank 0 does, by exit code or signal. Returns in ranks only."""
         if not args.program or sys.platform != "linux":
-            why = "which program?" if sys.platform == "linux" else "forking torch is safe on Linux alone"
+            why = "which program?" if sys.platform == "linux" else "forking torch is safe on Linux only"
             print(f"error: python -m lightning_ddp run: {why}", file=sys.stderr)
             return 2
         name, *arguments = args.program
@@ -106,7 +104,7 @@ def _launch_on_each_node() -> None:
 
 
 class Leave:
-    """`python -m lightning_ddp leave`: takes a node out of a run, whose others go on."""
+    """Drain a node: its ranks leave a run at a step boundary, and all other ranks continue."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declares the options."""
@@ -114,13 +112,13 @@ class Leave:
             "--node",
             type=int,
             metavar="N",
-            help="the NODE_RANK of the node; that of the environment by default",
+            help="NODE_RANK of the node to drain (default: that of the environment)",
         )
         parser.add_argument(
             "address",
             nargs="?",
             metavar="HOST:PORT",
-            help="MASTER_ADDR and MASTER_PORT of the run; those of the environment by default",
+            help="MASTER_ADDR and MASTER_PORT of the run (default: those of the environment)",
         )
 
     def run(self, args: argparse.Namespace) -> int:
@@ -130,9 +128,9 @@ class Leave:
         node = args.node if args.node is not None else os.environ.get("NODE_RANK", "")
         try:
             if told is None:
-                raise LightningDDPError("which run? Name HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
+                raise LightningDDPError("no run given: pass HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
             if not str(node).isdecimal():
-                raise LightningDDPError("which node? Name it by --node, or set NODE_RANK")
+                raise LightningDDPError("no node given: pass --node, or set NODE_RANK")
             answer = _ask_run(*_address_of(told), Dismiss(int(node)))
             if not isinstance(answer, Dismissed) or answer.why is not None:
                 raise LightningDDPError(f"{getattr(answer, 'why', None) or 'the run is another version'}")
@@ -149,7 +147,7 @@ def _address_of(text: str) -> tuple[str, int]:
     address, _, port = text.rpartition(":")
     address = address.strip("[]")
     if not address or not port.isdecimal():
-        raise LightningDDPError(f"{text!r} is no HOST:PORT")
+        raise LightningDDPError(f"{text!r}: expected HOST:PORT")
     return address, int(port)
 
 
@@ -163,8 +161,8 @@ def _ask_run(address: str, port: int, question: Message) -> Message:
     number = running(address, port)
     if number is None:
         raise LightningDDPError(
-            f"no run that goes on without lost nodes is at {address}, port {port}: it has ended, or its nodes"
-            " have not met yet, or it has on_failure='stop'"
+            f"no run that can continue without lost nodes is at {address}, port {port}: it has ended, or"
+            " its nodes have not connected yet, or it has on_failure='stop'"
         )
     store = run_store(f"{address}:{port}/{number}", None)
     return ask(server_in(store, os.environ.get(TOKEN_VARIABLE)), question, timeout_s=_ANSWER_S)

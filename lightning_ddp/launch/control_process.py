@@ -150,7 +150,7 @@ class _Host(LocalProcesses):
             how += " before it had joined the others" if code == 0 else ""
             self._is_failing |= identity is not None
         if identity is not None:
-            message = f"the process {how}; what it printed stands above"
+            message = f"the process {how}; its output is above"
             server.tell(Exited(FailureRecord.of_identity(identity, message, exit_code=code)))
 
     def report(self) -> int:
@@ -254,7 +254,7 @@ class ControlProcess:
             while answered != number:  # an answer is left over where a failure has interrupted who asked
                 data = self._connection.recv(LONGEST_MESSAGE)
                 if not data:
-                    raise ConnectionResetError("the control process is gone")
+                    raise ConnectionResetError("the control process has ended")
                 answered, result = pickle.loads(data)
         if isinstance(result, Exception):
             raise result

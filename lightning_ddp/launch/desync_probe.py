@@ -106,7 +106,7 @@ class Inspector:
         """
         if is_on and self._watch is None and dist.get_world_size() > 1:
             raise ConfigurationError(
-                'debug="detail" needs the control channel, which PL_RECONCILE_PROCESS=0 has switched off'
+                'debug="detail" needs the control channel, which LIGHTNING_DDP_SUPERVISION=0 has switched off'
             )
         self._interrupt.compare = self.compare if is_on and self._watch is not None else None
 
@@ -209,8 +209,8 @@ class Inspector:
         limit_s = self._interrupt.deadline_s
         return CollectiveTimeoutError(
             f"rank {self._rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"
-            f" deadline of {limit_s:g} s{absent}\n{_tell(found)}\nLook at what the missing ranks do there. If"
-            " they only need longer, give the strategy a longer timeout.",
+            f" deadline of {limit_s:g} s{absent}\n{_tell(found)}\nCheck what the missing ranks do at this"
+            " point. If they only need more time, give the strategy a longer timeout.",
             label=waiting.label,
             rank=self._rank,
             waited_s=waited_s,
@@ -235,7 +235,10 @@ class Inspector:
         if self._watch is not None:
             server = self._watch.server
             name = f"rank {server.rank}" if server.rank >= 0 else "the process"
-            where = f": {name} (host {server.host}, pid {server.pid}), which has it, runs no Python"
+            where = (
+                f": {name} (host {server.host}, pid {server.pid}), which runs it, does not execute Python"
+                " code"
+            )
             if server.rank not in (-1, self._rank) and (entry is None or server.rank in entry.lane.ranks):
                 missing.add(server.rank)
         sentence = f"the control channel has not answered within {_ASK_WAIT_S:g} s{where}"

@@ -165,9 +165,9 @@ def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
         told = os.environ.get(name)
         if num_nodes > 1 and told is None:
             raise ConfigurationError(
-                f"num_nodes={num_nodes}, but NODE_RANK is not set: start the program on every node, with"
-                f" NODE_RANK=0 on the one that has the address MASTER_ADDR, and 1 to {num_nodes - 1} on the"
-                " others"
+                f"num_nodes={num_nodes}, but NODE_RANK is not set. Start the program on every node, with"
+                f" NODE_RANK=0 on the node that has the address MASTER_ADDR, and 1 to {num_nodes - 1} on"
+                " the others."
             )
         if told is not None and not (told.isdecimal() and int(told) < num_nodes):
             raise ConfigurationError(
@@ -219,9 +219,9 @@ def _program() -> tuple[str, str]:
         path = os.path.dirname(path)
     if not os.path.exists(path):
         raise ConfigurationError(
-            f"this program is neither a file nor a module (sys.argv[0] is {sys.argv[0]!r}), so that the"
-            " child processes cannot run it again. Use strategy='custom_ddp_spawn', 'custom_ddp_fork' or"
-            " 'custom_ddp_notebook', or put it into a file."
+            f"this program is neither a file nor a module (sys.argv[0] is {sys.argv[0]!r}), so the child"
+            " processes cannot run it again. Use strategy='custom_ddp_spawn', 'custom_ddp_fork' or"
+            " 'custom_ddp_notebook', or put the program into a file."
         )
     return "script", os.path.abspath(path)
 
@@ -235,8 +235,8 @@ def _folder_for_logs() -> Path | None:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"the output of the ranks cannot be written to {logs}: {error}. Check hydra.run.dir (or"
-            " hydra.sweep.dir), which has to be writable."
+            f"the output of the ranks cannot be written to {logs}: {error}. Check that hydra.run.dir (or"
+            " hydra.sweep.dir) is writable."
         ) from error
     return logs
 
@@ -266,8 +266,8 @@ def _check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes
         )
     if num_tasks > 1 and "SLURM_STEP_ID" not in os.environ:
         warnings.warn(
-            f"SLURM has allocated {num_tasks} tasks, but SLURM_STEP_ID is not set: if this program was not"
-            " started with srun, it is the only one, and waits for the others until it times out. In the"
-            " batch script write `srun python ...` in the place of `python ...`.",
+            f"SLURM has allocated {num_tasks} tasks, but SLURM_STEP_ID is not set. If this program was not"
+            " started with srun, it is the only process, and waits for the others until it times out. In"
+            " the batch script use `srun python ...` instead of `python ...`.",
             stacklevel=2,
         )

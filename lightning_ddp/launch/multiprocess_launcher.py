@@ -172,9 +172,9 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
                 server.wait_for_verdict(EXIT_WAIT_S)
             if not self.procs and self._made_by != "fork" and _is_of_pickle(error):
                 raise ConfigurationError(
-                    f"start_method={self._made_by!r} sends the model, the Trainer and all that they hold to"
-                    f' new processes, and pickle says: {error}. strategy="custom_ddp" and "custom_ddp_fork"'
-                    " send nothing."
+                    f"start_method={self._made_by!r} sends the model, the Trainer and everything in them to"
+                    f' new processes, but they do not pickle: {error}. strategy="custom_ddp" and'
+                    ' "custom_ddp_fork" send nothing.'
                 ) from error
             raise
         finally:
@@ -358,7 +358,7 @@ def _is_of_pickle(error: BaseException) -> bool:
 
 def _exit_of(code: int) -> str:
     too_early = " before it had joined the others" if code == 0 else ""
-    return f"the process {describe_exit(code)}{too_early}; what it printed stands above"
+    return f"the process {describe_exit(code)}{too_early}; its output is above"
 
 
 def _process_failure(

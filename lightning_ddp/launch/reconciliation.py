@@ -67,7 +67,7 @@ __all__ = [
     "show_report",
 ]
 
-SWITCH_VARIABLE = "PL_RECONCILE_PROCESS"
+_SWITCH_VARIABLE = "LIGHTNING_DDP_SUPERVISION"
 _WATCHDOG_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _RING_EVERY_S = 0.5
@@ -94,8 +94,8 @@ _RUNS_JOBS = side_stream.__file__
 
 
 def is_enabled() -> bool:
-    """Whether the processes of a run end together; PL_RECONCILE_PROCESS=0 switches it off."""
-    return os.environ.get(SWITCH_VARIABLE, "1") != "0"
+    """Whether the processes of a run end together; LIGHTNING_DDP_SUPERVISION=0 switches it off."""
+    return os.environ.get(_SWITCH_VARIABLE, "1") != "0"
 
 
 class Reconciliation:
@@ -292,7 +292,8 @@ class Reconciliation:
         stall_s, grace_s = self._settings.stall_timeout_s, self._settings.failure_grace_s
         with self._limiting:
             if stall_s is not None and self._depth > 0 and self._ends_at is None:
-                limit_last_words(stall_s + max(grace_s, stall_s / REPORTS_A_TIMEOUT))
+                # later than the others find out, up to two reports after the limit, and ask for the stack
+                limit_last_words(stall_s + max(grace_s, 2 * stall_s / REPORTS_A_TIMEOUT) + _LATER_S)
         activity = self.interrupt.activity
         return replace(self._position(), waits_for=activity.label, count=activity.count)
 
@@ -439,7 +440,10 @@ class Reconciliation:
     def _leave_together(self) -> None:
         """Waits until the run has ended on all ranks: what this one does next may build on that."""
         if self.watch is not None and self._depth == 1:
-            self.watch.leave_run(self.inspector.leave, min(self.interrupt.deadline_s, _LONGEST_END_S))
+            limit_s = min(self.interrupt.deadline_s, _LONGEST_END_S)
+            self.watch.leave_run(self.inspector.leave, limit_s, self.alarm.silence)
+            if self.alarm.is_silent:  # all ranks have ended the run: a failure after that is not part of it
+                return
         self.check_end()  # it was told of a failure a moment ago, perhaps
         self.interrupt.check()
 
@@ -460,7 +464,7 @@ class Reconciliation:
         """Reports what ended the run on this rank, and makes its collectives fail instead of waiting."""
         failure = None
         if self.calls is not None and not self._is_left_behind(error):
-            self.calls.decline(f"rank {self.identity.rank if self.identity else -1} cannot go on: {error}")
+            self.calls.decline(f"rank {self.identity.rank if self.identity else -1} cannot continue: {error}")
         for _ in range(_MOST_INTERRUPTIONS):
             try:
                 failure = self._explain(error)
@@ -774,7 +778,7 @@ def _standard_error() -> Any:
 
 
 def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
-    """Prints the report of a failure to standard error; on a terminal in colours and within 100 columns."""
+    """Prints the report of a failure to standard error; on a terminal in colors and within 100 columns."""
     stream = stream or sys.stderr
     text = render(record)
     if stream.isatty():

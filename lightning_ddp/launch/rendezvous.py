@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning_ddp._lightning import ClusterEnvironment, LightningEnvironment
 from lightning_ddp.comm.barrier import store_of_attempt
 from lightning_ddp.comm.teardown import remember_connections
-from lightning_ddp.errors import ConfigurationError, RendezvousError
+from lightning_ddp.errors import ConfigurationError, RendezvousError, one_of
 from lightning_ddp.launch.interface import (
     backend_names,
     describe_route,
@@ -105,8 +105,8 @@ class HostedStore:
         require_resolvable(address, name)
         if not is_own_address(address):
             raise RendezvousError(
-                f"{name}={address} (port {port}) is no address of this host, which is node 0:"
-                f" {describe_route(address)}. Set {name} on all nodes to the address of the one with"
+                f"{name}={address} (port {port}) is not an address of this host, which is node 0:"
+                f" {describe_route(address)}. Set {name} on all nodes to the address of the node with"
                 " NODE_RANK=0, and NODE_RANK to another number on the others."
             )
         try:
@@ -115,8 +115,8 @@ class HostedStore:
             if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
                 raise RendezvousError(f"cannot open a store on {address}:{port}: {error}") from error
             raise RendezvousError(
-                f"port {port} on {address}, named by {named_by}, is in use by another process. Name a free"
-                f" port, or unset {named_by} on a single node to have a free one taken."
+                f"port {port} on {address}, named by {named_by}, is in use by another process. Use a free"
+                f" port, or unset {named_by} on a single node to let a free port be chosen."
             ) from error
 
     def close(self) -> None:
@@ -165,8 +165,8 @@ class Rendezvous:
         address, port = named or (environment.main_address, _port_of(environment))
         if num_nodes > 1 and port is None:
             raise ConfigurationError(
-                f"num_nodes={num_nodes}, but no port is named: set MASTER_ADDR and MASTER_PORT to the same"
-                " values on every node, and NODE_RANK to 0, 1, ... in turn"
+                f"num_nodes={num_nodes}, but MASTER_PORT is not set. Set MASTER_ADDR and MASTER_PORT to the"
+                " same values on every node, and NODE_RANK to 0, 1, ..."
             )
         self._num_runs += 1
         self.control = control
@@ -244,7 +244,7 @@ def named_port() -> int | None:
     if not text:
         return None
     if not text.isdigit() or not 0 < int(text) < 65536:
-        raise ConfigurationError(f"MASTER_PORT={text!r} is no port number (1 to 65535)")
+        raise ConfigurationError(f"MASTER_PORT={text!r}: expected a port number (1 to 65535)")
     return int(text)
 
 
@@ -305,8 +305,8 @@ def require_backend(backend: str) -> None:
     for name in sorted(backend_names(backend)):
         if name not in known:
             raise ConfigurationError(
-                f"process_group_backend={backend!r}: this process knows no backend {name!r}; there are"
-                f" {', '.join(known[1:])}. A third-party one has to be registered with"
+                f"process_group_backend={backend!r}: unknown backend {name!r}; expected"
+                f" {one_of(known[1:])}. Register a third-party backend with"
                 " torch.distributed.Backend.register_backend in every process, at the top of the script."
             )
 
@@ -317,8 +317,8 @@ def existing_group(world_size: int) -> Any | None:
         return None
     if dist.get_world_size() != world_size:
         raise ConfigurationError(
-            f"this process belongs to a group of {dist.get_world_size()} ranks already, and this"
-            f" Trainer wants {world_size}: use the same devices and num_nodes in all of a script"
+            f"this process belongs to a group of {dist.get_world_size()} ranks already, but this Trainer"
+            f" needs {world_size}. Use the same devices and num_nodes in the whole script."
         )
     return dist.group.WORLD
 
@@ -391,13 +391,16 @@ def check_meeting_place(init_method: str | None, store: Any | None, sent_by: str
     if store is None:
         return
     if init_method is not None:
-        raise ConfigurationError(f"init_method={init_method!r} and a store: the ranks meet in one place only")
+        raise ConfigurationError(
+            f"init_method={init_method!r} and a store were both given. Pass one of them."
+        )
     if not isinstance(store, dist.Store):
-        raise ConfigurationError(f"store={store!r} is no torch.distributed.Store")
+        raise ConfigurationError(f"store={store!r}: expected a torch.distributed.Store")
     if sent_by is not None:
         raise ConfigurationError(
             f"store with start_method={sent_by!r}: a store cannot be sent to a new process. Use"
-            " start_method='popen', where each process runs the script and makes its own, or init_method."
+            " start_method='popen', where each process runs the script and makes its own store, or"
+            " init_method."
         )
 
 
@@ -452,8 +455,8 @@ def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None
         if "No rendezvous handler" in str(error):
             raise ConfigurationError(f"init_method={init_method!r}: {error}") from error
         raise RendezvousError(
-            f"rank {rank} cannot meet the others at {init_method}: {error}. Check that the host is the first"
-            " node's, that it is up, and that the port is free there."
+            f"rank {rank} cannot connect to the other ranks at {init_method}: {error}. Check that the host"
+            " is the first node's, that it is up, and that the port is free there."
         ) from error
     return store
 
@@ -481,8 +484,8 @@ def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | No
         store.set_timeout(timeout)
     if store.add(f"lightning_ddp/rank/{rank}", 1) > 1:
         raise RendezvousError(
-            f"file://{path}: rank {rank} is there already: another run that goes on uses this file, or two"
-            " processes have the same rank. Name a file of its own for each run."
+            f"file://{path}: rank {rank} is there already, because another running job uses this file, or"
+            " two processes have the same rank. Use a new file for each run."
         )
     return store
 
@@ -509,8 +512,9 @@ def _lock(path: Path, rank: int) -> IO[bytes]:
         if found == _LEFT_OVER:
             lock.close()
             raise RendezvousError(
-                f"file://{path} is left over from an earlier run{_age(path)}: no process of that run lives,"
-                f" and its entries would make rank {rank} hang. Delete it, or name another one for each run."
+                f"file://{path} is left over from an earlier run{_age(path)}: none of its processes is"
+                f" alive, and its entries would make rank {rank} hang. Delete it, or use another file for"
+                " each run."
             )
         return lock
 

@@ -310,8 +310,8 @@ def server_in(store: Any, shared: str | None) -> ServerAddress:
     if bool(shared) == bool(published):
         here, not_here = ("here", "for rank 0") if shared else ("for rank 0", "here")
         raise ConfigurationError(
-            f"{TOKEN_VARIABLE} is set {here} and not {not_here}: set it to the same text for all"
-            " processes, or for none"
+            f"{TOKEN_VARIABLE} is set {here} but not {not_here}. Set it to the same text for all processes,"
+            " or for none."
         )
     identity = Identity(rank=int(rank), node_rank=int(node_rank), host=name, pid=int(pid))
     return ServerAddress(host=host, port=int(port), token=shared or published, identity=identity)
@@ -442,7 +442,9 @@ def join_run(
 
         def for_whom() -> str:
             watch = session.control.watch
-            return f"all {world_size} ranks; there are {None if watch is None else watch.who_is_here()}"
+            return (
+                f"all {world_size} ranks; connected so far: {None if watch is None else watch.who_is_here()}"
+            )
 
         with waiting(session, environment, for_whom):
             session.connect(store, identity, settings, timeout_s)

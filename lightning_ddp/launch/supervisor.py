@@ -634,8 +634,8 @@ def fork_child(
 @functools.cache
 def _explain_start(changed: Sequence[str]) -> None:
     print(
-        f"lightning_ddp: {', '.join(changed)} has changed since torch was imported for this run, so that the"
-        " other ranks are not forked from that but started by Python, which takes longer",
+        f"lightning_ddp: {', '.join(changed)} has changed since torch was imported for this run, so Python"
+        " starts the other ranks instead of forking them, which takes longer",
         file=sys.stderr,
     )
 

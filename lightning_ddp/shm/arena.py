@@ -1,7 +1,7 @@
-"""Memory of one rank that all ranks of its host map, POSIX semaphores in it, and who of them is alive.
+"""Memory of one rank that all ranks of its host map, POSIX semaphores in it, and checks for dead peers.
 
-It lies in a memory file without a name (`memfd_create`): its size does not depend on /dev/shm, and it is gone
-with the last process that maps it, however that one dies. Peers open it through /proc while they connect.
+The memory is an anonymous file (`memfd_create`): its size does not depend on /dev/shm, and the kernel frees
+it with the last process that maps it, however that process ends. Peers open it through /proc to connect.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ _NS_PER_S = 1_000_000_000
 
 
 class Arena:
-    """Mapped memory of a memory file, zero at first. Freed once neither this nor a tensor in it is left."""
+    """Mapped memory of a memory file, zero at first; unmapped with the last tensor in it."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._buffer = _map(descriptor, nbytes)
         self.bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
-        """All of it, 1-D."""
+        """The whole memory as a 1-D uint8 tensor."""
         self.address = self.bytes.data_ptr()
 
     def view(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
-        """`numel` elements from byte `offset` on, 1-D."""
+        """Return `numel` elements from byte `offset` on as a 1-D tensor."""
         return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def integers(self, offset: int, count: int) -> memoryview:
-        """`count` integers of 64 bits from byte `offset` on, which is a multiple of 8."""
+        """Return `count` 64-bit integers from byte `offset` on, which must be a multiple of 8."""
         return memoryview(self._buffer).cast("B")[offset : offset + 8 * count].cast("q")
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor begins, in bytes; None if it lies elsewhere."""
+        """Return the offset of a contiguous tensor in bytes; None if it lies elsewhere."""
         offset = tensor.data_ptr() - self.address
         is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= self.nbytes
         return offset if is_inside else None
 
 
 class OwnArena(Arena):
-    """An arena that this rank makes, and lets its peers open until `close_descriptor`.
+    """An arena of this rank, which peers can open until `close_descriptor`.
 
     Raises:
-        OSError: there is no such memory, or not so much.
+        OSError: shared memory is not available, or not enough of it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -67,7 +67,7 @@ class OwnArena(Arena):
         self._descriptor = os.memfd_create(_NAME)
         try:
             size = nbytes + _TOKEN_BYTES
-            os.posix_fallocate(self._descriptor, 0, size)  # what is not there now would be a SIGBUS later
+            os.posix_fallocate(self._descriptor, 0, size)  # without it, a lack of memory is a later SIGBUS
             os.pwrite(self._descriptor, self._token, nbytes)
             super().__init__(self._descriptor, nbytes)
         except BaseException:
@@ -76,27 +76,28 @@ class OwnArena(Arena):
 
     @property
     def ticket(self) -> tuple[int, int, bytes]:
-        """What a peer opens it with, besides this process's id."""
+        """Ticket with which a peer opens the arena, besides this process's id."""
         return self._descriptor, self.nbytes, self._token
 
     def close_descriptor(self) -> None:
-        """From now on nobody else can open it; those who have keep it."""
+        """Prevent further opening of the arena; peers that have opened it keep it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def open_arena(pid: int, ticket: tuple[int, int, bytes]) -> Arena:
-    """Maps an arena of a process of this host, of which `OwnArena.ticket` there gave the ticket.
+    """Map the arena of a process of this host, by its `OwnArena.ticket`.
 
     Raises:
-        OSError: it cannot be opened, as where this user may not, or the process is in another container.
+        OSError: the arena cannot be opened, because of permissions or because the process is in another
+            container.
     """
     number, nbytes, token = ticket
     path = f"/proc/{pid}/fd/{number}"
     found = os.readlink(path)
-    if not found.startswith(f"/memfd:{_NAME}"):  # in another container the number means another process
-        raise OSError(f"{path} is {found}, no memory of this package")
+    if not found.startswith(f"/memfd:{_NAME}"):  # in another container, the id is of another process
+        raise OSError(f"{path} is {found}, not shared memory of this package")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(descriptor, _TOKEN_BYTES, nbytes) != token:
@@ -107,7 +108,7 @@ def open_arena(pid: int, ticket: tuple[int, int, bytes]) -> Arena:
 
 
 def _map(descriptor: int, nbytes: int) -> Any:
-    """An array of bytes that keeps its memory mapped. Python's own `mmap` would keep a descriptor, too."""
+    """Return a byte array that keeps its memory mapped; `mmap` would keep a descriptor open, too."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -123,7 +124,7 @@ def _map(descriptor: int, nbytes: int) -> Any:
 
 
 class Lifeline:
-    """Tells whether processes of this host are alive, also once their ids are given to others."""
+    """Check whether processes of this host are alive, correct also after their ids are reused."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = tuple(pids)
@@ -131,11 +132,11 @@ class Lifeline:
         for pid in pids:
             try:
                 self._descriptors.append(os.pidfd_open(pid))
-            except (OSError, AttributeError):  # it is gone; or Linux before 5.3, other sandboxes
+            except (OSError, AttributeError):  # ended already; or Linux before 5.3, or a sandbox
                 self._descriptors.append(None)
 
     def is_alive(self, index: int) -> bool:
-        """Whether that process has not ended."""
+        """Return True if the process with this index is alive."""
         descriptor = self._descriptors[index]
         if descriptor is None:
             with suppress(OSError):
@@ -147,7 +148,7 @@ class Lifeline:
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Frees the descriptors."""
+        """Close the descriptors."""
         for descriptor in self._descriptors:
             if descriptor is not None:
                 with suppress(OSError):
@@ -163,7 +164,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _load() -> tuple[Any, Any]:
-    """The C library, once keeping the GIL during a call and once not; None where it lacks a function."""
+    """Load the C library, with calls that keep and that release the GIL; None if functions lack."""
     if sys.platform != "linux":
         return None, None
     keeping, releasing = ctypes.PyDLL(None), ctypes.CDLL(None)
@@ -180,7 +181,7 @@ _libc, _libc_without_gil = _load()
 
 
 def are_semaphores_available() -> bool:
-    """Whether the C library has process-shared semaphores and waits by the monotonic clock."""
+    """Return True if the C library has shared semaphores with waits by the monotonic clock."""
     return _libc is not None
 
 
@@ -188,28 +189,28 @@ class Semaphore:
     """A semaphore at an address of shared memory, for all processes that map it."""
 
     NBYTES = 64
-    """Room for one: more than a `sem_t`, and a cache line of its own."""
+    """Bytes of a semaphore: more than a `sem_t`, and a separate cache line."""
 
     def __init__(self, address: int) -> None:
         self._address = address
 
     def create(self) -> None:
-        """Makes it, with count 0."""
+        """Initialize the semaphore with count 0."""
         if _libc.sem_init(self._address, 1, 0):
             raise OSError("sem_init failed")
 
     def post(self) -> None:
-        """Adds one to the count and wakes who waits, who then sees what was written before. Never blocks."""
+        """Increment the count and wake a waiting process, which sees all earlier writes; never block."""
         _libc.sem_post(self._address)
 
     def try_wait(self) -> bool:
-        """Takes one off the count if it is above zero."""
+        """Decrement the count if it is above zero; return True if it was."""
         return bool(_libc.sem_trywait(self._address) == 0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps, without the GIL, until the count is above zero, and takes one off.
+        """Wait without the GIL until the count is above zero, and decrement it.
 
-        False if that took longer than `timeout_s`, or a signal came.
+        Return False after `timeout_s` seconds, or at a signal.
         """
         deadline_ns = time.monotonic_ns() + int(timeout_s * _NS_PER_S)
         until = _Timespec(deadline_ns // _NS_PER_S, deadline_ns % _NS_PER_S)

@@ -1,10 +1,10 @@
-"""All-reduce between CPU ranks of one host through memory that they share, and between hosts through gloo.
+"""All-reduce of CPU ranks through shared memory within a host, and through gloo between hosts.
 
-Each rank's tensors lie in arenas that all ranks of the host map. Once all have theirs ready, each adds up its
-share of the elements over the ranks, in rank order, and writes the sum into the tensors of all: every element
-is read once and written once on each rank, and all ranks get the same bits. Between hosts the first rank of
-each one all-reduces the host's sum with the others by gloo, and its neighbours copy the result.
-`Staging` takes tensors that lie elsewhere through it; a `Worker` reduces while its caller goes on.
+Each rank's tensors lie in arenas that all ranks of the host map. Once all tensors are ready, each rank adds
+its share of the elements over the ranks, in rank order, and writes the sum into the tensors of all ranks:
+every element is read once and written once on each rank, and all ranks get the same bits. Between hosts the
+first rank of each host all-reduces the host's sum by gloo, and the other ranks of the host copy the result.
+`Staging` reduces tensors that lie elsewhere; a `Worker` reduces while its caller continues.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_ddp.shm.hosts import Hosts, find_hosts, give_up
 
 _CPU = torch.device("cpu")
 _CHUNK_NUMEL = 32 * 1024
-"""Elements that are added at a time: they stay in the cache, and torch starts no threads for them."""
+"""Elements added at a time: few enough to stay in the cache, and for torch to start no threads."""
 _SHARE_ALIGNMENT = 16
 _MAX_PLANS = 512
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -40,19 +40,20 @@ _PIECE_BYTES = 2**20
 _LENT_BYTES = 2**23
 _IDLE_S = 5.0
 _END_S = 1.0
-# where things lie in a rank's control arena; a cache line each
+# Offsets in a rank's control arena; each has a separate cache line.
 _CALL, _IS_CLOSED, _SEMAPHORES = 0, 64, 128
 
 _Ticket = tuple[int, int, bytes]
 
 _Chunks = Sequence[tuple[torch.Tensor, ...]]
-"""Elements that one rank adds up, chunk by chunk: the same ones of each contributing rank, in rank order."""
+"""Elements that one rank adds, by chunk: the same slice of each contributing rank, in rank order."""
 
 
 class SharedMemory:
-    """All-reduces of the ranks of a group, one after the other; all ranks make the same calls in one order.
+    """All-reduces of the ranks of a group, one after the other.
 
-    Make tensors with `zeros`, then `connect`, then `all_reduce` them. Calls come from one thread at a time.
+    Make tensors with `zeros`, then `connect`, then `all_reduce` them. All ranks must make the same calls in
+    the same order, each from one thread at a time.
     """
 
     def __init__(self, group: Group, hosts: Hosts) -> None:
@@ -64,9 +65,9 @@ class SharedMemory:
         self._own: list[OwnArena] = []
         self._obstacle: str | None = None
         self.is_one_host = len(hosts.by_host) == 1
-        """Whether all ranks are on this host, so that an all-reduce is a matter of memory alone."""
+        """True if all ranks are on this host, so that an all-reduce needs memory alone."""
         self.has_spare_processor = hosts.has_spare_processor
-        """Whether a thread that reduces finds a processor that nobody computes on."""
+        """True if there is a free processor for a thread that reduces."""
         self._leaders: Group | None = None
         self._timeout_s = group.timeout_s(_CPU)
         self._plans: dict[Any, _Chunks] = {}
@@ -77,7 +78,7 @@ class SharedMemory:
     # ------------------------------------------------------------------ set-up
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor in memory that `connect` will share; in plain memory where there is none to share."""
+        """Return a 1-D tensor in memory that `connect` will share, or in plain memory if that fails."""
         try:
             arena = OwnArena(numel * dtype.itemsize)
         except OSError as error:
@@ -87,16 +88,18 @@ class SharedMemory:
         return arena.view(dtype, 0, numel)
 
     def connect(self) -> bool:
-        """Maps the memory of the neighbours. All ranks call it once, after `zeros`; communicates.
+        """Map the memory of the other ranks of this host, once, after `zeros`.
+
+        Collective: all ranks must call it.
 
         Returns:
-            Whether all ranks could, the same on all of them. If not, the log of rank 0 says why.
+            True if all ranks succeeded; the same on all ranks. If False, rank 0 logs the reason.
 
         Raises:
-            ConfigurationError: they could not, and shared memory was asked for.
+            ConfigurationError: a rank failed, and the transport is 'shared_memory'.
         """
         if not self.is_one_host and self._group.store is None:
-            self._obstacle = "the group has no store for a group of one rank a host"
+            self._obstacle = "the group has no store to create a group with one rank per host"
         try:
             self._own.insert(0, self._make_control())
         except OSError as error:
@@ -115,7 +118,7 @@ class SharedMemory:
         return offers is not None
 
     def _tell(self, tickets: list[_Ticket]) -> list[list[_Ticket]] | None:
-        """The tickets of all ranks; None, after a line in the log, if one of them cannot go on."""
+        """Exchange the tickets of all ranks; return None, after a warning, if a rank has an obstacle."""
         answers = all_gather_objects(self._group, (self._obstacle, tickets), _CPU)
         for rank, (obstacle, _) in enumerate(answers):
             if obstacle is not None:
@@ -149,7 +152,7 @@ class SharedMemory:
     # ------------------------------------------------------------------ all-reduce
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """In which of this rank's arenas a contiguous tensor lies, and where; None if in none."""
+        """Return the arena number and the offset of a contiguous tensor; None if in no arena."""
         for number, arena in enumerate(self._own):
             offset = arena.offset_of(tensor)
             if number and offset is not None:
@@ -157,15 +160,17 @@ class SharedMemory:
         return None
 
     def all_reduce(self, tensor: torch.Tensor, on_slice: Callable[[float], None] | None = None) -> None:
-        """Replaces a contiguous tensor from `zeros`, or a part of one, by the sum over the ranks.
+        """Replace a contiguous tensor from `zeros`, or a slice of one, by the sum over the ranks.
 
-        Waits for the other ranks; `on_slice` is called meanwhile, now and then, with the seconds waited, and
-        may raise. Numbers of 16 bits are added in float32 from three ranks on.
+        Waits for the other ranks; `on_slice` is called repeatedly with the seconds waited, and may raise.
+        16-bit floats are added in float32 from three ranks on.
+
+        Collective: all ranks must call it.
 
         Raises:
-            ValueError: it lies elsewhere.
-            RuntimeError: another rank is gone, came too late, or reduces something else.
-            BaseException: what the group's interrupt holds, or `on_slice` raised.
+            ValueError: the tensor is not in shared memory.
+            RuntimeError: another rank is lost, too late, or reduces another tensor.
+            BaseException: the failure of the group's interrupt, or the error of `on_slice`.
         """
         place = self.place_of(tensor)
         if place is None:
@@ -176,7 +181,7 @@ class SharedMemory:
     def all_reduce_nothing(
         self, numel: int, dtype: torch.dtype, on_slice: Callable[[float], None] | None = None
     ) -> None:
-        """Takes part in an `all_reduce` of tensors of the others to which this rank has nothing to add."""
+        """Take part in an `all_reduce` of the other ranks without a contribution."""
         if dtype.is_complex:
             numel, dtype = 2 * numel, dtype.to_real()
         self._call((_NOTHING, 0, numel, _DTYPES.index(dtype)), on_slice)
@@ -198,13 +203,13 @@ class SharedMemory:
             if not self.is_one_host:
                 self._sum_over_hosts(calls)
         except BaseException as error:
-            self._failure = error  # the ranks no longer agree on what comes next
+            self._failure = error  # the ranks no longer agree on the next all-reduce
             raise
         finally:
             self._on_slice = None
 
     def _sum_over_hosts(self, calls: Sequence[tuple[int, ...]]) -> None:
-        """The host's sum is in the tensor of the first rank that has one; afterwards all have the sum."""
+        """Sum the hosts' sums, which are in the first contributing rank's tensor; copy the total."""
         views = [self._view(index, call) for index, call in enumerate(calls)]
         contributions = [view for view in views if view is not None]
         if self._leaders is not None:
@@ -233,7 +238,7 @@ class SharedMemory:
         add(plan, self.is_one_host)
 
     def _plan(self, calls: Sequence[tuple[int, ...]]) -> _Chunks:
-        """This rank's share of the elements, cut into chunks."""
+        """Return this rank's share of the elements, in chunks."""
         numel = calls[0][3]
         share = -(-numel // (len(calls) * _SHARE_ALIGNMENT)) * _SHARE_ALIGNMENT
         views = [self._view(index, call) for index, call in enumerate(calls)]
@@ -246,14 +251,15 @@ class SharedMemory:
             if call[3:] != calls[0][3:] or call[0] != calls[0][0]:
                 first, other = (f"{c[3]} elements of {_DTYPES[c[4]]}" for c in (calls[0], call))
                 raise RuntimeError(
-                    f"rank {self._group.rank}: in all-reduce {self._number} rank {self._ranks[0]} has {first}"
-                    f" and rank {self._ranks[index]} has {other}: the ranks do not reduce the same"
+                    f"rank {self._group.rank}: in all-reduce {self._number} rank {self._ranks[0]} has"
+                    f" {first} and rank {self._ranks[index]} has {other}: the ranks reduce different"
+                    " tensors"
                 )
 
     # ------------------------------------------------------------------ waits
 
     def _meet(self) -> None:
-        """Returns once all ranks of the host have called it; what they wrote before is there then."""
+        """Wait until all ranks of the host have called this; their earlier writes are visible then."""
         for semaphore in self._posts:
             semaphore.post()
         for semaphore, index in self._waits:
@@ -263,7 +269,7 @@ class SharedMemory:
     def _wait(self, semaphore: Semaphore, index: int) -> None:
         activity = self._group.interrupt.activity if self._group.interrupt is not None else None
         noted: AbstractContextManager[None] = nullcontext()
-        if activity is not None and activity.of_this_thread() is None:  # else it waits for a work already
+        if activity is not None and activity.of_this_thread() is None:  # no wait is recorded yet
             noted = activity.waiting(f"rank {self._ranks[index]} in shared memory")
         with noted:
             try:
@@ -281,7 +287,7 @@ class SharedMemory:
                 self._group.interrupt.check_deadline()
             _check_not_ending()
             is_gone = not self._lifeline.is_alive(index) or self._are_closed[index][0]
-            if is_gone and semaphore.try_wait():  # it had come before it went
+            if is_gone and semaphore.try_wait():  # it took part before it exited
                 return
             rank = self._ranks[index]
             if is_gone:
@@ -294,29 +300,29 @@ class SharedMemory:
                 self._on_slice(time.monotonic() - start)
             if time.monotonic() - start > self._timeout_s:
                 raise RuntimeError(
-                    f"rank {self._group.rank}: rank {rank} did not come to all-reduce"
-                    f" {self._number} over shared memory within {self._timeout_s:g} s"
+                    f"rank {self._group.rank}: rank {rank} did not start all-reduce {self._number} over"
+                    f" shared memory within {self._timeout_s:g} s"
                 )
 
     def _absent(self, index: int) -> tuple[int, ...]:
-        """The global ranks that have not begun this call; that of `index` alone where all have."""
+        """Return the global ranks that have not begun this call; that of `index` if all have."""
         behind = [other for _, other in self._waits if self._calls[other][0] < self._number] or [index]
         ranks = self._group.lane.ranks if self._group.lane is not None else range(self._group.size)
         return tuple(ranks[self._ranks[other]] for other in behind)
 
 
 def _semaphore(control: Arena, index: int) -> Semaphore:
-    """The one in a rank's control arena that its neighbour `index` posts."""
+    """Return the semaphore in a rank's control arena that its neighbor `index` posts."""
     return Semaphore(control.address + _SEMAPHORES + index * Semaphore.NBYTES)
 
 
 def _close(is_closed: memoryview, pid: int) -> None:
-    if os.getpid() == pid:  # a fork of the process has not left
+    if os.getpid() == pid:  # in a fork, the rank is still there
         is_closed[0] = 1
 
 
 def _add_in_place(chunks: _Chunks, gives_all: bool) -> None:
-    """Adds up in the tensors of the first rank; the others may get the sum, too."""
+    """Add into the tensors of the first rank; with `gives_all` copy the sum to the others."""
     for first, *others in chunks:
         for other in others:
             first.add_(other)
@@ -326,7 +332,7 @@ def _add_in_place(chunks: _Chunks, gives_all: bool) -> None:
 
 
 def _add_in_float32(chunks: _Chunks, gives_all: bool) -> None:
-    """The same for numbers of 16 bits, with one rounding at the end."""
+    """Add 16-bit floats in float32, with one rounding at the end."""
     total = torch.empty(chunks[0][0].numel())
     for first, *others in chunks:
         part = total[: first.numel()]
@@ -338,9 +344,9 @@ def _add_in_float32(chunks: _Chunks, gives_all: bool) -> None:
 
 
 class Staging:
-    """Shared memory of a few MiB, through which tensors go that lie anywhere, piece by piece.
+    """Shared memory of a few MiB through which any tensors are reduced, piece by piece.
 
-    Callers may also use a part of it for their own tensors.
+    Callers may also borrow a part of it for their own tensors.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -349,14 +355,20 @@ class Staging:
         self._lent = memory.zeros(_LENT_BYTES, torch.uint8)
 
     def lend(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
-        """`count` 1-D tensors that are reduced without a copy, for one caller at a time; None if too much."""
+        """Return `count` 1-D tensors that are reduced without a copy; None if too large.
+
+        All calls return the same memory, so there may be one borrower at a time.
+        """
         nbytes = numel * dtype.itemsize
         if count * nbytes > _LENT_BYTES:
             return None
         return [self._lent[i * nbytes : (i + 1) * nbytes].view(dtype) for i in range(count)]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replaces a contiguous tensor by the sum over the ranks. All ranks call it; waits for them."""
+        """Replace a contiguous tensor by the sum over the ranks.
+
+        Collective: all ranks must call it.
+        """
         if self._memory.place_of(tensor) is not None:
             self._memory.all_reduce(tensor)
             return
@@ -369,7 +381,10 @@ class Staging:
 
 
 def open_staging(group: Group, device: torch.device) -> Staging | None:
-    """Shared memory of the ranks of a group; None where there is none. All ranks call it; communicates."""
+    """Open shared memory of the ranks of a group; return None if it is not available.
+
+    Collective: all ranks must call it.
+    """
     hosts = find_hosts(group, device)
     if hosts is None or not hosts.are_shared:
         return None
@@ -379,68 +394,68 @@ def open_staging(group: Group, device: torch.device) -> Staging | None:
 
 
 def _check_not_ending() -> None:
-    """Raises, in the waits of jobs, once the interpreter ends and nobody needs the result."""
+    """Raise, in the waits of jobs, once the interpreter exits and no result is needed."""
     if Worker.is_ending.is_set():
-        raise RuntimeError("the interpreter ends")
+        raise RuntimeError("the interpreter is exiting")
 
 
 class Work:
-    """A job of a `Worker`, with the methods of torch's works by which groups wait for them."""
+    """A job of a `Worker`, with the methods of torch's works that waits of groups use."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job: Callable[[], None] | None = job
         self._is_done = False
         self.begun_ns: int | None = None
-        """When it was its turn, by `time.perf_counter_ns`."""
+        """Start time, in ns of `time.perf_counter_ns`; None before."""
         self._error: BaseException | None = None
         self._latch = threading.Lock()
         self._latch.acquire()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True if the job has ended, also with an error."""
         return self._is_done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits until it has ended. Raises what it raised, or RuntimeError if it has not by then."""
+        """Wait until the job has ended; raise its error, or RuntimeError after the timeout."""
         if not self._is_done:
             if not self._latch.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
                 raise RuntimeError(f"an all-reduce over shared memory has not ended within {timeout}")
-            self._latch.release()  # for others that wait
+            self._latch.release()  # for other waiting threads
         if self._error is not None:
             raise self._error
         return True
 
     def run(self) -> None:
-        """Does it. Called once."""
+        """Run the job; called once."""
         self.begun_ns = time.perf_counter_ns()
-        job, self._job = self._job, None  # who keeps the work must not keep what it worked on
+        job, self._job = self._job, None  # a kept work must not keep its tensors alive
         try:
             if job is not None:
                 job()
-        except BaseException as error:  # noqa: BLE001 (whatever it is, the thread that waits gets it)
+        except BaseException as error:  # noqa: BLE001 (any error is passed to the waiting thread)
             self._error = error
         self._is_done = True
         self._latch.release()
 
 
 class Deferred(Work):
-    """A job that the thread which waits for it does then."""
+    """A job that the waiting thread runs itself."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Does it, however long it takes. Raises what it raised."""
+        """Run the job, without a timeout; raise its error."""
         if not self.is_completed():
             self.run()
         return super().wait(timeout)
 
 
 class Worker:
-    """Runs jobs in the order in which they were submitted, in a thread that ends when there are none.
+    """Thread that runs jobs in the order of their submission, and stops when it is idle.
 
     While it has jobs, the thread's identifier is in `busy`.
     """
 
     is_ending: ClassVar = threading.Event()
-    """The interpreter is about to end."""
+    """Event that is set when the interpreter is about to exit."""
     workers: ClassVar[weakref.WeakSet[Worker]] = weakref.WeakSet()
 
     def __init__(self, busy: set[int] | None = None) -> None:
@@ -451,7 +466,7 @@ class Worker:
         self.workers.add(self)
 
     def submit(self, job: Callable[[], None]) -> Work:
-        """Queues a job. Does not wait."""
+        """Queue a job and return its work."""
         work = Work(job)
         with self._lock:
             self._jobs.put(work)
@@ -462,7 +477,7 @@ class Worker:
 
     def _main(self) -> None:
         while True:
-            work: Work | None = None  # a thread that waits must not keep gradients
+            work: Work | None = None  # an idle thread must not keep gradients alive
             with suppress(queue.Empty):
                 work = self._jobs.get(timeout=_IDLE_S)
             if work is not None:
@@ -471,12 +486,12 @@ class Worker:
                 self._busy.discard(threading.get_ident())
                 continue
             with self._lock:
-                if self._jobs.empty():  # otherwise a job came while this thread was to end
+                if self._jobs.empty():  # otherwise a job was queued after the timeout
                     self._thread = None
                     return
 
     def end(self) -> None:
-        """Lets the thread end after the jobs that it has, and waits for that a moment."""
+        """Stop the thread after its queued jobs; wait a moment for that."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -484,13 +499,13 @@ class Worker:
             thread.join(_END_S)
 
 
-# in a fork there are none of their threads, and a lock of theirs may be held for ever
+# A fork has none of the threads, and their locks may be held forever.
 os.register_at_fork(after_in_child=lambda: Worker.workers.clear())
 
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that is inside of a torch operation when the interpreter is finalised ends the process."""
+    """Stop all workers at exit: a thread in a torch operation would abort the process."""
     Worker.is_ending.set()
     for worker in list(Worker.workers):
         worker.end()

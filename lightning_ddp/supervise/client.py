@@ -41,6 +41,10 @@ class ServerAddress:
     """The process that it runs in, to be named if it vanishes."""
 
 
+def _do_nothing() -> None:
+    """The default of a callback."""
+
+
 class Watch:
     """Connects a process to the control server, and learns of the first failure.
 
@@ -90,6 +94,7 @@ class Watch:
         self._learned = threading.Event()
         self._all_here = threading.Event()
         self._all_left = threading.Event()
+        self._when_all_left: Callable[[], None] = _do_nothing
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
@@ -111,8 +116,9 @@ class Watch:
             connection = socket.create_connection(where, timeout=self._settings.heartbeat_timeout_s)
         except OSError as error:
             raise RendezvousError(
-                f"rank {self.identity.rank}: cannot reach the control server at {where[0]}, port {where[1]}:"
-                f" {error}. Check that the first node is up and that no firewall is in between."
+                f"rank {self.identity.rank}: cannot reach the control server at {where[0]}, port"
+                f" {where[1]}: {error}. Check that the first node is up and that no firewall blocks the"
+                " connection."
             ) from error
         connection.settimeout(None)
         keep_alive(connection, self._settings.heartbeat_timeout_s)
@@ -163,8 +169,9 @@ class Watch:
             check()
             if time.monotonic() > deadline:
                 raise RendezvousError(
-                    f"rank {self.identity.rank}: after {timeout_s:g} s not all ranks have arrived; there are"
-                    f" {self.who_is_here()}. Check that the program was started on every node."
+                    f"rank {self.identity.rank}: after {timeout_s:g} s not all ranks have arrived;"
+                    f" connected are {self.who_is_here()}. Check that the program was started on every"
+                    " node."
                 )
 
     def who_is_here(self) -> list[int] | None:
@@ -189,21 +196,29 @@ class Watch:
         """Whether every rank of the run has been connected."""
         return self._all_here.is_set()
 
-    def leave_run(self, end: Callable[[], None], timeout_s: float) -> None:
-        """Waits until all ranks have ended a run (a fit, a test ...), or one of them has failed.
+    def leave_run(
+        self, end: Callable[[], None], timeout_s: float, when_all_left: Callable[[], None] = _do_nothing
+    ) -> None:
+        """Wait until all ranks have ended a run (a fit, a test ...), or one of them has failed.
 
         Args:
-            end: tells the server that this rank has ended it.
-            timeout_s: how long; then this rank leaves alone, and its end is no failure any more.
+            end: tells the server that this rank has ended the run.
+            timeout_s: time limit, after which this rank leaves alone, and its end is no failure any more.
+            when_all_left: called in the watching thread once all ranks have ended the run, and before that
+                thread can learn of a failure which comes after it.
         """
         deadline = time.monotonic() + timeout_s
         self._all_left.clear()
-        end()
-        while self.failure is None and not self._all_left.wait(min(timeout_s, _LOOK_AGAIN_S)):
-            if time.monotonic() >= deadline:
-                self.post(protocol.Bye())
-                return
-            self.post(protocol.Look())  # whether one of them waits for what this rank will never call
+        self._when_all_left = when_all_left
+        try:
+            end()
+            while self.failure is None and not self._all_left.wait(min(timeout_s, _LOOK_AGAIN_S)):
+                if time.monotonic() >= deadline:
+                    self.post(protocol.Bye())
+                    return
+                self.post(protocol.Look())  # whether a rank waits for what this rank will never call
+        finally:
+            self._when_all_left = _do_nothing
 
     def close(self) -> None:
         """Says goodbye: the end of this process is no failure any more."""
@@ -235,10 +250,12 @@ class Watch:
             self.post(protocol.Progress(self._where()))
             if is_late:
                 self._last_beat = now
-            elif now - self._last_beat > self._settings.stall_timeout_s + longest_s:
-                record = silent(self._server.identity, self._settings.stall_timeout_s)
-                self._learn(with_stack(record), is_news=True)
-        return max(0.0, self._next_report - now)
+        silent_at = self._last_beat + self._settings.stall_timeout_s + longest_s
+        if now >= silent_at:
+            record = silent(self._server.identity, self._settings.stall_timeout_s)
+            self._learn(with_stack(record), is_news=True)
+            return None
+        return max(0.0, min(self._next_report, silent_at) - now)
 
     def _stop_listening(self) -> None:
         """All that can be learned is known; what remains is to send what is posted."""
@@ -281,6 +298,8 @@ class Watch:
             case protocol.AllHere():
                 self._all_here.set()
             case protocol.Left():
+                if self.failure is None:
+                    self._when_all_left()
                 self._all_left.set()
             case protocol.Beat(next_s):
                 self._last_beat, self._report_every_s = time.monotonic(), next_s
@@ -304,8 +323,8 @@ class Watch:
         is_elsewhere = self.identity.node_rank != server.node_rank
         if is_elsewhere and isinstance(self._settings.recovery, ReplaceSettings):
             text += (
-                "\n  The others may go on. Then this node is let in again when the same program is started"
-                f" here with the same NODE_RANK={self.identity.node_rank}"
+                "\n  The other ranks may continue. This node can join again: start the same program here"
+                f" with the same NODE_RANK={self.identity.node_rank}"
             )
         self.has_lost_server = self.failure is None
         self._learn(FailureRecord.of_identity(server, text))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import lightning_ddp.supervise.protocol as protocol
+from lightning_ddp.errors import one_of
 from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.members import LocalProcesses, Members
@@ -364,7 +365,7 @@ class RunControl:
             self._stop.end()
             self.members.note_end(sys.maxsize)  # whoever comes now is late
         elif membership.phase is Phase.OVER and membership.cause is not None and self._verdict.first is None:
-            message = f"{membership.cause.message}\n  The others did not go on: {membership.reason}"
+            message = f"{membership.cause.message}\n  The other ranks did not continue: {membership.reason}"
             self._verdict.settle(replace(membership.cause, message=message))
 
     @property
@@ -402,16 +403,19 @@ class RunControl:
         identities, places = self.members.identities, self.members.on_node(node)
         why = None
         if not self.members.goes_on:
-            why = "the others of this run would not go on: it has on_failure='stop'"
+            why = "the other ranks of this run would not continue, because it has on_failure='stop'"
         elif node == 0:
-            why = "the run needs its first node, with the control server; SIGTERM to its process stops all"
+            why = (
+                "the run needs its first node, which has the control server. SIGTERM to the process there"
+                " stops all ranks"
+            )
         elif not self.members.has_met:
             why = "not all ranks have connected yet"
         elif not places:
             nodes = sorted({who.node_rank for who in identities.values()})
-            why = f"no rank of node {node} is in the run; there are nodes {', '.join(map(str, nodes))}"
+            why = f"no rank of node {node} is in the run; expected node {one_of(map(str, nodes))}"
         elif self._stop.deadline() is not None:
-            why = "all ranks stop already"
+            why = "all ranks are stopping already"
         else:
             self.members.drain(node, now)
         leaving = [] if why is not None else places

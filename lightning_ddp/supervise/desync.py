@@ -304,8 +304,8 @@ def explain(
         sentence = "; ".join(filter(None, (_sum_up(statuses, present), _sum_up(statuses, missing))))
         if not missing:
             sentence += (
-                ". All have called the same: the link is slow or broken, or a call from outside of this"
-                " package is in between"
+                ". All ranks have called the same collective. The link is slow or broken, or a collective"
+                " from outside this package is in between"
             )
     return Findings(
         sentence=sentence[:_SENTENCE_CHARACTERS],
@@ -460,7 +460,7 @@ def _plural(text: str, count: int) -> str:
 def silent(identity: Identity, timeout_s: float) -> FailureRecord:
     """The failure of a process that does not even answer."""
     why = "it is stopped (SIGSTOP), swapped out, or holds its interpreter"
-    return FailureRecord.of_identity(identity, f"the process has said nothing for {timeout_s:g} s: {why}")
+    return FailureRecord.of_identity(identity, f"the process has not answered for {timeout_s:g} s: {why}")
 
 
 @dataclass
@@ -533,7 +533,7 @@ class StallWatch:
         if busy:
             return self._describe(busy[0], "no progress", now)
         if not may_all_wait and stuck and len(stuck) == len(self._ranks) > 1:
-            return self._describe(stuck[0], "all ranks wait, for different things", now)
+            return self._describe(stuck[0], "all ranks wait for different collectives", now)
         return None
 
     def _describe(self, culprit: _Progress, what: str, now: float) -> FailureRecord:

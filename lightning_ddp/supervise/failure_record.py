@@ -28,7 +28,7 @@ __all__ = [
     "write_error_file",
 ]
 
-GONE = "the process is gone without a word (killed by a signal, or ended by os._exit)"
+GONE = "the process died without a report (killed by a signal, or ended by os._exit)"
 """What is known of a process whose connection closed."""
 
 _LONGEST = {
@@ -164,7 +164,7 @@ class FailureRecord:
         """The error that the process `healthy_rank` raises, or a launching process that is no rank."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("checkpoint", "time")}
         if self.checkpoint is not None:
-            values["message"] += f"\n  The last step was saved: {self.checkpoint}"
+            values["message"] += f"\n  The last step was saved to {self.checkpoint}"
         return PeerFailure(**values, is_own=healthy_rank == self.rank if is_rank else None)
 
     def with_exit(self, exit_code: int, description: str) -> FailureRecord:
@@ -184,7 +184,7 @@ def _text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as failure:  # noqa: BLE001 (the user's own method, which may raise anything)
-        return f"(its own text cannot be had: __str__ raises {type(failure).__name__})"
+        return f"(its message is not available, because __str__ raises {type(failure).__name__})"
 
 
 def shortened(message: str) -> str:
@@ -270,7 +270,7 @@ def render(record: FailureRecord) -> str:
         lines.append("  " + " in ".join(filter(None, (step, record.phase))))
     lines.append(f"  {cause_of(record, is_whole=not record.traceback)}")
     if record.checkpoint:
-        lines.append(f"  The last step was saved: {record.checkpoint}")
+        lines.append(f"  The last step was saved to {record.checkpoint}")
     if record.traceback:
         lines.append(f"Traceback of {name}:\n{_folded(record.traceback).rstrip()}")
     return with_ending("\n".join(lines) + "\n", record)
@@ -384,7 +384,7 @@ class History:
         >>> history.formed(3, [0, 1], [0], 10.1)
         >>> history.went_on(10.25)
         >>> print(history.tell(), end="")
-        lightning_ddp: this run went on 1 time with other ranks, 0.25 s lost:
+        lightning_ddp: this run continued 1 time with other ranks, 0.25 s lost:
           step 3: 2 -> 1 ranks after 0.25 s; left: rank 1 (host gpu-07, pid 6091) was killed by SIGKILL
         """
         generations, self._generations = self._generations, []
@@ -393,7 +393,7 @@ class History:
         number = len(generations)
         seconds = sum(generation.seconds or 0.0 for generation in generations)
         times = "time" if number == 1 else "times"
-        text = f"lightning_ddp: this run went on {number} {times} with other ranks, {seconds:.2f} s lost:\n"
+        text = f"lightning_ddp: this run continued {number} {times} with other ranks, {seconds:.2f} s lost:\n"
         if number > _MOST_SHOWN:
             text += f"  ... {number - _MOST_SHOWN} more before\n"
         for generation in generations[-_MOST_SHOWN:]:
@@ -403,7 +403,7 @@ class History:
 
 
 def _who(record: FailureRecord) -> str:
-    line = record.cause.strip().partition("\n")[0].partition("; what it printed")[0]
+    line = record.cause.strip().partition("\n")[0].partition("; its output")[0]
     where = _facts({"host": record.host, "pid": record.pid})
     return f"rank {record.rank} ({where}) {line.removeprefix('the process ')}"
 

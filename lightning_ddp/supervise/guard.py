@@ -103,7 +103,7 @@ def _guard(launcher: int, aware: set[int]) -> None:
                 stack = "".join((stack_of(pid) or "").splitlines(keepends=True)[-2 * _MOST_FRAMES :])
                 with suppress(ProcessLookupError):  # it has just ended
                     signal.pidfd_send_signal(end, signal.SIGKILL)
-                text = f"rank {ranks[pid]} (pid {pid}) did not hear of a failure, and was killed:"
+                text = f"rank {ranks[pid]} (pid {pid}) did not react to a failure, and was killed:"
                 killed += f"lightning_ddp: {text}\n{stack}"
             if launcher in set(ends.values()) - set(late.values()):  # it reports the failure itself
                 print(killed, end="", file=sys.stderr, flush=True)

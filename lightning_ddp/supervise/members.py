@@ -311,7 +311,7 @@ class Members:
                 self.send_to_places(membership.stands(place, position))
             case protocol.Present():
                 cause = FailureRecord.of_identity(
-                    self.identities[place], "it could not connect to the others"
+                    self.identities[place], "it could not connect to the other ranks"
                 )
                 self.send_to_places(membership.present(place, message, cause, now))
             case protocol.Joined(generation):
@@ -327,7 +327,7 @@ class Members:
         """A process fails as it has lost a connection: the run ends if it is one that is called."""
         place = self.place_of_process(record)
         if place is not None:
-            self.membership.gave_up(place, f"rank {record.rank} cannot go on: {record.message}")
+            self.membership.gave_up(place, f"rank {record.rank} cannot continue: {record.message}")
 
     def note_part_ended(self, who: Identity) -> None:
         """A member has stopped for a signal, or left the run well."""
@@ -341,7 +341,7 @@ class Members:
         """Says to members what is due; returns whether the next generation has formed."""
         membership = self.membership
         for place in filter(membership.is_unjoined, self._ended_parts):
-            cause = FailureRecord.of_identity(self.identities[place], "it has ended before it had joined")
+            cause = FailureRecord.of_identity(self.identities[place], "it exited before it had joined")
             self.send_to_places(membership.void(cause, now))
         for place in filter(membership.is_called, self._ended_parts):
             membership.stopped(place)

@@ -168,7 +168,7 @@ class Membership:
             self.condemned.add(place)
         if self._is_short(self.remaining):
             if not self._wait_s or not self.remaining:
-                return self._give_up(f"{len(self.remaining)} ranks are left, fewer than min_world_size")
+                return self._give_up(f"{len(self.remaining)} ranks remain, fewer than min_world_size")
             self._waits_until = self._waits_until or now + self._wait_s
         return [(p, muster) for p, muster in called if p != place]
 
@@ -215,7 +215,7 @@ class Membership:
         self._voids.append(now)
         if len(self._voids) >= _MOST_VOIDS and now - self._voids[0] >= _MEETS_WITHIN_S:
             self.cause = self.cause or cause
-            return self._give_up("the ranks that are left could not connect to each other")
+            return self._give_up("the remaining ranks could not connect to each other")
         self._settles_at = now + SETTLE_S
         return self._call_all(cause, now)
 
@@ -288,8 +288,8 @@ class Membership:
             return None
         number, least = len(self._leaving), self._settings.min_world_size
         return (
-            f"{number} of {len(self.members)} ranks were asked to leave, which would leave fewer than"
-            f" min_world_size={least}: all stop at the next step boundary"
+            f"{number} of {len(self.members)} ranks were asked to leave, but fewer than"
+            f" min_world_size={least} would remain, so all ranks stop at the next step boundary"
         )
 
     def _leaves(self, now: float) -> bool:
@@ -367,8 +367,8 @@ class Membership:
         """What is to be said now, because all is known or because time has passed."""
         if self.phase is Phase.GATHERING and self._waits_until is not None and now >= self._waits_until:
             return self._give_up(
-                f"{len(self.members)} ranks are left, fewer than min_world_size, and in"
-                f" wait_s={self._wait_s:g} s no others have come"
+                f"{len(self.members)} ranks remain, fewer than min_world_size, and no new ranks have joined"
+                f" within wait_s={self._wait_s:g} s"
             )
         if self.phase is Phase.FORMING and now >= self._repeat_at and self._form is not None:
             self._repeat_at = now + REPEAT_S
@@ -396,7 +396,7 @@ class Membership:
         places = tuple(sorted((*answers, *joined)))
         if self._is_short(places) and self._waits_until is None:
             if not self._wait_s or not places:
-                return self._give_up(f"{len(places)} ranks are left, fewer than min_world_size")
+                return self._give_up(f"{len(places)} ranks remain, fewer than min_world_size")
             self._waits_until = now + self._wait_s
         clean = [answer.step for answer in answers.values() if answer.is_clean]
         step = max(clean, default=-1)
@@ -440,14 +440,17 @@ class Membership:
         """Why the run cannot go on from `step`, and counts this recovery; None if it can."""
         steps = [answer.step for answer in answers.values()]
         if step < 0:
-            return "no rank that is left holds a whole state: all were interrupted while they changed theirs"
+            return "no remaining rank holds a whole state: all were interrupted while they changed it"
         if max(steps) > step or min(steps) < step - 1:
-            return f"the ranks that are left have committed {sorted(set(steps))} steps, and no state fits all"
+            return (
+                f"the remaining ranks have committed different steps, {sorted(set(steps))}, and no state"
+                " fits all of them"
+            )
         if not self._lost:  # others join, or have died while they did
             return None
         times = self._count_repetitions(step)
         if times is not None:
-            return f"step {step} failed {times}: the data or the code is at fault, and not the machine"
+            return f"step {step} failed {times}, so the data or the code is the cause, not the machine"
         if self._form is not None and not self._lost.keys() & self._begun:
             return None  # one more was lost while the generation was formed: the same recovery
         before, self._recovered_at = self._recovered_at, step
@@ -456,7 +459,10 @@ class Membership:
         self.num_recoveries += 1
         most = self._settings.max_recoveries
         if self.num_recoveries > most:
-            return f"{most} recoveries (max_recoveries) without {STEPS_TO_FORGET} steps in between"
+            return (
+                f"more than {most} recoveries (max_recoveries) without {STEPS_TO_FORGET} optimizer steps"
+                " between them"
+            )
         return None
 
     def _count_repetitions(self, step: int) -> str | None:
@@ -476,7 +482,7 @@ class Membership:
             elif has_begun:
                 known.step, known.count = step, known.count + 1
                 if known.count > 1 + is_by_chance:
-                    worst = "three times alike" if is_by_chance else "twice alike"
+                    worst = "three times in the same way" if is_by_chance else "twice in the same way"
         return worst
 
     def _give_up(self, reason: str) -> Outgoing:

@@ -153,7 +153,9 @@ class ControlServer:
             for message in peer.unpacker.feed(data):
                 self._control.hear(peer, message, time.monotonic())
         except Exception:  # noqa: BLE001 (whatever one process says, the others keep their server)
-            _log.debug("control channel: hung up on %s", peer.identity or "a stranger", exc_info=True)
+            _log.debug(
+                "control channel: closed the connection to %s", peer.identity or "a stranger", exc_info=True
+            )
             self._members.hang_up(peer, time.monotonic())
 
 

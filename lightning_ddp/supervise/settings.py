@@ -1,14 +1,14 @@
-"""The times of reconciliation."""
+"""Settings of supervision, recovery and preemption."""
 
 from __future__ import annotations
 
-import math
 import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
-from lightning_ddp.errors import ConfigurationError, closest
+from lightning_ddp.errors import ConfigurationError, closest, in_seconds, one_of, require
 
 __all__ = [
     "PreemptionSettings",
@@ -27,73 +27,76 @@ _NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 
 def _check_number(name: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least:
-        raise ConfigurationError(f"on_failure: {name}={value!r}; expected a whole number of at least {least}")
+        raise ConfigurationError(f"on_failure: {name}={value!r}: expected an integer of at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverySettings:
-    """How a run goes on after a failure, and when it does not.
+    """Options of `on_failure='shrink'`: when a run continues after a failure, and when it ends.
 
     Raises:
         ConfigurationError: a number is out of range, or a name is unknown.
     """
 
     min_world_size: int = 1
-    """With fewer ranks it ends."""
+    """Smallest number of ranks with which the run continues; with fewer ranks it ends."""
     max_recoveries: int = 10
-    """So many failures end it if no 100 optimizer steps lie between them."""
+    """Largest number of recoveries; one more ends the run. The count restarts after 100 optimizer steps
+    without a recovery."""
     batch: Literal["rank", "global"] = "rank"
-    """What stays the same: the batch of each rank, or the global batch."""
+    """Batch size that stays the same when ranks are lost: that of each rank ('rank') or of all ranks
+    ('global')."""
     exceptions: bool = False
-    """Whether a rank whose code raises is left behind as well; else that ends the run."""
+    """If True, also recover from exceptions in user code, as from the loss of the rank that raised; if
+    False, an exception ends the run."""
 
     def __post_init__(self) -> None:
         _check_number("min_world_size", self.min_world_size, 1)
         _check_number("max_recoveries", self.max_recoveries, 1)
         if self.batch not in ("rank", "global"):
-            raise ConfigurationError(f"on_failure: batch={self.batch!r}; there are 'rank', 'global'")
+            raise ConfigurationError(f"on_failure: batch={self.batch!r}: expected 'rank' or 'global'")
         if type(self.exceptions) is not bool:
-            raise ConfigurationError(f"on_failure: exceptions={self.exceptions!r}; expected True or False")
+            raise ConfigurationError(f"on_failure: exceptions={self.exceptions!r}: expected True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaceSettings(RecoverySettings):
-    """The same, with a new process in the place of each one that is lost."""
+    """Options of `on_failure='replace'`: those of 'shrink', and how long to wait for new processes."""
 
     wait_s: float = 0.0
-    """With fewer than `min_world_size` ranks the others wait for so many seconds for new ones."""
+    """Seconds to wait for new processes while there are fewer than `min_world_size` ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.wait_s) not in (int, float) or not 0 <= self.wait_s < math.inf:
-            raise ConfigurationError(f"on_failure: wait_s={self.wait_s!r}; expected seconds of at least 0")
+        seconds = in_seconds("on_failure: wait_s", self.wait_s)
+        require(seconds >= 0, f"on_failure: wait_s={self.wait_s!r}: expected seconds of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionSettings:
-    """A process that gets a signal leaves the others at a step boundary, and they go on.
+    """Options of `on_preemption='leave'`: the signal at which a process leaves the run at a step boundary.
 
     Raises:
         ConfigurationError: there is no such signal, or it cannot be handled.
     """
 
     signal: str = "SIGTERM"
-    """The signal by which it is asked to."""
+    """Name of the signal that makes a process leave, such as 'SIGUSR1'."""
 
     def __post_init__(self) -> None:
         if self.signal not in _NOTICES:
             raise ConfigurationError(
-                f"on_preemption: signal={self.signal!r}; there are {', '.join(map(repr, _NOTICES))}"
+                f"on_preemption: signal={self.signal!r}: expected {one_of(map(repr, _NOTICES))}"
             )
 
     @property
     def number(self) -> int:
-        """Of the signal."""
+        """Number of the signal."""
         return int(getattr(signals, self.signal))
 
 
 def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
-    """What the argument `on_failure` says; None for an end of the run.
+    """Parse the argument `on_failure`; None if a failure ends the run.
 
     Raises:
         ConfigurationError: an unknown name or option.
@@ -103,7 +106,7 @@ def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
 
 
 def parse_on_preemption(spec: str | Mapping[str, Any]) -> PreemptionSettings | None:
-    """What the argument `on_preemption` says; None where a signal stops all.
+    """Parse the argument `on_preemption`; None if a signal stops all ranks.
 
     Raises:
         ConfigurationError: an unknown name or option.
@@ -117,44 +120,49 @@ def _parse(
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = str(options.pop("name", None))
     if name not in kinds:
-        raise ConfigurationError(f"{argument}={spec!r}; there are {', '.join(map(repr, kinds))}")
+        raise ConfigurationError(f"{argument}={spec!r}: expected {one_of(map(repr, kinds))}")
     kind = kinds[name]
     if kind is None:
         if options:
-            raise ConfigurationError(f"{argument}='stop' has no options, and was given {', '.join(options)}")
+            raise ConfigurationError(f"{argument}='stop' has no options, but was given {', '.join(options)}")
         return None
     known = [field.name for field in fields(kind)]
     for option in options:
         if option not in known:
             raise ConfigurationError(f"{argument}={name!r} has no option {option!r}{closest(option, known)}")
-    return kind(**options)
+    given: dict[str, Any] = {
+        option: value.total_seconds() if isinstance(value, timedelta) else value
+        for option, value in options.items()
+    }
+    return kind(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReconcileSettings:
-    """How long a failure may stay unnoticed, and how long its consequences may take.
+    """How long a failure may go undetected, and how long processes may take to exit after it.
 
     Raises:
         ConfigurationError: a time is out of range.
     """
 
     heartbeat_timeout_s: float = 15.0
-    """A node that is not heard of for so long is gone; at least 2."""
+    """Seconds without a heartbeat after which a node counts as lost (at least 2)."""
     failure_grace_s: float = 30.0
-    """A process that does not end so long after a failure is ended, with the stacks of its threads printed.
-    Also how long ranks may take to reach the step boundary at which a SIGTERM stops them."""
+    """Seconds that a process has to exit after a failure; then it is killed and the stacks of its threads are
+    printed. Also the time in which ranks must reach the step boundary at which SIGTERM stops them."""
     stall_timeout_s: float | None = None
-    """A rank that makes no progress for so long, and does not wait for others, has failed; None: never."""
+    """Seconds without progress after which a rank that waits for no other rank counts as failed; None for no
+    limit."""
     recovery: RecoverySettings | None = None
-    """How the run goes on after a failure; None: it ends."""
+    """Options of recovery from a failure; None if a failure ends the run."""
     preemption: PreemptionSettings | None = None
-    """By which signal a process leaves the others; None: by none."""
+    """Options of preemption; None if a signal stops all ranks."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_timeout_s >= _LEAST_HEARTBEAT_S:
             raise ConfigurationError(
-                f"heartbeat_timeout_s={self.heartbeat_timeout_s}: expected seconds, at least"
-                f" {_LEAST_HEARTBEAT_S:g}"
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s}: expected at least {_LEAST_HEARTBEAT_S:g}"
+                " seconds"
             )
         if self.stall_timeout_s is not None and not self.stall_timeout_s > 0:
             raise ConfigurationError(f"stall_timeout={self.stall_timeout_s} s: expected a time above 0")

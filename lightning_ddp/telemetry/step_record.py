@@ -1,8 +1,8 @@
-"""Records of synchronised steps: forward, backward, and each bucket's way; averages as torch logs them.
+"""Records of synchronized steps: times of forward, backward and each bucket; means as torch logs them.
 
-The reducer and the wrapper tell a `StepRecorder` of each moment. It keeps the last steps if somebody wants
-them, and else times one in a hundred. On the CPU a moment is a reading of the host's clock, on CUDA an event
-on the stream, read once the device has passed it; nothing waits for the device.
+The reducer and the wrapper call a `StepRecorder` at each moment. It keeps the last steps if that is enabled,
+and otherwise times one step in a hundred. On the CPU a moment is a reading of the host's clock, on CUDA an
+event on the stream, read once the device has passed it; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHASES = {
     "backward_comm": ("comm_start", "comm_end"),
     "backward_compute_comm_overlap": ("comm_start", "backward_end"),
 }
-"""Parts of a step whose mean durations are known, and the moments at which they begin and end."""
+"""Parts of a step whose mean durations are measured, with the moments of their begin and end."""
 
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
@@ -38,54 +38,54 @@ _BUCKET_MOMENTS = ("ready", "launched", "done")
 
 @dataclass(slots=True)
 class BucketRecord:
-    """One bucket in one step; moments in nanoseconds of `StepRecorder`'s clock."""
+    """Times of one bucket in one step, in nanoseconds of `StepRecorder`'s clock."""
 
     index: int
     """Position in launch order."""
     num_bytes: int
-    """Size of its flat gradient; what a hook sends may be less."""
+    """Bytes of its flat gradient; a hook may send less."""
     ready: Any = None
-    """Its last gradient is there, before the collective."""
+    """Time at which the last gradient was computed, before the collective."""
     launched: Any = None
-    """Its collective is started, after those of the buckets before it."""
+    """Time at which the collective was started, after those of the buckets before it."""
     done: Any = None
-    """It is reduced. Noticed when the next bucket becomes ready, or by the wait at the end of backward."""
+    """Time at which the reduction was seen to be done: when a bucket becomes ready, or by the final wait."""
     begun: int | None = None
-    """In memory that ranks share: its turn has come. None where the backend does not tell."""
+    """Time at which the reduction began to run, with shared memory; None with other backends."""
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """One synchronised step of this rank; moments in nanoseconds, None where they did not happen."""
+    """Times of one synchronized step of this rank, in nanoseconds; None for moments without a record."""
 
     step: int
-    """Number of the synchronised backward, the same on all ranks."""
+    """Number of the synchronized backward, the same on all ranks."""
     forward_start: Any = None
     forward_end: Any = None
     backward_start: Any = None
-    """The first gradient is there."""
+    """Time at which the first gradient was computed."""
     backward_end: Any = None
-    """All gradients are there."""
+    """Time at which all gradients were computed."""
     comm_end: Any = None
-    """All buckets are reduced and written to `.grad`."""
+    """Time at which all buckets were reduced and written to `.grad`."""
     buckets: list[BucketRecord] = field(default_factory=list)
-    """In launch order, without those that were not reduced."""
+    """Reduced buckets, in launch order."""
     comm_start: Any = None
-    """The first bucket is complete, and its reduction about to be started."""
+    """Time at which the reduction of the first bucket was about to start."""
 
     def phase_ns(self, phase: str) -> int:
-        """How long one of `PHASES` took, in a step that had them all."""
+        """Return the duration of one of `PHASES` in ns, for a step with all of its moments."""
         start, end = (int(getattr(self, name)) for name in PHASES[phase])
         return max(0, end - start)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all gradients that were reduced."""
+        """Bytes of all reduced gradients."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def communication_s(self) -> float:
-        """Seconds in which at least one bucket was on its way."""
+        """Seconds in which at least one bucket was being reduced."""
         total, reached = 0, 0
         for bucket in sorted(self.buckets, key=lambda b: b.launched or 0):
             if bucket.launched is not None and bucket.done is not None:
@@ -109,10 +109,10 @@ class StepRecord:
 
     @property
     def slack_ns(self) -> int | None:
-        """From this rank's last contribution to the end of the last collective: one moment on all ranks.
+        """Nanoseconds from this rank's last ready bucket to the end of the last collective; None if unknown.
 
-        So of two ranks the one with less slack came later, by the difference; their clocks do not matter.
-        The rank waits for the last bucket, and so notices its end at once.
+        Of two ranks the one with less slack was later, by the difference, independent of their clocks. The
+        rank waits for the last bucket, so the end of that bucket is exact.
         """
         ready = [bucket.ready for bucket in self.buckets]
         if not ready or None in ready or self.buckets[-1].done is None:
@@ -121,48 +121,51 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Keeps what the last steps of one wrapper did, and means over some. Never communicates, never waits.
+    """Recorder of the times of a wrapper's steps, and of their means; never communicates or waits.
 
-    The first ten steps are timed, and one in `sample_rate` after; all of them, with the way of each bucket,
-    while records are kept. Of others nothing is noted.
+    The first ten steps are timed, and then one in `sample_rate`. While records are kept, all steps are timed,
+    with each bucket.
 
     Args:
-        device: where the gradients are.
+        device: device of the gradients.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.records: deque[StepRecord] = deque(maxlen=0)
-        """The last steps, oldest first. On CUDA those that the device has finished."""
+        """Records of the last steps, oldest first; on CUDA of steps that the device has finished."""
         self.sample_rate = 100
-        """After ten steps, one in so many is timed."""
+        """After ten steps, one step in this number is timed."""
         self.mean_ns: dict[str, float] = {}
-        """Mean duration of each phase; empty before the first step is timed."""
+        """Mean duration of each phase in ns; empty before the first timed step."""
         self.last_timed: tuple[int, StepRecord] | None = None
-        """The last of these steps, and how many forwards there had been with its own."""
+        """Last timed step, after the number of forwards up to its own; None before."""
         self._device = device
         self._events = _Events(device) if device.type == "cuda" else None
         self._is_keeping = False
         self._open: StepRecord | None = None
-        self._buckets: dict[int, BucketRecord] = {}  # of that step, if its record is kept
-        self._timed: tuple[int, StepRecord] | None = None  # is over, as far as the host knows
+        self._buckets: dict[int, BucketRecord] = {}  # of the open step, if records are kept
+        self._timed: tuple[int, StepRecord] | None = None  # ended on the host, perhaps not on the device
         self._in_flight: list[tuple[BucketRecord, Any]] = []
         self._forward: tuple[Any, Any] = (None, None)
         self._num_forwards = self._num_timed = 0
         self._num_added = 0  # since the last `take`
         self._first = 0  # number of the step that the engine counts as 0
 
-    def keep(self, num_steps: int) -> None:
-        """Begin to keep the records of the last steps; with 0, leave those that there are as they are.
+    def start(self, num_steps: int) -> None:
+        """Keep the records of the last `num_steps` steps, and drop earlier records.
 
         Raises:
-            ConfigurationError: a negative number.
+            ConfigurationError: The number is less than 1.
         """
-        if num_steps < 0:
-            raise ConfigurationError(f"num_steps={num_steps}: expected a number of steps from 0")
-        self._is_keeping, self._open = num_steps > 0, None
-        if num_steps:
-            self.records, self._num_added, self._first = deque(maxlen=num_steps), 0, 0
-            self._events = _Events(self._device) if self._events is not None else None
+        if num_steps < 1:
+            raise ConfigurationError(f"num_steps={num_steps}: expected a number of steps from 1")
+        self._is_keeping, self._open = True, None
+        self.records, self._num_added, self._first = deque(maxlen=num_steps), 0, 0
+        self._events = _Events(self._device) if self._events is not None else None
+
+    def stop(self) -> None:
+        """Keep no further records; the existing records stay."""
+        self._is_keeping, self._open = False, None
 
     @property
     def _is_timed(self) -> bool:
@@ -173,7 +176,7 @@ class StepRecorder:
         return time.perf_counter_ns() if self._events is None else _record_event(self._device)
 
     def start_forward(self) -> bool:
-        """A forward whose backward is to be synchronised begins. Returns whether the means have changed."""
+        """Record the begin of a forward with a synchronized backward; return True if means changed."""
         is_new = self._update_means()
         self._num_forwards += 1
         is_noted = self._is_keeping or self._is_timed
@@ -181,12 +184,12 @@ class StepRecorder:
         return is_new
 
     def end_forward(self) -> None:
-        """It ends."""
+        """Record the end of the forward."""
         if self._is_keeping:
             self._forward = (self._forward[0], self._now())
 
     def start_backward(self, step: int) -> None:
-        """The first gradient of synchronised backward `step` is there."""
+        """Record the first gradient of synchronized backward `step`."""
         self._in_flight.clear()
         self._buckets.clear()
         self._open = None
@@ -197,19 +200,19 @@ class StepRecorder:
         self._forward = (None, None)
 
     def ready(self, index: int, flat: torch.Tensor) -> None:
-        """All that bucket `index` gets is there; `flat` is as large as that."""
+        """Record that bucket `index`, with the flat gradient `flat`, is full."""
         if self._is_keeping and self._open is not None:
             num_bytes = flat.numel() * flat.element_size()
             self._buckets[index] = BucketRecord(index, num_bytes, ready=self._now())
             self._look_for_done()
 
     def launching(self) -> None:
-        """The reduction of a bucket is about to be started."""
+        """Record that the reduction of a bucket is about to start."""
         if self._open is not None and self._open.comm_start is None:
             self._open.comm_start = self._now()
 
     def launched(self, index: int, work: Any) -> None:
-        """The reduction of bucket `index` has been started; `work` is its work or future, None for none."""
+        """Record the start of the reduction of bucket `index`; `work` is its work, future or None."""
         bucket = self._buckets.get(index)
         if bucket is None:
             return
@@ -223,13 +226,13 @@ class StepRecorder:
             self._in_flight.append((bucket, work))
 
     def end_backward(self) -> None:
-        """All gradients are there."""
+        """Record that all gradients are computed."""
         if self._open is not None:
             self._open.backward_end = self._now()
             self._look_for_done()
 
     def done(self, index: int) -> None:
-        """Bucket `index` has been waited for."""
+        """Record the end of the wait for bucket `index`."""
         bucket = self._buckets.get(index)
         if bucket is not None and bucket.done is None:
             bucket.done = self._now()
@@ -237,7 +240,7 @@ class StepRecorder:
             bucket.begun = getattr(work, "begun_ns", None)
 
     def finish(self) -> None:
-        """All buckets are reduced: the record of the step is complete."""
+        """Complete the record of the step, once all buckets are reduced."""
         record, self._open = self._open, None
         if record is None:
             return
@@ -258,7 +261,7 @@ class StepRecorder:
             self._num_added += 1
 
     def _update_means(self) -> bool:
-        """Takes in the last timed step, once the device has finished it. Returns whether there was one."""
+        """Add the last timed step to the means, once the device has finished it; return True if so."""
         if self._events is not None:
             self._add(self._events.resolve())
         if self._timed is None or not isinstance(self._timed[1].comm_end, int):
@@ -271,7 +274,7 @@ class StepRecorder:
         return True
 
     def _look_for_done(self) -> None:
-        """Notes which works have ended meanwhile; on CUDA events say so more exactly."""
+        """Record works that have ended meanwhile; on CUDA events are used, which are more exact."""
         still = []
         for bucket, work in self._in_flight:
             if bucket.done is not None:
@@ -283,24 +286,24 @@ class StepRecorder:
         self._in_flight = still
 
     def begin_again(self, first: int) -> None:
-        """The engine counts its steps anew, from number `first` here, which may be done again."""
+        """Map the engine's next step 0 to number `first`; drop the records of steps from `first` on."""
         self._first, self._open = first, None
         while self.records and self.records[-1].step >= first:
             self.records.pop()
 
     @property
     def num_new(self) -> int:
-        """How many records `take` would return."""
+        """Number of records that `take` would return."""
         return min(self._num_added, len(self.records))
 
     def take(self) -> list[StepRecord]:
-        """The records that have been added since the last call, as far as they are still kept."""
+        """Return the records added since the last call that are still kept."""
         first, self._num_added = len(self.records) - self.num_new, 0
         return list(self.records)[first:]
 
 
 class _Events:
-    """Moments of a CUDA device: events, and what they are in nanoseconds of the host's clock, about."""
+    """Moments of a CUDA device: events, converted to approximate nanoseconds of the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -310,13 +313,13 @@ class _Events:
         self._anchor_ns = time.perf_counter_ns()
 
     def record_after(self, work: Any) -> torch.cuda.Event:
-        """An event at the end of a work, on a stream that nothing else waits for."""
+        """Record an event at the end of a work, on a stream that nothing else waits for."""
         with torch.cuda.stream(self._side):
             work.wait()
             return _record_event(self._device)
 
     def resolve(self) -> list[StepRecord]:
-        """Steps that the device has finished meanwhile, now with times for events."""
+        """Return steps that the device has finished meanwhile, with times instead of events."""
         finished = []
         while self.unresolved:
             record = self.unresolved[0]
@@ -328,7 +331,7 @@ class _Events:
             if not all(event.query() for event in events):
                 break
             finished.append(self.unresolved.popleft())
-            # elapsed_time is a 32-bit number: exact for short times, such as those within a step
+            # elapsed_time is a 32-bit float, exact for short times such as those within a step.
             first_ns = self._anchor_ns + _ns_between(self._anchor, events[0])
             for (owner, name), event in zip(places, events, strict=True):
                 setattr(owner, name, first_ns + _ns_between(events[0], event))

@@ -1,8 +1,8 @@
-"""Recorded steps of all ranks: which comes late, a rank's file, one time axis, a Chrome trace and a picture.
+"""Recorded steps of all ranks: late ranks, files, one time axis, a Chrome trace and a picture.
 
-Clocks of hosts differ. A step's last collective ends on all ranks at one moment, up to the time that a
-message travels. So each rank's clock is shifted until these ends agree with rank 0's (in the median), and of
-two ranks the one with less slack, the time from its last bucket's readiness to that end, came later.
+Clocks of hosts differ. A step's last collective ends on all ranks at the same moment, up to the latency of a
+message. So each rank's clock is shifted until these ends agree with rank 0's (in the median). Slack is the
+time from a rank's last ready bucket to that end; of two ranks the one with less slack was later.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ _MOST_KEPT = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Ranks were lost, or have joined, and the run went on."""
+    """A change of ranks, by losses or joins, after which the run continued."""
 
     step: int
-    """The first one with the new ranks, counted as the recorded steps are."""
+    """First step with the new ranks, numbered as the recorded steps."""
     old_world_size: int
     new_world_size: int
     lost_ranks: Sequence[int]
-    """As they were numbered before."""
+    """Lost ranks, numbered as before the change."""
     joined_ranks: Sequence[int]
-    """As they are numbered since."""
+    """Joined ranks, numbered as after the change."""
     seconds: float
-    """That this rank lost by it."""
+    """Seconds that this rank lost by the change."""
     cause: str
-    """In a line; empty where nothing has failed."""
+    """Cause in one line; empty if nothing failed."""
 
     @property
     def why(self) -> str:
-        """The cause; or that nothing has failed."""
+        """The cause, or a phrase for a change without a failure."""
         return self.cause or ("asked to leave" if self.lost_ranks else "new processes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What the last steps of one rank did; moments in nanoseconds of its own clock."""
+    """Records of the last steps of one rank, in nanoseconds of its own clock."""
 
     rank: int
     world_size: int
@@ -66,7 +66,7 @@ class Recording:
 
 
 def save(folder: Path, recording: Recording) -> Path:
-    """Writes `folder/rank<r>.json`, and the folder if it does not exist. Does not communicate.
+    """Write `folder/rank<r>.json`, and create the folder if it does not exist.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -94,24 +94,24 @@ def save(folder: Path, recording: Recording) -> Path:
 
 
 def load_folder(folder: Path) -> list[Recording]:
-    """The recordings of a folder, in rank order. Ranks may be missing, as on the other nodes' disks.
+    """Load the recordings of a folder, in rank order; ranks may be missing, such as other nodes'.
 
     Raises:
-        ConfigurationError: there is none, one cannot be read, or they are of runs of different sizes.
+        ConfigurationError: there is no recording, one cannot be read, or the numbers of ranks differ.
     """
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("rank*.json"))
     found = sorted((int(match[1]), path) for match, path in matches if match is not None)
     if not found:
         raise ConfigurationError(
-            f"{folder} holds no recording (rank0.json, rank1.json ...):"
-            " CommunicationMonitor(timeline=folder) writes them at the end of a fit"
+            f"{folder} has no recording (rank0.json, rank1.json ...). CommunicationMonitor(timeline=folder)"
+            " writes them at the end of a fit."
         )
     recordings = [_load(path) for _, path in found]
     sizes = {recording.world_size for recording in recordings}
     if len(sizes) > 1:
         raise ConfigurationError(
-            f"{folder} holds recordings of runs with {' and '.join(map(str, sorted(sizes)))} ranks; use a"
-            " folder of its own for each run"
+            f"{folder} has recordings of runs with {' and '.join(map(str, sorted(sizes)))} ranks. Use a"
+            " folder of its own for each run."
         )
     return recordings
 
@@ -121,7 +121,7 @@ def _load(path: Path) -> Recording:
         document = json.loads(path.read_text())
         if document["version"] != _VERSION:
             raise ConfigurationError(
-                f"{path} has format {document['version']}, this version reads format {_VERSION}"
+                f"{path} has format {document['version']}, but this version reads format {_VERSION}"
             )
         return Recording(
             rank=int(document["rank"]),
@@ -133,7 +133,7 @@ def _load(path: Path) -> Recording:
     except ConfigurationError:
         raise
     except (KeyError, TypeError, ValueError, OSError) as error:
-        raise ConfigurationError(f"{path} is no recording: {type(error).__name__}: {error}") from error
+        raise ConfigurationError(f"{path} is not a recording: {type(error).__name__}: {error}") from error
 
 
 def _step(values: dict[str, Any]) -> StepRecord:
@@ -142,20 +142,20 @@ def _step(values: dict[str, Any]) -> StepRecord:
     return step
 
 
-# ---------------------------------------------------------------------- which rank comes late
+# ---------------------------------------------------------------------- late ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lateness:
-    """How late the ranks came in a number of successive steps."""
+    """Lateness of the ranks in successive steps."""
 
     first_step: int
-    """Number of the first synchronised backward."""
+    """Number of the first synchronized backward."""
     late_us: Mapping[int, Sequence[int | None]]
-    """Rank -> microseconds after the first rank in each step; None where a rank did not say."""
+    """Microseconds after the first rank in each step, by rank; None if unknown."""
 
     def median_us(self) -> dict[int, float]:
-        """Rank -> median over the steps; without ranks that said nothing."""
+        """Return the median in microseconds over the steps, by rank, without unknown ranks."""
         known = {rank: [v for v in values if v is not None] for rank, values in self.late_us.items()}
         return {rank: statistics.median(values) for rank, values in known.items() if values}
 
@@ -176,12 +176,12 @@ def lateness(first_step: int, slacks_us: Mapping[int, Sequence[int | None]]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A rank that has been late for so many steps in a row."""
+    """A rank that was late in `num_steps` successive steps."""
 
     rank: int
     num_steps: int
     late_us: float
-    """Median of how long after the typical rank it came in these steps."""
+    """Median of its lateness in these steps, in microseconds after the typical rank."""
 
 
 @dataclass(kw_only=True)
@@ -192,10 +192,10 @@ class _Streak:
 
 
 class SlowRanks:
-    """Finds ranks that are late in every one of `num_steps` or more successive steps.
+    """Detector of ranks that are late in at least `num_steps` successive steps.
 
-    Late is measured from the typical rank (of those in the middle the earlier one), so that one that is
-    always early does not make all others late.
+    Lateness is relative to the typical rank (the lower median), so that one early rank does not make all
+    others late.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -203,10 +203,10 @@ class SlowRanks:
         self._streaks: dict[int, _Streak] = {}
 
     def add(self, known: Lateness, limit_us: float) -> list[SlowRank]:
-        """Take in the steps after those of the last call; a slow rank is later by more than `limit_us`.
+        """Add the steps after the last call; a rank is late in a step if it is by more than `limit_us`.
 
         Returns:
-            Ranks that have now been late for `num_steps`, or for twice as many as when last returned.
+            Ranks that have been late for `num_steps` now, or for twice as many steps as when last returned.
         """
         for now in zip_longest(*known.late_us.values()):
             self._add_step(dict(zip(known.late_us, now, strict=True)), limit_us)
@@ -238,21 +238,21 @@ class SlowRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that took time."""
+    """An interval of one rank on the time axis."""
 
     kind: str
-    """'forward', 'backward', 'exposed' (the rank waits for buckets), 'bucket', or 'queued': a bucket that is
-    started and waits, until the one before it is reduced and all ranks have started theirs."""
+    """'forward', 'backward', 'exposed' (the rank waits for buckets), 'bucket', or 'queued': a started bucket
+    that waits until the bucket before it is reduced and all ranks have started theirs."""
     row: int
-    """0 for compute; buckets that are on their way at the same time are in different rows."""
+    """0 for compute; buckets that are reduced at the same time are in different rows."""
     start_ns: int
-    """From the first moment of all ranks on."""
+    """Nanoseconds from the first moment of all ranks on."""
     end_ns: int
     step: int
     bucket: int | None = None
     num_bytes: int = 0
     ready_ns: int | None = None
-    """When a bucket had its last gradient."""
+    """Time at which a bucket had its last gradient; None for other spans or if unknown."""
 
     @property
     def name(self) -> str:
@@ -263,7 +263,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """What one rank did."""
+    """The spans of one rank."""
 
     rank: int
     host: str
@@ -275,11 +275,11 @@ class Lane:
 
 
 def lanes_of(recordings: Sequence[Recording], *, num_steps: int | None = None) -> list[Lane]:
-    """Puts the recordings on one time axis, which begins with the first thing that is shown.
+    """Put the recordings on one time axis, which begins with the first shown moment.
 
     Args:
-        recordings: of different ranks; steps are matched by their number.
-        num_steps: show only the last ones that all ranks have; None for every step.
+        recordings: recordings of different ranks; steps are matched by their number.
+        num_steps: number of the last steps of all ranks to show; None for every step.
     """
     common = set.intersection(*({step.step for step in r.steps} for r in recordings)) if recordings else set()
     shown = common if num_steps is None else set(sorted(common)[len(common) - min(num_steps, len(common)) :])
@@ -307,7 +307,7 @@ def _begin(step: StepRecord) -> int:
 
 
 def _shift(reference: Recording, other: Recording, common: Iterable[int]) -> int:
-    """What to add to a moment of `other` for one of the reference's clock."""
+    """Return the offset in ns from the clock of `other` to that of `reference`."""
     theirs = {step.step: step.buckets[-1].done for step in reference.steps if step.buckets}
     own = {step.step: step.buckets[-1].done for step in other.steps if step.buckets}
     known = [n for n in common if theirs.get(n) is not None and own.get(n) is not None]
@@ -323,7 +323,7 @@ def _spans(steps: Sequence[StepRecord], shift: int, all_started: Mapping[tuple[i
             spans.append(
                 Span(kind=kind, row=_COMPUTE, start_ns=start + shift, end_ns=end + shift, step=step.step)
             )
-        before = 0  # when the bucket before it was reduced
+        before = 0  # time at which the previous bucket was reduced
         for bucket in sorted(step.buckets, key=lambda b: b.launched or 0):
             if bucket.launched is None or bucket.done is None:
                 continue
@@ -356,7 +356,7 @@ def _compute(step: StepRecord) -> Iterable[tuple[str, int, int]]:
 
 
 def chrome_trace(lanes: Sequence[Lane]) -> Mapping[str, Any]:
-    """The document that chrome://tracing and Perfetto open: a process a rank, a thread a row."""
+    """Return a document for chrome://tracing and Perfetto: a process per rank, a thread per row."""
     events: list[dict[str, Any]] = []
 
     def describe(kind: str, pid: int, tid: int, title: str, index: int) -> None:
@@ -407,11 +407,11 @@ LABELS = {
     "bucket": "bucket is reduced",
 }
 _ROW_HEIGHT = 0.8
-_NARROWEST_TEXT = 0.045  # part of the width that a name needs
+_NARROWEST_TEXT = 0.045  # fraction of the width that a name needs
 
 
 def draw(lanes: Sequence[Lane], path: Path) -> None:
-    """Draws all lanes, from the top down, into a file whose suffix says the format, such as .png or .svg.
+    """Draw all lanes, from the top down, to a file whose suffix is the format, such as .png.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -437,7 +437,7 @@ def draw(lanes: Sequence[Lane], path: Path) -> None:
     axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
     axes.set_xlabel("milliseconds since the first forward that is shown")
     steps = sorted({span.step for lane in lanes for span in lane.spans})
-    figure.suptitle(f"Steps {steps[0]} to {steps[-1]}: what each rank computes, and the way of its buckets")
+    figure.suptitle(f"Steps {steps[0]} to {steps[-1]}: computation and bucket communication of each rank")
     keys = [Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()]
     axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5)
     figure.savefig(path, dpi=150)

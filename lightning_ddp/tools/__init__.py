@@ -1,4 +1,4 @@
-"""Tools behind `python -m lightning_ddp`, and how each of them ends: by itself, with `ToolError`, by SIGTERM.
+"""Tools behind `python -m lightning_ddp`, with `ToolError` and the handling of SIGTERM.
 
 Only the command line imports this room. Its page is README.md beside this file.
 """
@@ -17,11 +17,11 @@ from lightning_ddp.errors import LightningDDPError
 
 
 class ToolError(LightningDDPError, RuntimeError):
-    """A tool could not do what it was asked for; the message is printed without a traceback."""
+    """A tool could not do its task; the message is printed without a traceback."""
 
 
 class _Handler:
-    """Handler of SIGTERM: turns the first one into an exception, and lets nothing disturb the unwinding."""
+    """Handler of SIGTERM that raises an exception for the first signal and ignores signals after it."""
 
     def __init__(self) -> None:
         self.num_holding = 0
@@ -36,15 +36,15 @@ class _Handler:
             return
         self._has_come = False
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.write(2, b"ended by SIGTERM\n")  # the main thread may be inside of a print
+        os.write(2, b"ended by SIGTERM\n")  # the main thread may be inside a print
         sys.exit(128 + signal.SIGTERM)
 
 
 @contextmanager
 def unwinds_at_sigterm() -> Generator[None, None, None]:
-    """Raise `SystemExit` (status 143) for a SIGTERM to this block, in the main thread, which enters it; once.
+    """Raise `SystemExit` (status 143) in the main thread at the first SIGTERM in this block.
 
-    In another thread than the main one, which alone may set handlers, it does nothing.
+    Without effect if entered by another thread, as only the main thread may set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +52,7 @@ def unwinds_at_sigterm() -> Generator[None, None, None]:
     previous = signal.signal(signal.SIGTERM, _Handler())
     try:
         yield
-    finally:  # None stands for a handler that was not set from Python
+    finally:  # None is a handler that was not set from Python
         signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
 
@@ -63,7 +63,7 @@ def _ours() -> _Handler | None:
 
 @contextmanager
 def held_back() -> Generator[None, None, None]:
-    """Keep SIGTERM waiting until the end of the block: for starting what has to be ended again."""
+    """Defer SIGTERM to the end of the block, which starts something that must be cleaned up."""
     handler = _ours() or _Handler()
     handler.num_holding += 1
     try:
@@ -75,7 +75,7 @@ def held_back() -> Generator[None, None, None]:
 
 @contextmanager
 def ends_at_sigterm() -> Generator[None, None, None]:
-    """Let SIGTERM end the process in this block: for waits in C++, where no exception would be raised."""
+    """Let SIGTERM terminate the process in this block: for waits in C++, where no handler runs."""
     handler = _ours()
     if handler is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

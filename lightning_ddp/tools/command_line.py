@@ -1,4 +1,4 @@
-"""Options that the tools share, and what they print: tables, ratios of paired rounds, the progress bar."""
+"""Shared options of the tools, and their output: tables, ratios of paired rounds, the progress bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
-from lightning_ddp.tools.models import MODEL_NAMES
+from lightning_ddp.errors import one_of
+from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP
 
 PICTURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
@@ -32,20 +33,20 @@ def _number(kind: type, least: float, expected: str) -> Callable[[str], Any]:
 
 
 positive_int = _number(int, 1, "an integer of at least 1")
-"""Parse a number of things for argparse."""
+"""Parser for argparse of a positive integer."""
 positive_float = _number(float, 5e-324, "a number above 0")
-"""Parse a finite quantity for argparse."""
+"""Parser for argparse of a finite positive number."""
 
 
 def existing_file(text: str) -> str:
-    """Parse a file to read; refuses one that is not there."""
+    """Parse the path of a file to read; refuse a missing file."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
     return str(Path(text).resolve())
 
 
 def output_path(text: str) -> Path:
-    """Parse a file to write, and refuse one whose folder is missing before anything long has run."""
+    """Parse the path of a file to write; refuse a missing folder early."""
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {text!r}")
@@ -53,12 +54,12 @@ def output_path(text: str) -> Path:
 
 
 def picture_path(text: str) -> Path:
-    """Parse a picture to draw, and refuse one that could not be drawn before anything long has run."""
+    """Parse the path of a picture to draw; refuse an unsupported format or a missing library early."""
     path = output_path(text)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PICTURE_SUFFIXES)}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected {one_of(PICTURE_SUFFIXES)}, got {text!r}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install matplotlib")
+        raise argparse.ArgumentTypeError("drawing needs matplotlib: pip install matplotlib")
     return path
 
 
@@ -71,7 +72,7 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     ),
     "timeout_s": (
         ("--timeout-s",),
-        {"type": positive_float, "metavar": "S", "help": "seconds after which processes are ended"},
+        {"type": positive_float, "metavar": "S", "help": "seconds after which processes are killed"},
     ),
     "device": (
         ("--device",),
@@ -79,38 +80,37 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     ),
     "models": (
         ("--models", "--model"),
-        {"choices": MODEL_NAMES, "metavar": "MODEL", "help": f"any of {', '.join(MODEL_NAMES)}"},
+        {"choices": MODEL_NAMES, "metavar": "MODEL", "help": MODELS_HELP},
     ),
 }
-"""Option -> its names and what argparse is told."""
+"""Names and arguments for argparse, by option."""
 
 
 def add_shared(parser: Any, **defaults: Any) -> None:
-    """Declare some of the options that several tools have: name -> default; a list takes several values."""
+    """Declare shared options with the given defaults; a list as default accepts several values."""
     for name, default in defaults.items():
         names, options = _SHARED[name]
         if isinstance(default, list):
             options = {**options, "nargs": "+"}
         if default is not None:
             shown = " ".join(map(str, default)) if isinstance(default, list) else default
-            options = {**options, "help": f"{options['help'].partition(' (')[0]} (default: {shown})"}
+            options = {**options, "help": f"{options['help'].partition(' (default')[0]} (default: {shown})"}
         parser.add_argument(*names, default=default, **options)
 
 
 def add_choices(parser: Any, option: str, choices: Sequence[str], default: Sequence[str], what: str) -> None:
-    """Declare an option that takes some of several names; the help says which there are."""
+    """Declare an option that accepts some of several names, listed in its help."""
     shown = "all" if tuple(default) == tuple(choices) else " ".join(default)
-    text = f"{what}, any of {', '.join(choices)} (default: {shown})"
+    text = f"{what}; any of: {', '.join(choices)} (default: {shown})"
     parser.add_argument(
         option, nargs="+", choices=tuple(choices), default=list(default), metavar="NAME", help=text
     )
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Median over rounds of `numerator / denominator`.
+    """Return the median over rounds of `numerator / denominator`.
 
-    Pairing by round cancels what changed between rounds (clock speed, other load); the ratio of two medians
-    does not.
+    Unlike the ratio of two medians, pairing by round cancels changes between rounds, such as other load.
 
     >>> paired_ratio([2.0, 20.0, 3.0], [4.0, 40.0, 4.0])
     0.5
@@ -148,7 +148,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[str | int | flo
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution; None where it is not installed, such as in a source tree."""
+    """Return the version of a distribution; None if it is not installed, such as in a source tree."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -156,5 +156,5 @@ def installed_version(name: str) -> str | None:
 
 
 def progress_bar(total: int, label: str, *, is_shown: bool = True) -> tqdm[None]:
-    """Make a progress bar on standard error; it stays silent where that is no terminal."""
+    """Make a progress bar on standard error, silent if that is no terminal."""
     return tqdm(total=total, desc=label, file=sys.stderr, disable=None if is_shown else True, leave=False)

@@ -1,4 +1,4 @@
-"""Hook programs: what a hook does with a bucket, noted where it runs alone and its collectives go nowhere."""
+"""Hook programs: the operations of a hook on a bucket, recorded without communication."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_ddp.hooks.catalogue import HookPlan, make_hook, parse_hook
 
 Kind = Literal["all_reduce", "all_to_all", "all_gather"]
 Shapes = tuple[tuple[int, ...], ...]
-"""Sizes of parameters."""
+"""Shapes of parameters."""
 
 _SETTLED_STEP = 10**9
-"""A step after every warm-up."""
+"""Number of a step that is after every warm-up."""
 _NUM_FEW, _NUM_MANY = 2, 8
 _NUM_WARMUP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Arithmetic of the hook."""
+    """Arithmetic of the hook, of some duration."""
 
     seconds: float
 
@@ -39,7 +39,7 @@ class Send:
     kind: Kind
     num_bytes: float
     ticket: int
-    """By which `Wait` names it."""
+    """Identifier for its `Wait`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +51,25 @@ class Wait:
 
 Op = Work | Send | Wait
 Program = tuple[Op, ...]
-"""What happens to one bucket, one after the other."""
+"""Operations on one bucket, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HookModel:
-    """What a hook does with the buckets of one model: a program a bucket, with few ranks and with many."""
+    """Programs of a hook, one per bucket of a model, recorded with few and with many ranks."""
 
     few: tuple[Program, ...]
     many: tuple[Program, ...]
     num_few: int = _NUM_FEW
     num_many: int = _NUM_MANY
     is_queued: bool = True
-    """Whether one thread takes the buckets one after the other; else each waits for nothing but the link."""
+    """True if one thread handles the buckets one after the other; False if each waits for the link only."""
 
     def programs(self, num_ranks: int) -> list[Program]:
-        """What happens to each bucket with `num_ranks` ranks.
+        """Return the program of each bucket with `num_ranks` ranks.
 
-        Where each rank gives the others as much however many they are, both that and the arithmetic on what
-        comes from all of them grow with the ranks; parts of a whole shrink with them; else all stays.
+        Gathered tensors of constant size make the traffic, and the arithmetic on them, grow with the number
+        of ranks. Gathered shares of a whole shrink with it. Everything else is constant.
         """
         return [self._at(few, many, num_ranks) for few, many in zip(self.few, self.many, strict=True)]
 
@@ -90,21 +90,21 @@ class HookModel:
 
 
 def _shrinks(few: Send, many: Op) -> bool:
-    """Whether a gathered tensor is a share of a whole: with more ranks it is smaller."""
+    """Return True if a gathered tensor is a share of a whole, which is smaller with more ranks."""
     return few.kind == "all_gather" and isinstance(many, Send) and many.num_bytes < 0.75 * few.num_bytes
 
 
 def plain_model(sizes: Sequence[int]) -> HookModel:
-    """The reducer without a hook: an all-reduce for each bucket, of so many bytes."""
+    """Return the model of the reducer without a hook: an all-reduce of each bucket of `sizes` bytes."""
     programs = tuple((Send(kind="all_reduce", num_bytes=size, ticket=0), Wait(ticket=0)) for size in sizes)
     return HookModel(few=programs, many=programs, is_queued=False)
 
 
 class _Notebook(Channel):
-    """A channel among `size` ranks that are all as this one: nothing is sent, and all is noted."""
+    """A channel of `size` equal ranks that sends nothing and records all operations."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        # no group and no thread, which Channel's own constructor makes
+        # Channel's constructor would make a group and a thread.
         self.device = device
         self.rank = 0
         self.size = size
@@ -113,7 +113,7 @@ class _Notebook(Channel):
         self._since = 0.0
 
     def note(self, job: Callable[[], object]) -> Program:
-        """What a job does."""
+        """Run a job and return its recorded operations."""
         self._ops = []
         self._since = self._now()
         job()
@@ -121,7 +121,7 @@ class _Notebook(Channel):
         return tuple(self._ops)
 
     def _note(self, *ops: Op) -> None:
-        """The arithmetic since the last note, and what comes after it."""
+        """Record the arithmetic since the last record, and the operations after it."""
         self._ops += [Work(seconds=self._now() - self._since), *ops]
 
     def _now(self) -> float:
@@ -130,24 +130,24 @@ class _Notebook(Channel):
         return time.perf_counter()
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """1-D tensors."""
+        """Return `count` 1-D tensors of `numel` elements."""
         return [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Callable[[], torch.Tensor]:
-        """Notes an all-reduce; the sum is that of equal ranks."""
+        """Record an all-reduce, with the sum of equal ranks as its result."""
         return self._start("all_reduce", tensor, lambda: tensor.mul_(self.size) if op is None else tensor)
 
     def start_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Notes an all-to-all."""
+        """Record an all-to-all."""
         return self._start("all_to_all", rows, rows.clone)
 
     def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Notes an all-gather."""
+        """Record an all-gather."""
         shape = (self.size, *tensor.shape)
         return self._start("all_gather", tensor, lambda: tensor.expand(shape).contiguous())
 
     def read(self, tensor: torch.Tensor) -> Any:
-        """The value of a tensor of one element."""
+        """Return the value of a one-element tensor."""
         return tensor.item()
 
     def _start(
@@ -170,10 +170,10 @@ class _Notebook(Channel):
 def trace_hook(
     spec: Any, buckets: Sequence[Shapes], *, device: torch.device | None = None, num_runs: int = 5
 ) -> HookModel:
-    """Note what a hook does with the buckets of a model, with any number of ranks. Does not communicate.
+    """Record the operations of a hook on the buckets of a model, without communication.
 
-    Its collectives and their sizes are noted, and the time of its arithmetic between them, after the warm-up
-    steps that it may have: the median of `num_runs` runs with random gradients.
+    Records its collectives with their sizes, and the durations of its arithmetic between them, in a step
+    after any warm-up: the median of `num_runs` runs with random gradients.
     """
     plan = spec if isinstance(spec, HookPlan) else parse_hook(spec)
     where = device or torch.device("cpu")
@@ -207,7 +207,7 @@ def _part(shapes: Shapes, index: int, is_last: bool) -> Part:
 
 
 def _median(programs: Sequence[Program]) -> Program:
-    """One program of several that differ in their times."""
+    """Return the program with the median durations of several programs."""
     ops: list[Op] = []
     for column in zip(*programs, strict=True):
         seconds = [op.seconds for op in column if isinstance(op, Work)]

@@ -1,7 +1,7 @@
-"""What is trained: models with a batch, and wrappers beside each other.
+"""Benchmark models with a batch, and the wrappers to compare.
 
-Of the models each stresses another part of a data-parallel wrapper: `linear500` the per-parameter cost of
-hooks (1,000 small parameters), `linear16` bytes (64 MiB of gradients), `transformer6` a usual mix, `convbn40`
+Each model stresses another part of a data-parallel wrapper: `linear500` the per-parameter cost of hooks
+(1,000 small parameters), `linear16` bytes (64 MiB of gradients), `transformer6` a usual mix, `convbn40`
 the broadcast of buffers before each forward. A script that trains without this package imports this file.
 """
 
@@ -22,7 +22,7 @@ class Workload:
     """A model with its batch, on the CPU."""
 
     module: nn.Module
-    """In training mode; the same weights on all ranks."""
+    """Model in training mode, with the same weights on all ranks."""
     batch: Tensor
     """float32 inputs; different on each rank."""
 
@@ -81,23 +81,28 @@ WORKLOADS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "transformer6": (_transformer6, (8, 64, 256)),
     "convbn40": (_convbn40, (8, 32, 16, 16)),
 }
-"""Name -> how to build the model, and the shape of its batch."""
+"""Constructors of the models and shapes of their batches, by name."""
 
 MODEL_NAMES = tuple(WORKLOADS)
-"""In the order in which they are measured."""
+MODELS_HELP: Final = (
+    "500 small layers (linear500), 16 large ones (linear16), a transformer (transformer6) or convolutions"
+    " with BatchNorm (convbn40)"
+)
+"""Text of the options that name models."""
+"""Names of the models, in the order of measurement."""
 
 
 # ---------------------------------------------------------------------- wrappers
 
 OURS: Final = "ours"
 OURS_GLOO: Final = "ours_gloo"
-"""Without shared memory: what that gains between ranks of a host."""
+"""This package's wrapper without shared memory, to measure the gain of shared memory."""
 TORCH_DEFAULT: Final = "torch_ddp"
 TORCH_VIEW: Final = "torch_ddp_view"
 TORCH_FLAGS: Final = "torch_ddp_flags"
-"""With every flag on that makes a static model's step faster."""
+"""torch's wrapper with all flags that make a static model's step faster."""
 BARE: Final = "bare"
-"""The module itself, on one rank: for the overhead of a wrapper."""
+"""The module without a wrapper, on one rank, to measure the overhead of wrappers."""
 
 _VIEW: Final = {"gradient_as_bucket_view": True}
 CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -108,23 +113,26 @@ CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
     TORCH_FLAGS: {**_VIEW, "static_graph": True, "batched_grad_copy": True},
     BARE: {},
 }
-"""Name -> the wrapper's arguments besides the module and its device."""
+"""Arguments of the wrappers besides the module and its device, by name."""
 
 
 def is_torch(contender: str) -> bool:
-    """Whether torch's DistributedDataParallel wraps it."""
+    """Return True if the contender is torch's DistributedDataParallel."""
     return contender in (TORCH_DEFAULT, TORCH_VIEW, TORCH_FLAGS)
 
 
 def constructor_flags(contender: str) -> dict[str, Any]:
-    """The arguments with which a contender is built; without flags that the installed torch does not have."""
+    """Return the constructor arguments of a contender, without flags that the installed torch lacks."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     flags = CONTENDERS[contender]
     return {name: value for name, value in flags.items() if name in known or not is_torch(contender)}
 
 
 def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
-    """Wrap a module, which is on its device, for training over the default process group. All ranks."""
+    """Wrap a module, which is on its device, for training over the default process group.
+
+    Collective: all ranks must call it.
+    """
     if contender == BARE:
         return module
     from lightning_ddp import BucketedDDP
@@ -136,7 +144,10 @@ def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
 
 
 class TrainingRun:
-    """A model in training: wrapped, with its optimizer and its batch. All ranks make it together."""
+    """A model in training: wrapped, with its optimizer and its batch.
+
+    Collective: all ranks must construct it.
+    """
 
     def __init__(self, contender: str, workload: Workload, device: torch.device) -> None:
         self.contender = contender
@@ -147,16 +158,19 @@ class TrainingRun:
         self._optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=1e-6)
 
     def step(self) -> None:
-        """Do one training step: zero the gradients, forward, backward, update. All ranks; communicates."""
+        """Do one training step: zero the gradients, forward, backward, update.
+
+        Collective: all ranks must call it.
+        """
         self._optimizer.zero_grad(set_to_none=True)
         compute_loss(self.wrapped(self.batch)).backward()
         self._optimizer.step()
 
     def state_after_one_step(self, workload: Workload) -> dict[str, Tensor]:
-        """Do one step from the weights of a workload; return what a wrapper keeps in step across ranks.
+        """Do one step from the weights of a workload; return the state that is the same on all ranks.
 
-        That is "gradients", and "buffers" where the model has floating-point ones; each as one vector. An
-        evaluating forward comes after the step: by then a wrapper has to have brought the buffers together.
+        That is "gradients", and "buffers" if the model has floating-point buffers, each as one vector. An
+        evaluating forward after the step requires synchronized buffers.
         """
         self.module.load_state_dict(workload.module.state_dict())
         self.step()

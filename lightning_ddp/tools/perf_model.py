@@ -1,9 +1,9 @@
 """Performance model: the time of a step with more ranks, on another link, with another hook or bucket plan.
 
-Nothing here communicates. A `StepProfile` is what the ranks compute, from recorded steps; a `Network` says
-what a collective costs; `simulate` plays one step: backward, the thread of a hook, the link, and the cores
-that they share; `predict_hook` and `predict_averager` say how long it is; `recommend_buckets` finds the
-buckets that end it soonest. Over 500 lines, as each of these is made of those before it.
+Nothing here communicates. A `StepProfile` has the computation of the ranks, from recorded steps; a `Network`
+the costs of collectives; `simulate` simulates one step: backward, the thread of a hook, the link, and the
+cores that they share; `predict_hook` and `predict_averager` predict its duration; `recommend_buckets` finds
+the buckets for the shortest step. Over 500 lines, as each of these builds on the ones before.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _MIB = 2**20
 _ITEM_BYTES = 4
 _LARGEST_SIDE = 1024
 
-# ---------------------------------------------------------------------- what the ranks compute
+# ---------------------------------------------------------------------- computation of the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """One step of the slowest rank at each moment; seconds since its forward began."""
+    """Times of one step, each of the slowest rank, in seconds since its forward began."""
 
     backward_start_s: float
-    """The first gradient is there."""
+    """Time at which the first gradient is computed."""
     ready: tuple[tuple[int, float], ...]
-    """Bytes of each bucket, and when its last gradient is there; in launch order."""
+    """Bytes of each bucket, and time at which its last gradient is computed; in launch order."""
     backward_end_s: float
-    """All gradients are there."""
+    """Time at which all gradients are computed."""
     rest_s: float
-    """From the end of the collectives to the next forward: gradients handed over, optimizer, next batch."""
+    """Duration from the end of the collectives to the next forward: `.grad`, optimizer, next batch."""
 
     def __post_init__(self) -> None:
         if not self.ready:
@@ -54,25 +54,25 @@ class StepProfile:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of a step in which nothing is communicated."""
+        """Duration of a step without communication, in seconds."""
         return max(self.backward_end_s, *(seconds for _, seconds in self.ready)) + self.rest_s
 
     @property
     def num_bytes(self) -> int:
-        """Size of all gradients."""
+        """Bytes of all gradients."""
         return sum(num_bytes for num_bytes, _ in self.ready)
 
     @classmethod
     def from_recordings(cls, recordings: Sequence[Recording]) -> StepProfile:
-        """The median step of what some ranks of one run have recorded.
+        """Compute the median step of the recordings of some ranks of one run.
 
-        A collective begins once the slowest rank is there, so of each moment the latest of the ranks counts.
-        Steps with another number of buckets than the last one do not count, nor what only some ranks have.
+        A collective begins once the slowest rank has called it, so the latest time of all ranks counts. Steps
+        with other buckets than the last step, and steps that some ranks lack, are left out.
         """
         common = _common_steps(recordings)
         if not common:
             raise ConfigurationError(
-                "the recordings have no complete step in common: record more steps (CommunicationMonitor)"
+                "the recordings have no complete step in common. Record more steps (CommunicationMonitor)"
             )
         rows = [[max(column) for column in zip(*map(_moments, steps), strict=True)] for steps in common]
         start, end, finish, *ready = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -84,9 +84,9 @@ class StepProfile:
         )
 
     def rebucketed(self, sizes: Sequence[int]) -> StepProfile:
-        """The same step with other buckets, of as many bytes together, in launch order.
+        """Return this step with other buckets, of the same total size, in launch order.
 
-        Gradients are taken to come evenly between the known moments.
+        Gradients are assumed to arrive evenly between the known moments.
         """
         if sum(sizes) != self.num_bytes:
             raise ConfigurationError(f"buckets of {sum(sizes)} bytes for {self.num_bytes} bytes of gradients")
@@ -97,11 +97,11 @@ class StepProfile:
 
 
 def cut_sizes(sizes: Sequence[int], caps_bytes: Sequence[int]) -> list[int]:
-    """The positions at which buckets end, as the reducer cuts them.
+    """Return the positions at which the reducer's buckets end.
 
     Args:
-        sizes: of the gradients in bytes, in the order in which they come.
-        caps_bytes: of the first bucket, the second ...; the last one holds for all that follow.
+        sizes: sizes of the gradients in bytes, in order of arrival.
+        caps_bytes: caps of the first bucket, the second ...; the last one holds for all that follow.
 
     >>> cut_sizes([4, 8, 12, 4], [4, 20])
     [1, 3, 4]
@@ -118,9 +118,9 @@ def cut_sizes(sizes: Sequence[int], caps_bytes: Sequence[int]) -> list[int]:
 
 
 def square_shapes(num_bytes: int) -> Shapes:
-    """Matrices of at most 1024 x 1024 and a rest that have `num_bytes` together, at 4 bytes an element.
+    """Return shapes of at most 1024 x 1024 with a rest, in total `num_bytes` at 4 bytes per element.
 
-    For recordings, which do not tell the shapes of parameters.
+    For recordings, which lack the shapes of parameters.
 
     >>> square_shapes(4 * (2 * 1024 * 1024 + 3 * 1024 + 5))
     ((1024, 1024), (1024, 1024), (3, 1024), (5,))
@@ -132,12 +132,12 @@ def square_shapes(num_bytes: int) -> Shapes:
 
 
 def num_bytes_of(shapes: Shapes) -> int:
-    """Bytes of parameters of 4 bytes an element."""
+    """Return the bytes of parameters with 4 bytes per element."""
     return _ITEM_BYTES * sum(map(math.prod, shapes))
 
 
 def _common_steps(recordings: Sequence[Recording]) -> list[list[StepRecord]]:
-    """The complete steps that all ranks have, with the buckets of the last: lists of the ranks' records."""
+    """Return the ranks' records of the complete common steps that have the buckets of the last step."""
     by_rank = [{step.step: step for step in r.steps if _is_complete(step)} for r in recordings]
     numbers = sorted(set(by_rank[0]).intersection(*by_rank[1:])) if by_rank else []
     common = [[steps[number] for steps in by_rank] for number in numbers]
@@ -155,7 +155,7 @@ def _is_complete(step: StepRecord) -> bool:
 
 
 def _moments(step: StepRecord) -> list[float]:
-    """Start and end of backward, what came after the collectives, and each bucket's ready; in seconds."""
+    """Return begin, end of backward, time after the collectives, and each `ready`, in seconds."""
     end = max(step.backward_end, *(bucket.done for bucket in step.buckets))
     moments = [step.backward_start, step.backward_end, *(bucket.ready for bucket in step.buckets)]
     start, backward_end, *ready = ((moment - step.forward_start) / _NS_PER_S for moment in moments)
@@ -163,7 +163,7 @@ def _moments(step: StepRecord) -> list[float]:
 
 
 def _time_between(recording: Recording) -> float:
-    """Median seconds from the end of a step's collectives to the next forward."""
+    """Return the median seconds from the end of a step's collectives to the next forward."""
     gaps = [
         (after.forward_start - before.comm_end) / _NS_PER_S
         for before, after in pairwise(recording.steps)
@@ -171,8 +171,8 @@ def _time_between(recording: Recording) -> float:
     ]
     if not gaps:
         raise ConfigurationError(
-            f"rank {recording.rank} has recorded no two steps in a row, so the time between steps is not"
-            " known: record more steps"
+            f"rank {recording.rank} has recorded no two consecutive steps, so the time between steps is not"
+            " known. Record more steps"
         )
     return float(statistics.median(gaps))
 
@@ -185,24 +185,24 @@ def _interpolate(known: Sequence[tuple[int, float]], reached: int) -> float:
     return known[-1][1]
 
 
-# ---------------------------------------------------------------------- what a collective costs
+# ---------------------------------------------------------------------- cost of a collective
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCost:
-    """Seconds of a collective as a straight line over its bytes (Hockney, Parallel Computing 20, 1994)."""
+    """Duration of a collective as a line over its bytes (Hockney, Parallel Computing 20, 1994)."""
 
     latency_s: float
-    """Of a collective that carries nothing, in seconds."""
+    """Duration of a collective without bytes, in seconds."""
     seconds_per_byte: float
-    """For each byte of the tensor that is reduced, in seconds."""
+    """Seconds per byte of the reduced tensor."""
 
     def __post_init__(self) -> None:
         if self.latency_s < 0 or self.seconds_per_byte < 0:
             raise ConfigurationError(f"{self}: expected times of at least 0 seconds")
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds that a collective of `num_bytes` takes.
+        """Return the seconds of a collective of `num_bytes`.
 
         >>> TransferCost(latency_s=1e-3, seconds_per_byte=1e-6).seconds(2000)
         0.003
@@ -211,15 +211,15 @@ class TransferCost:
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float]]) -> TransferCost:
-        """The line with the least sum of squared relative errors, with no part of it below 0.
+        """Fit the line with the least sum of squared relative errors and without negative coefficients.
 
-        Relative errors, as the samples cover sizes and so times of several magnitudes.
+        Relative errors, as the sizes and times of the samples span several magnitudes.
 
         Args:
             samples: bytes and seconds of collectives; seconds above 0.
 
         Raises:
-            ConfigurationError: there is no sample, or one takes no time.
+            ConfigurationError: there is no sample, or one with a time of 0.
 
         >>> cost = TransferCost.fit([(0, 0.5), (100, 1.0), (300, 2.0)])
         >>> round(cost.latency_s, 9), round(cost.seconds_per_byte, 9)
@@ -243,44 +243,44 @@ class TransferCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One collective on the link that holds it up."""
+    """Cost of one collective on the slowest link."""
 
     fixed_s: float
-    """Seconds that do not depend on the link's speed: latencies, and what happens within the nodes."""
+    """Seconds independent of the link's speed: latencies, and transfers within the nodes."""
     link_bytes: float
     """Bytes that pass the link in one direction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Links of one speed between the nodes, faster ones within them.
+    """Network with links of one speed between nodes, and faster links within nodes.
 
-    * `ring`: 2 (N-1) hops with 1/N of the bytes each, as gloo does it and NCCL with large tensors;
-    * `tree`: two binary trees that share the bytes, up and down: as many bytes, 2 log2(N) hops, as NCCL
-      does it with many ranks. Only sums: what is gathered travels as in a ring;
-    * `hierarchical`: a sum within each node, a ring of one rank a node, a copy within each node, as this
-      package's shared-memory transport does it.
+    * `ring`: 2 (N-1) hops with 1/N of the bytes each, as in gloo, and in NCCL with large tensors;
+    * `tree`: two binary trees that share the bytes, up and down: as many bytes, 2 log2(N) hops, as in NCCL
+      with many ranks. For sums only: gathered tensors are sent as in a ring;
+    * `hierarchical`: a sum within each node, a ring of one rank per node, a copy within each node, as in
+      this package's shared-memory transport.
 
-    The link is the same in both directions at once, and neither switches nor other jobs slow it down.
+    Links are full duplex; switches and other jobs do not slow them down.
     """
 
     hop: TransferCost
-    """A message from a node to the next."""
+    """Cost of a message between nodes."""
     ranks_per_node: int = 1
     node_hop: TransferCost | None = None
-    """A message within a node; None for one that takes as long as between nodes."""
+    """Cost of a message within a node; None for the cost between nodes."""
     algorithm: Literal["ring", "tree", "hierarchical"] = "ring"
     num_in_flight: int = 1
-    """Collectives that may be under way together: 2 with gloo, by its threads, and 1 with NCCL. Their bytes
+    """Number of collectives in progress at once: 2 with gloo, by its threads, and 1 with NCCL. Their bytes
     pass the link one after the other."""
     cpu_seconds_per_byte: float = 0.0
-    """CPU seconds of a rank for each byte that passes the link: kernel, gloo and the sum."""
+    """CPU seconds of a rank per byte on the link: kernel, gloo and the sum."""
 
     def transfer(self, kind: Kind, num_bytes: float, num_ranks: int) -> Transfer:
-        """What a collective among ranks that are neighbours takes.
+        """Return the cost of a collective among neighboring ranks.
 
-        `num_bytes` are of the tensor of one rank: what it reduces, sends to all others together, or gives to
-        each of them.
+        `num_bytes` is the size of one rank's tensor: the reduced tensor, all rows that it sends (all-to-all),
+        or the tensor that each other rank gets (all-gather).
 
         >>> network = Network(hop=TransferCost(latency_s=1.0, seconds_per_byte=0.5))
         >>> network.transfer("all_reduce", 100, 4)
@@ -294,12 +294,12 @@ class Network:
             return Transfer(fixed_s=self._node_seconds(hops, sent), link_bytes=0.0)
         if self.algorithm == "hierarchical":
             return self._hierarchical(kind, num_bytes, num_ranks, in_node)
-        if kind == "all_to_all":  # all ranks of a node use its link, for the rows that leave the node
+        if kind == "all_to_all":  # all ranks of a node share its link, for rows that leave the node
             sent = in_node * num_bytes * (num_ranks - in_node) / num_ranks
         return Transfer(fixed_s=hops * self.hop.latency_s, link_bytes=sent)
 
     def seconds(self, transfer: Transfer) -> float:
-        """Seconds of a transfer on a link that is free."""
+        """Return the seconds of a transfer on a free link."""
         return transfer.fixed_s + transfer.link_bytes * self.hop.seconds_per_byte
 
     def _node_seconds(self, hops: float, num_bytes: float) -> float:
@@ -310,7 +310,7 @@ class Network:
         num_nodes = math.ceil(num_ranks / in_node)
         others = in_node - 1
         if kind == "all_reduce":
-            # each rank of a node sums its share and the others read it: half of a ring's hops each
+            # Each rank of a node sums its share, and the others read it: half of a ring's hops each.
             hops, sent = _flat(kind, num_bytes, num_nodes, is_tree=False)
             inside = self._node_seconds(2 * others, 2 * others / in_node * num_bytes)
         elif kind == "all_gather":
@@ -323,7 +323,7 @@ class Network:
 
 
 def _flat(kind: Kind, num_bytes: float, num_ranks: int, *, is_tree: bool) -> tuple[float, float]:
-    """Hops in a row, and bytes that each rank sends."""
+    """Return the number of successive hops, and the bytes that each rank sends."""
     others = num_ranks - 1
     if kind == "all_reduce":
         hops = 2.0 * math.ceil(math.log2(num_ranks)) if is_tree else 2.0 * others
@@ -331,29 +331,29 @@ def _flat(kind: Kind, num_bytes: float, num_ranks: int, *, is_tree: bool) -> tup
     return float(others), others * num_bytes / (num_ranks if kind == "all_to_all" else 1)
 
 
-# ---------------------------------------------------------------------- one step is played
+# ---------------------------------------------------------------------- simulation of one step
 
 _LEAST_SHARE = 0.05
-"""Part of a core that is left for computing, however much communication takes."""
+"""Least fraction of a core for computation, however much communication uses."""
 _INSTANT_S = 1e-12
-"""What is shorter is over."""
+"""Seconds below which a remaining duration counts as 0."""
 
 _Task = Generator[float | Callable[[], bool], None, None]
-"""Yields seconds of arithmetic, or what it waits for."""
+"""Generator that yields seconds of arithmetic, or the condition for which it waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """What a step would be like; moments are seconds since the forward began."""
+    """Result of a simulated step; times in seconds since the forward began."""
 
     step_s: float
-    """From one forward to the next."""
+    """Duration from one forward to the next."""
     backward_end_s: float
-    """Later than recorded where communication takes the cores."""
+    """End of backward; later than recorded if communication uses the cores."""
     exposed_s: float
-    """From the end of backward to the end of the last bucket."""
+    """Duration from the end of backward to the end of the last bucket."""
     done_s: list[float]
-    """The end of each bucket."""
+    """End of each bucket."""
 
 
 def simulate(
@@ -365,12 +365,11 @@ def simulate(
     cores: float = math.inf,
     is_queued: bool = True,
 ) -> SimulatedStep:
-    """Play one step of ranks that are all alike.
+    """Simulate one step of equal ranks.
 
-    Collectives pass the network in the order in which they are started. Backward, the hook's arithmetic and
-    the CPU work of sending share the `cores` of a rank evenly; there are infinitely many where they do not
-    disturb each other, as on a GPU with its own network card. `is_queued`: one thread takes the buckets one
-    after the other.
+    Collectives pass the network in the order of their start. Backward, the hook's arithmetic and the CPU
+    work of sending share the `cores` of a rank evenly; use infinity if they do not compete, as on a GPU with
+    its own network card. `is_queued`: one thread handles the buckets one after the other.
     """
     if len(programs) != len(profile.ready):
         raise ConfigurationError(f"{len(programs)} programs for {len(profile.ready)} buckets")
@@ -389,15 +388,15 @@ def simulate(
 class _Collective:
     key: object
     fixed_s: float
-    """Left of what needs no link."""
+    """Remaining seconds that do not need the link."""
     link_s: float
-    """Left of its time on the link."""
+    """Remaining seconds on the link."""
     cpu_share: float
-    """Cores that it takes while it is on the link."""
+    """Cores in use while it is on the link."""
 
 
 class _Link:
-    """Passes the bytes of collectives one after the other; while some wait for a hop, others may pass."""
+    """Link that passes collectives one after the other; some may pass while others wait for hops."""
 
     def __init__(self, network: Network, num_ranks: int) -> None:
         self._network = network
@@ -419,7 +418,7 @@ class _Link:
 
     @property
     def _passing(self) -> _Collective | None:
-        """The one whose bytes are on the link."""
+        """Collective whose bytes are on the link, or None."""
         return next((c for c in self._under_way if c.fixed_s <= _INSTANT_S), None)
 
     @property
@@ -428,7 +427,7 @@ class _Link:
 
     @property
     def remaining_s(self) -> float:
-        """Until anything changes; infinite if nothing is on its way."""
+        """Seconds until the next change; infinite if no collective is in progress."""
         left = [c.fixed_s for c in self._under_way if c.fixed_s > _INSTANT_S]
         return min([*left, self._passing.link_s if self._passing is not None else math.inf])
 
@@ -444,16 +443,16 @@ class _Link:
 
 
 class _Thread:
-    """A task, and what is left of what it has yielded last."""
+    """A task, with the remainder of its last yielded operation."""
 
     def __init__(self, task: _Task) -> None:
         self._task = task
         self._until: Callable[[], bool] = lambda: True
         self.remaining_s = math.inf
-        """Of its arithmetic; infinite while it waits or is over."""
+        """Remaining seconds of its arithmetic; infinite while it waits, and after its end."""
 
     def go_on(self) -> bool:
-        """Do what takes no time; returns whether there was anything."""
+        """Advance the task if its last operation is done; return True if it was."""
         if self.remaining_s > _INSTANT_S and not (self.remaining_s == math.inf and self._until()):
             return False
         self.remaining_s, self._until = math.inf, lambda: False
@@ -466,7 +465,7 @@ class _Thread:
 
 
 class _Run:
-    """The state of a step between two events."""
+    """State of a simulated step between two events."""
 
     def __init__(
         self, profile: StepProfile, programs: Sequence[Program], link: _Link, is_queued: bool
@@ -490,7 +489,7 @@ class _Run:
         self.backward_end_s = self._now
 
     def _do(self, jobs: Sequence[tuple[int, Program]]) -> _Task:
-        """The programs of some buckets, each once the bucket is ready."""
+        """Run the programs of some buckets, each once the bucket is ready."""
         for index, program in jobs:
             yield lambda index=index: not math.isnan(self.ready_s[index])  # type: ignore[misc]  # its default
             for op in program:
@@ -503,7 +502,7 @@ class _Run:
             self.done_s[index] = self._now
 
     def play(self, cores: float) -> None:
-        """On from event to event until all has ended."""
+        """Process events until everything has ended."""
         while True:
             while any(thread.go_on() for thread in self._threads):
                 pass
@@ -522,31 +521,31 @@ class _Run:
             raise ConfigurationError("a program waits for a collective that it has not started")
 
 
-# ---------------------------------------------------------------------- how long a step is
+# ---------------------------------------------------------------------- duration of a step
 
 _CHUNK_BYTES = 4 * CHUNK_NUMEL
 _PART = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25 + 1 / 256}
-"""Bytes of outer gradients, of those of float32; int8 has 4 bytes of scale for 256 elements."""
+"""Size of outer gradients relative to float32; int8 has a 4-byte scale for 256 elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A step with a given number of ranks; for averagers, the mean over a period."""
+    """Predicted step with a given number of ranks; for averagers, the mean over a period."""
 
     num_ranks: int
     step_s: float
     compute_s: float
-    """What the step would take without communication."""
+    """Duration of the step without communication."""
     exposed_s: float
-    """Communication that nothing hides."""
+    """Duration of communication that computation does not hide."""
 
 
 def predict_hook(
     profile: StepProfile, hook: HookModel, network: Network, num_ranks: int, *, cores: float = math.inf
 ) -> Prediction:
-    """The step in which a hook, or the reducer without one, averages the gradients.
+    """Predict the step in which a hook, or the reducer without a hook, averages the gradients.
 
-    `hook` is what happens to the buckets of this profile; `cores` are a rank's, see `simulate`.
+    `hook` has the programs for the buckets of this profile; for a rank's `cores` see `simulate`.
     """
     programs = hook.programs(num_ranks)
     step = simulate(profile, programs, network, num_ranks, cores=cores, is_queued=hook.is_queued)
@@ -558,14 +557,14 @@ def predict_hook(
 def predict_averager(
     profile: StepProfile, plan: AveragerPlan, network: Network, num_ranks: int
 ) -> Prediction:
-    """The mean step of the local phase of an averager.
+    """Predict the mean step of the local phase of an averager.
 
-    Parameters are taken to have as many bytes as gradients. The averager's own arithmetic, buffers and
-    averaged optimizer state do not count.
+    Parameters are assumed to have as many bytes as gradients. The averager's own arithmetic, buffers and
+    averaged optimizer state are not included.
     """
     compute_s = profile.compute_s
     exposed_s = _rounds_s(profile, plan, network, num_ranks)
-    if getattr(plan.options, "gradients", "none") == "node":
+    if getattr(plan.options, "intra_node_gradients", False):
         plain = plain_model([size for size, _ in profile.ready])
         in_node = min(network.ranks_per_node, num_ranks)
         exposed_s += predict_hook(profile, plain, network, in_node).exposed_s
@@ -575,7 +574,7 @@ def predict_averager(
 
 
 def _rounds_s(profile: StepProfile, plan: AveragerPlan, network: Network, num_ranks: int) -> float:
-    """Seconds of waiting for averaged parameters, a step."""
+    """Return the seconds per step of waiting for averaged parameters."""
     options = plan.options
     part = _PART[options.encoding] if isinstance(options, DiLoCoOptions) else 1.0
     num_bytes = part * profile.num_bytes
@@ -599,17 +598,17 @@ def _levels_s(options: HierarchicalSGDOptions, num_bytes: float, network: Networ
             if num_ranks > 1 and (size > num_ranks or num_ranks % size):
                 raise ConfigurationError(
                     f"hierarchical_sgd: periods={dict(options.periods)} with {num_ranks} ranks: each group"
-                    " size has to divide their number"
+                    " size must divide the number of ranks"
                 )
             total += _exchange_s(num_bytes, network, min(size, num_ranks))
     return total / whole
 
 
 def _exchange_s(num_bytes: float, network: Network, num_ranks: int) -> float:
-    """Seconds of an average of parameters: chunk after chunk, of which several may be under way."""
+    """Return the seconds of an average of parameters, in chunks of which several may be in progress."""
 
     def whole_and_next_s(size: float) -> tuple[float, float]:
-        """Of a chunk alone, and from the end of the one before to its own."""
+        """Return the seconds of a chunk alone, and from the end of the previous chunk to its own."""
         transfer = network.transfer("all_reduce", size, num_ranks)
         whole_s = network.seconds(transfer)
         return whole_s, max(whole_s - transfer.fixed_s, whole_s / network.num_in_flight)
@@ -631,14 +630,14 @@ _SLOWDOWNS = (1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """Sizes of buckets, and what a step takes with them."""
+    """Recommended sizes of buckets, with the predicted duration of a step."""
 
     num_ranks: int
     caps_mb: tuple[float, ...]
-    """For `bucket_cap_mb_list`."""
+    """Value for `bucket_cap_mb_list`, in MiB."""
     step_s: float
     recorded_s: float
-    """With the recorded buckets."""
+    """Duration of a step with the recorded buckets."""
 
 
 def recommend_buckets(
@@ -649,14 +648,14 @@ def recommend_buckets(
     *,
     cores: float = math.inf,
 ) -> BucketPlan:
-    """Find the buckets with which a step without a hook is over soonest; those recorded, if none is better.
+    """Find the buckets for the shortest step without a hook; the recorded ones if none is better.
 
-    Gradients, whose shapes are given in the order in which they come, are taken to come evenly between the
-    recorded moments. As collectives compete with backward for processors, plans for slower ones are tried as
+    Gradients, whose shapes are given in order of arrival, are assumed to arrive evenly between the recorded
+    moments. Collectives compete with backward for processors, so plans for slower collectives are tried as
     well, and the simulation decides.
     """
     sizes = [num_bytes_of((shape,)) for shape in shapes]
-    sizes[-1] += profile.num_bytes - sum(sizes)  # what is less than an element
+    sizes[-1] += profile.num_bytes - sum(sizes)  # the rest of less than an element
     fixed_s, whole_s = (
         network.seconds(network.transfer("all_reduce", size, num_ranks)) for size in (0, _MIB)
     )
@@ -691,7 +690,7 @@ def _ends(sizes: Sequence[int], caps_mb: Sequence[float]) -> list[int]:
 
 
 def _caps_mb(sizes: Sequence[int], buckets: Sequence[int]) -> tuple[float, ...]:
-    """Caps in MiB that lead to these buckets, without those at the end that change nothing."""
+    """Return caps in MiB for these buckets, without redundant caps at the end."""
     exact = [size / _MIB for size in buckets if size]
     rounded = [math.ceil(1e3 * cap) / 1e3 for cap in exact]
     caps = rounded if _ends(sizes, rounded) == _ends(sizes, exact) else exact
@@ -708,24 +707,24 @@ def best_boundaries(
     *,
     tolerance: float = _TOLERANCE,
 ) -> tuple[int, ...]:
-    """The plan that is finished soonest, of those with at most 64 buckets; of equal ones that with fewest.
+    """Find the fastest plan of at most 64 buckets; with equal times, that with the fewest.
 
-    A bucket can be launched once its last gradient is there, and buckets are reduced one after the other: so
-    small ones start early and large ones waste less on what each collective costs. Dynamic programming over
-    the gradients; a greedy form of the problem is in Shi et al., "MG-WFBP", INFOCOM 2019. Exact for up to 128
-    parameters; of more, neighbours are taken together until they have a 128th of all bytes.
+    A bucket can be launched once its last gradient is computed, and buckets are reduced one after the other:
+    small buckets start early, large buckets have less overhead per byte. Dynamic programming over the
+    gradients; a greedy form of the problem is in Shi et al., "MG-WFBP", INFOCOM 2019. Exact for up to 128
+    parameters; with more, neighbors are merged up to a 128th of all bytes.
 
     Args:
-        ready_s: seconds from the beginning of backward until a bucket could be launched that ended with this
-            gradient, in the order in which they go into buckets.
+        ready_s: for each gradient, in bucket order, seconds from the beginning of backward until a bucket
+            that ends with it could be launched.
         num_bytes: size of each gradient in its bucket.
         backward_s: seconds from the beginning of backward to its end, without the wait for buckets.
-        cost: of the reduction of one bucket.
-        tolerance: by which part of the time a plan may be later if it has fewer buckets.
+        cost: cost of the reduction of one bucket.
+        tolerance: fraction of the time by which a plan with fewer buckets may be slower.
 
     Returns:
-        The positions at which buckets end: `(2, 5)` is a bucket of the parameters at 0 and 1, and one of
-        those at 2, 3 and 4.
+        The positions at which buckets end: `(2, 5)` is a bucket of parameters 0 and 1, and a bucket of
+        parameters 2, 3 and 4.
 
     >>> cost = TransferCost(latency_s=1.0, seconds_per_byte=0.5)
     >>> best_boundaries([1.0, 2.0, 3.5], [2, 2, 2], 3.5, cost)
@@ -735,10 +734,10 @@ def best_boundaries(
     latest, sent = list(accumulate(ready_s, max)), [0, *accumulate(num_bytes)]
     ready = torch.tensor([latest[end - 1] for end in chunks], dtype=torch.float64)
     sent_bytes = torch.tensor([sent[end] for end in (0, *chunks)], dtype=torch.float64)
-    # cost_s[i, j]: of a bucket of the chunks j to i, both included
+    # cost_s[i, j]: cost of a bucket of the chunks j to i, both included
     cost_s = cost.latency_s + cost.seconds_per_byte * (sent_bytes[1:, None] - sent_bytes[:-1])
     cost_s.masked_fill_(torch.ones_like(cost_s, dtype=torch.bool).triu(1), math.inf)
-    before = torch.full_like(ready, math.inf)  # [j]: when the chunks before j are reduced by `count` buckets
+    before = torch.full_like(ready, math.inf)  # [j]: time at which the chunks before j are reduced
     before[0] = 0.0
     totals, starts = [], []
     for _ in range(min(len(chunks), _MOST_BUCKETS)):
@@ -756,7 +755,7 @@ def best_boundaries(
 
 
 def _chunk_boundaries(num_bytes: Sequence[int]) -> list[int]:
-    """Where parts of similar size end that are not divided, at most 128 of them."""
+    """Return the end positions of at most 128 chunks of similar size, which are not divided further."""
     if len(num_bytes) <= _MOST_CHUNKS:
         return list(range(1, len(num_bytes) + 1))
     total = sum(num_bytes)

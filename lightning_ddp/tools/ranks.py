@@ -1,8 +1,8 @@
-"""Processes of ranks, which are watched and leave nothing: here, under torchrun, or in network namespaces.
+"""Supervised rank processes that leave nothing behind: here, under torchrun, or in network namespaces.
 
-The parent hosts a store. Ranks meet in it, count their progress in it and leave their results there, so that
-there is one channel and nothing to drain while they run. Under torchrun each of its processes starts one rank
-of its own, and all meet in torchrun's store; between two network namespaces (Linux, as root) it is a file.
+The parent hosts a store, which the ranks use for rendezvous, progress and results, so that there is one
+channel and nothing to drain while they run. Under torchrun each of its processes starts one rank, and all
+use torchrun's store; between two network namespaces (Linux, as root) it is a file store.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SettingsT = TypeVar("SettingsT")
 ItemT = TypeVar("ItemT")
 
 FAILURE_KEY: Final = "first_failure"
-"""Where the store has what made the first rank fail, its traceback included."""
+"""Key in the store of the first failure of a rank, with its traceback."""
 
 _HOST = "127.0.0.1"
 _PROGRESS_KEY = "progress"
@@ -54,15 +54,15 @@ _POLL_INTERVAL_S = 0.25  # rare enough not to take the CPU from the ranks that a
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a worker knows about its own process."""
+    """Rank, device and store of a worker's process."""
 
     rank: int
     world_size: int
     replica: int = 0
-    """Which of the replicas this process belongs to, each with a process group of its own."""
+    """Index of this process's replica; each replica has a separate process group."""
     num_replicas: int = 1
     device: torch.device
-    """For CUDA also the current device."""
+    """Device of this rank; with CUDA it is the current device."""
     store: Store
     """The parent's store."""
 
@@ -73,13 +73,16 @@ class RankContext:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on the device; nothing to wait for on a CPU."""
+    """Wait for all work queued on the device; return at once on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(step: Callable[[], object], device: torch.device) -> float:
-    """Time a step that all ranks begin together, until the device has done it; communicates."""
+    """Return the seconds of a step that all ranks begin together, until the device has done it.
+
+    Collective: all ranks must call it.
+    """
     dist.barrier()
     synchronize(device)
     start = time.perf_counter()
@@ -89,15 +92,15 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
 
 
 Worker = Callable[[RankContext, SettingsT], object]
-"""What a rank runs: a function at module level that returns something JSON can hold."""
+"""Function that a rank runs: at module level, with a result that JSON can represent."""
 
 
 @dataclass(kw_only=True)
 class _Meeting:
-    """Where ranks meet, and which of them are started here."""
+    """Store of the ranks, and the ranks that are started here."""
 
     address: tuple[str, int] | str = ""
-    """Of the store: host and port, or a file."""
+    """Address of the store: host and port, or a file."""
     prefix: str = ""
     world_size: int
     num_local_ranks: int
@@ -140,22 +143,22 @@ def run_ranks(
     preload: str | None = None,
     start_method: str = "spawn",
 ) -> list[Any]:
-    """Run a worker in fresh processes that share a process group; none that was started here is left.
+    """Run a worker in new processes that share a process group; leave no process.
 
     Args:
         worker: called in each process with `settings`, which must pickle.
-        settings: see there.
+        settings: argument of the worker.
         world_size: number of ranks.
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU per process).
         timeout_s: seconds after which all processes are killed.
-        num_replicas: how many times to do so at once, each time with a process group of their own.
+        num_replicas: number of replicas of the ranks at once, each with a separate process group.
         on_progress: called a few times a second with the number of units of progress since its last call;
-            what it raises ends the ranks.
-        torchrun: the rank that is started here, where torchrun's other processes start theirs; all call it.
-        mbit: speed of a link between two network namespaces, one for each of the two ranks.
-        store: of `host_store`, where the caller wants to look into it.
-        preload: a Python file that each rank runs first.
-        start_method: "fork" spares processes all imports, but not where CUDA is in use.
+            an error that it raises stops the ranks.
+        torchrun: the rank to start here, under torchrun, whose processes all call this; else None.
+        mbit: speed in Mbit/s of a link between two network namespaces, one per rank; None for no link.
+        store: a store of `host_store` that the caller reads, too; None to open one.
+        preload: a Python file that each rank runs first, or None.
+        start_method: "fork" saves all imports, but does not work while CUDA is in use.
 
     Returns:
         One result per rank, replica by replica; the same in all processes of torchrun.
@@ -201,8 +204,8 @@ def _run(
     start_method: str,
 ) -> list[Any]:
     count = meeting.num_local_ranks * meeting.num_replicas
-    # A store in this process looks up the address of each that connects, and holds a lock of the C library
-    # while it does: a rank forked then could never take that lock.
+    # A store in this process looks up the address of each client, and holds a lock of the C library
+    # meanwhile, which a rank that is forked then could never take.
     all_made = multiprocessing.get_context(start_method).Barrier(count)
     arguments = (worker, settings, meeting, all_made)
     context: ProcessContext | None = None
@@ -234,7 +237,7 @@ def _watch(
             if time.monotonic() > deadline:
                 raise ToolError(f"ranks were still running after {meeting.timeout_s:g} s and were killed")
     except ProcessRaisedException as error:
-        # Not the text of `error`: it is that of the rank which ended first, often one that a peer took along.
+        # Not the text of `error`, which is of the rank that exited first, often because of a peer.
         first = store.get(FAILURE_KEY).decode() if store.check([FAILURE_KEY]) else str(error)
         raise ToolError(first) from error
     except ProcessExitedException as error:
@@ -272,9 +275,9 @@ def _run_rank(
     context = RankContext(rank=rank, replica=replica, device=device, store=store, **sizes)
     try:
         store.set(f"result/{replica}/{rank}", json.dumps(worker(context, settings)))
-        dist.barrier()  # nobody leaves while another rank still communicates
+        dist.barrier()  # no rank exits while another rank still communicates
     except Exception:
-        # Before the group goes, which makes the others fail as well: the first entry is the cause.
+        # Before the group is destroyed, which makes the other ranks fail: the first entry is the cause.
         text = f"rank {rank} (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
         store.compare_set(FAILURE_KEY, "", text)
         raise
@@ -283,10 +286,10 @@ def _run_rank(
 
 
 class RoundRobin:
-    """Turns of replicas, one after the other, so that they share the processors. Who waits for a turn sleeps.
+    """Turns of replicas, one after the other, so that they share the processors; waiting processes sleep.
 
-    All processes ask for the same turns in the same order, each saying which are its own; `num_ranks` of them
-    have one turn together.
+    All processes request the same turns in the same order, with `is_mine` for their own turns; `num_ranks`
+    processes share a turn.
     """
 
     def __init__(self, store: Store, num_ranks: int) -> None:
@@ -296,10 +299,10 @@ class RoundRobin:
 
     @contextmanager
     def take(self, *, is_mine: bool) -> Generator[bool, None, None]:
-        """Wait for the end of the turn before this one, if this process takes part; yields whether it does.
+        """Wait for the end of the previous turn, if this process takes part; yield `is_mine`.
 
         Raises:
-            RuntimeError: the turn before does not end within the timeout of the store.
+            RuntimeError: the previous turn does not end within the timeout of the store.
         """
         number = self._next
         self._next += 1
@@ -314,7 +317,7 @@ class RoundRobin:
 
 
 def shuffled(items: Sequence[ItemT], *, seed: int) -> list[ItemT]:
-    """The items in an order that depends on the seed alone, hence is the same on all ranks."""
+    """Return the items in an order that depends on the seed alone, so it is the same on all ranks."""
     return random.Random(seed).sample(items, k=len(items))
 
 
@@ -323,7 +326,7 @@ def shuffled(items: Sequence[ItemT], *, seed: int) -> list[ItemT]:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunRank:
-    """What torchrun says about this process, and the store through which its ranks meet."""
+    """Torchrun's description of this process, and the store of its ranks."""
 
     rank: int
     local_rank: int
@@ -332,15 +335,15 @@ class TorchrunRank:
     store: Store
     prefix: str
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Of the measurements, the same on all ranks."""
+    """Numbers of the measurements, the same on all ranks."""
 
 
 @contextmanager
 def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, None, None]:
-    """Find torchrun's ranks, if it has started this process; yields None otherwise.
+    """Connect to torchrun's ranks, if torchrun started this process; yield None otherwise.
 
-    At the end of the block torchrun's processes wait for each other, unless it raised. `args` have
-    `world_size` (None if it was not given), `device` and `timeout_s`.
+    At the end of the block torchrun's processes wait for each other, unless the block raised. `args` has
+    `world_size` (None if not given), `device` and `timeout_s`.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield None
@@ -348,7 +351,7 @@ def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, No
     world_size = int(os.environ["WORLD_SIZE"])
     if args.world_size not in (None, world_size):
         raise ToolError(
-            f"--world-size {args.world_size}, but {world_size} ranks have been started: leave it out"
+            f"--world-size {args.world_size}, but {world_size} ranks have been started. Leave it out"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if args.device == "cuda" and torch.cuda.device_count() <= local_rank:
@@ -359,7 +362,7 @@ def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, No
             limit = timedelta(seconds=args.timeout_s)
             found_store, rank, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
     except (ValueError, RuntimeError) as error:
-        raise ToolError(f"RANK is set, but the ranks do not find each other: {error}") from error
+        raise ToolError(f"RANK is set, but the ranks cannot connect to each other: {error}") from error
     prefix = f"lightning_ddp_bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     yield TorchrunRank(
         rank=rank,
@@ -369,7 +372,7 @@ def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, No
         store=found_store,
         prefix=prefix,
     )
-    store = PrefixStore(prefix, found_store)  # which rank 0 may host
+    store = PrefixStore(prefix, found_store)  # rank 0 may host it, so it must exit last
     if store.add("num_done", 1) == world_size:
         store.set("all_done", "1")
     with ends_at_sigterm():
@@ -379,16 +382,16 @@ def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, No
 # ---------------------------------------------------------------------- network namespaces
 
 _INTERFACE: Final = "link0"
-"""The link's name in both namespaces."""
+"""Name of the link in both namespaces."""
 _CLONE_NEWNET = 0x40000000
 
 
 @contextmanager
 def _shaped_link(mbit: float) -> Generator[list[str], None, None]:
-    """Make two namespaces, joined by a link of `mbit` Mbit/s each way; yields their names."""
+    """Make two namespaces, joined by a link of `mbit` Mbit/s each way; yield their names."""
     tag = uuid.uuid4().hex[:6]
     names, ends = ([f"{kind}{tag}{rank}" for rank in range(2)] for kind in ("lddp", "v"))
-    burst = max(32_000, int(mbit * 1e6 / 8 / 250))  # what it passes between two ticks of the shaper
+    burst = max(32_000, int(mbit * 1e6 / 8 / 250))  # bytes between two ticks of the shaper
     shape = ("tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "400ms")
     try:
         for name in names:
@@ -413,20 +416,20 @@ def _ip(*arguments: str) -> None:
     try:
         subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise ToolError("ip is not installed; shaped links need iproute2") from error
+        raise ToolError("ip is not installed, but shaped links need iproute2") from error
     except subprocess.CalledProcessError as error:
         raise ToolError(f"ip {' '.join(arguments)} failed: {error.stderr.strip()}") from error
 
 
 def _enter_namespace(name: str) -> None:
-    """Move the calling thread into a namespace; threads that it starts later are there as well."""
+    """Move the calling thread, and threads that it starts later, to a namespace."""
     with open(f"/var/run/netns/{name}", encoding="ascii") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
             raise ToolError(f"setns failed: {os.strerror(ctypes.get_errno())}")
 
 
 def read_sent_bytes() -> int:
-    """Bytes that the kernel has sent on this rank's link, with all headers."""
+    """Return the bytes that the kernel has sent on this rank's link, with all headers."""
     for line in Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == _INTERFACE:

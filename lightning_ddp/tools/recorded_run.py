@@ -1,7 +1,7 @@
 """Commands about recorded steps: `timeline` draws the last ones, `report` writes a page about the run.
 
-Both read the folder that `CommunicationMonitor(timeline=folder)` has written. Without one, `timeline` records
-a model of `bench step` in processes of its own.
+Both read the folder that `CommunicationMonitor(timeline=folder)` has written. Without a folder, `timeline`
+records a model of `bench step` in new processes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from lightning_ddp.telemetry.timeline import (
 )
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import add_shared, output_path, positive_int
-from lightning_ddp.tools.models import MODEL_NAMES, OURS, TrainingRun, build_workload
+from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP, OURS, TrainingRun, build_workload
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Name -> step and value."""
+"""Steps and values, by name of the series."""
 
 _NS_PER_MS, _US_PER_MS, _MB = 1e6, 1e3, 1e6
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 920, 220, 70, 10, 40
@@ -55,7 +55,7 @@ _NUM_WARMUP_STEPS = 5
 
 
 def changes_of(recordings: Sequence[Recording]) -> Sequence[Change]:
-    """When the run went on with other ranks: what the rank has that was there longest."""
+    """Return the changes of ranks in a run, from the recording with the most changes."""
     return max((recording.changes for recording in recordings), key=len)
 
 
@@ -63,28 +63,33 @@ def changes_of(recordings: Sequence[Recording]) -> Sequence[Change]:
 
 
 class Timeline:
-    """Draw recorded steps: what each rank computes, which buckets are on their way, and what nothing hides.
+    """Draw recorded steps: computation of each rank, buckets in transit, and exposed communication.
 
     Writes a trace for chrome://tracing or Perfetto, and a PNG or SVG.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `timeline`."""
-        parser.add_argument("folder", nargs="?", type=Path, help="recordings of a run, one file a rank")
+        parser.add_argument(
+            "folder",
+            nargs="?",
+            type=Path,
+            help="folder that CommunicationMonitor(timeline=FOLDER) has written",
+        )
         for name, default, what in (
-            ("--trace", Path("timeline.json"), "Chrome trace to write"),
-            ("--picture", Path("timeline.png"), "PNG or SVG to write"),
+            ("--trace", Path("timeline.json"), "Chrome trace file to write"),
+            ("--picture", Path("timeline.png"), "PNG or SVG file to write"),
         ):
             text = f"{what} (default: %(default)s)"
             parser.add_argument(name, type=output_path, default=default, metavar="PATH", help=text)
-        text = "the last steps that all ranks have are shown (default: %(default)s)"
+        text = "number of last steps to show, common to all ranks (default: %(default)s)"
         parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help=text)
-        text = "what is trained without a folder (default: %(default)s)"
+        text = f"without a folder, the model to train: {MODELS_HELP} (default: %(default)s)"
         parser.add_argument("--model", choices=MODEL_NAMES, default="linear16", help=text)
         add_shared(parser, world_size=2, device="cpu", timeout_s=300.0)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Write trace and picture, and say in a line a rank what they show; returns the exit status, 0."""
+        """Write trace and picture, and print one line per rank; return the exit status 0."""
         with tempfile.TemporaryDirectory() as scratch:
             folder = args.folder
             if folder is None:
@@ -103,8 +108,8 @@ class Timeline:
             exposed_ms = 1e3 * sum(step.exposed_s for step in steps) / len(steps)
             busy_ms = 1e3 * sum(step.communication_s for step in steps) / len(steps)
             print(
-                f"rank {recording.rank} ({recording.host}): {busy_ms:.1f} ms a step with buckets on their"
-                f" way, {exposed_ms:.1f} ms of them after backward"
+                f"rank {recording.rank} ({recording.host}): {busy_ms:.1f} ms per step of bucket"
+                f" communication, {exposed_ms:.1f} ms of it after backward"
             )
         missing = recordings[0].world_size - len(recordings)
         if missing:
@@ -115,21 +120,23 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings:
-    """What `record_steps` trains."""
+    """Settings of `record_steps`."""
 
     model: str
     folder: str
-    """Where each rank leaves its file."""
+    """Folder for the files of the ranks."""
     num_steps: int
-    """Steps that are kept."""
+    """Number of recorded steps."""
     communicates: bool = True
-    """Whether gradients are averaged; else the recording is of what each rank computes."""
+    """True to average gradients; False to record the computation of each rank alone."""
 
 
 def record_steps(context: RankContext, settings: RecordSettings) -> list[list[tuple[int, ...]]]:
-    """Train, and write the last steps of this rank; all ranks, communicates.
+    """Train, and write the last steps of this rank.
 
-    Returns the shapes of the parameters of each bucket, where gradients are not averaged.
+    Returns the shapes of the parameters of each bucket, if gradients are not averaged.
+
+    Collective: all ranks must call it.
     """
     training = TrainingRun(OURS, build_workload(settings.model, rank=context.rank), context.device)
     wrapped: Any = training.wrapped
@@ -160,14 +167,16 @@ class Report:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `report`."""
-        parser.add_argument("folder", type=Path, help="recordings of a run, one file a rank")
+        parser.add_argument(
+            "folder", type=Path, help="folder that CommunicationMonitor(timeline=FOLDER) has written"
+        )
         text = "HTML page to write (default: %(default)s)"
         parser.add_argument(
             "--page", type=output_path, default=Path("report.html"), metavar="PATH", help=text
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Write the page; returns the exit status, 0."""
+        """Write the page; return the exit status 0."""
         recordings = load_folder(args.folder)
         if not all(recording.steps for recording in recordings):
             raise ToolError(f"{args.folder}: a rank has recorded no step")
@@ -177,7 +186,7 @@ class Report:
 
 
 def page(recordings: Sequence[Recording], *, title: str) -> str:
-    """The page about a run, of the recordings of its ranks, with a step each."""
+    """Return the HTML page of a run from its ranks' recordings, which must each have a step."""
     ranks = recordings[:_MOST_RANKS]
     late = _late_ms(recordings)
     first, last = recordings[0].steps[0].step, recordings[0].steps[-1].step
@@ -188,9 +197,9 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
     changes = changes_of(recordings)
     charts: tuple[tuple[str, str, Series], ...] = (
         ("Time of a step, from forward to forward", "ms", {f"rank {r.rank}": _times_ms(r) for r in ranks}),
-        ("Communication after backward, which nothing hides", "ms", exposed),
+        ("Exposed communication, after backward", "ms", exposed),
         (
-            "How much later than the first rank each one had its gradients",
+            "Delay of each rank's gradients after those of the first rank",
             "ms",
             {f"rank {r.rank}": late[r.rank] for r in ranks},
         ),
@@ -218,7 +227,7 @@ def _times_ms(recording: Recording) -> list[tuple[int, float]]:
 
 
 def _late_ms(recordings: Sequence[Recording]) -> dict[int, list[tuple[int, float]]]:
-    """Rank -> step and how much later than the first rank it had its gradients."""
+    """Return steps and delays of each rank's gradients after the first rank's, in ms, by rank."""
     common = sorted(set.intersection(*({step.step for step in r.steps} for r in recordings)))
     slacks = {r.rank: {s.step: s.slack_ns for s in r.steps} for r in recordings}
     us = {r: [v and v // 1000 for v in (by[n] for n in common)] for r, by in slacks.items()}
@@ -251,7 +260,7 @@ def _table(recordings: Sequence[Recording], late: Mapping[int, Sequence[tuple[in
 
 
 def _history(changes: Sequence[Change]) -> str:
-    """The ranks that were lost and have joined, a row for each time that the run went on."""
+    """Return a table of lost and joined ranks, with a row per change."""
     if not changes:
         return ""
     rows = []
@@ -269,7 +278,7 @@ def _history(changes: Sequence[Change]) -> str:
 
 
 def _chart(title: str, unit: str, series: Series, changes: Sequence[int] = ()) -> str:
-    """A line for each series over the steps, and a dashed one where the ranks have changed."""
+    """Return a chart with a line per series over the steps, and a dashed line at changes of ranks."""
     points = [point for values in series.values() for point in values]
     if not points:
         return ""
@@ -305,7 +314,7 @@ def _chart(title: str, unit: str, series: Series, changes: Sequence[int] = ()) -
 
 
 def _timeline(lanes: Sequence[Lane]) -> str:
-    """The last steps: of each rank a row of what it computes, and rows of buckets."""
+    """Return a picture of the last steps, with a row of computation and rows of buckets per rank."""
     whole = max((span.end_ns for lane in lanes for span in lane.spans), default=0)
     if not whole:
         return ""

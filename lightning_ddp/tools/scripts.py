@@ -1,4 +1,4 @@
-"""Scripts that are timed: each in a session of its own, and none of its processes outlives it."""
+"""Timed scripts, each in a separate session whose processes do not outlive the script."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from typing import Any, Final
 from lightning_ddp.tools import ToolError, held_back
 
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
-"""Where a script finds this package."""
+"""Folder from which a script imports this package."""
 
 TRAINING: Final = Path(__file__).with_name("training_script.py")
-"""The script that trains."""
+"""Path of the training script."""
 
 STRATEGIES: Final = ("custom_ddp", "ddp")
-"""What takes turns in it: ours and Lightning's."""
+"""Strategies to compare: this package's and Lightning's."""
 
 _TAIL: Final = 4000  # characters of a failed script's output to show
 _POLL_S: Final = 0.02
@@ -38,7 +38,7 @@ _DEATH_S: Final = 30.0  # a killed process is gone in milliseconds, on a busy ma
 def compiled_package() -> Iterator[str]:
     """Make a folder with a copy of this package and its bytecode, as an installer leaves it.
 
-    Without it a script would compile a source tree at each start, where Python may write no bytecode.
+    Otherwise a script would compile a source tree at each start, if Python may not write bytecode.
     """
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_") as folder:
         package = PACKAGE_ROOT / "lightning_ddp"
@@ -48,12 +48,12 @@ def compiled_package() -> Iterator[str]:
 
 
 class _Script:
-    """A script that runs, and what it has printed."""
+    """A running script and its output."""
 
     def __init__(self, path: Path, arguments: dict[str, Any], output: Path, launcher: Sequence[str]) -> None:
         self.label = f"{path.name} {arguments.get('strategy', '')}".strip()
         self._output = output
-        # inside of a SLURM job as well it starts its processes itself
+        # The script must start its processes itself, also inside a SLURM job.
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         if launcher:
             places = [arguments["package_root"], env.get("PYTHONPATH")]
@@ -68,25 +68,25 @@ class _Script:
 
     @property
     def text(self) -> str:
-        """All that it has printed."""
+        """Output of the script so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def failed(self, what: str) -> ToolError:
-        """An error that shows the end of what it has printed."""
+        """Make an error with the end of the script's output."""
         return ToolError(f"{self.label} {what}:\n{self.text[-_TAIL:]}")
 
     def value_of(self, mark: str) -> str | None:
-        """The rest of the first line that begins with a word; None if there is none."""
+        """Return the rest of the first output line that begins with `mark`; None without such a line."""
         found = re.search(rf"^{mark} (.*)$", self.text, re.MULTILINE)
         return found and found[1]
 
     def run_to(
         self, mark: str, timeout_s: float, *, ends_there: bool = False, may_fail_later: bool = False
     ) -> str:
-        """Wait for its end, or (`ends_there`) only for a line that it prints; returns the rest of the line.
+        """Wait for the script's end, or with `ends_there` for a line; return the rest of the line.
 
-        `may_fail_later`: a failure after the line is reported on standard error only. Else what fails, never
-        prints the line or takes longer than `timeout_s` from its start is an error.
+        A failure, a missing line, or more than `timeout_s` seconds from the start are errors. With
+        `may_fail_later` a failure after the line is only printed on standard error.
         """
         while self.process.poll() is None and not (ends_there and self.value_of(mark)):
             if time.time() > self.started_at + timeout_s:
@@ -103,7 +103,7 @@ class _Script:
         return found
 
     def memory_mib(self) -> float:
-        """Memory of its session: a page that several processes share counts once."""
+        """Return the memory of the session in MiB; a page shared by several processes counts once."""
         total = 0
         for folder in self._alive():
             with suppress(OSError):  # it has ended meanwhile
@@ -112,12 +112,12 @@ class _Script:
         return total / 1024
 
     def num_alive(self) -> int:
-        """Count the processes of its session that still live, itself included."""
-        self.process.poll()  # reaps it, so that it is no zombie of ours
+        """Return the number of living processes of the session, the script included."""
+        self.process.poll()  # reaps the script, which would be a zombie otherwise
         return len(self._alive())
 
     def _alive(self) -> list[Path]:
-        """The folders in `/proc` of the processes of its session."""
+        """Return the folders in `/proc` of the living processes of the session."""
         alive = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # it ended meanwhile
@@ -127,11 +127,11 @@ class _Script:
         return alive
 
     def kill(self) -> None:
-        """Kill all of its session. Also after success: who outlives a script would disturb the next one."""
+        """Kill the whole session, also after success: remaining processes would disturb the next script."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            return  # the usual case: nobody is left
+            return  # the usual case: no process is left
         self.process.wait()
         deadline = time.monotonic() + _DEATH_S
         while self.num_alive() > 0 and time.monotonic() < deadline:
@@ -140,9 +140,9 @@ class _Script:
 
 @contextmanager
 def started(path: Path, arguments: dict[str, Any], launcher: Sequence[str] = ()) -> Iterator[_Script]:
-    """Start a script with arguments as JSON; at the end of the block what is left of it is killed.
+    """Start a script with arguments as JSON; kill its remaining processes at the end of the block.
 
-    `launcher` are arguments of the interpreter before the script.
+    `launcher` has arguments of the interpreter before the script.
     """
     running: _Script | None = None
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_script_") as folder:
@@ -157,18 +157,18 @@ def started(path: Path, arguments: dict[str, Any], launcher: Sequence[str] = ())
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRun:
-    """What came of a script in which a rank failed."""
+    """Outcome of a script in which a rank failed."""
 
     learned_s: tuple[float, ...]
-    """Seconds from the fault until each of the other ranks that learned of it did."""
+    """Seconds from the fault to its report in each other rank that received a report."""
     raised: dict[int, str]
-    """What each of them raised, and the rank that it names: 'PeerFailure of 1'."""
+    """Error of each of these ranks with the rank that it names, such as 'PeerFailure of 1', by rank."""
     gone_s: float
-    """Seconds from the fault until no process was left; the deadline where some had to be killed."""
+    """Seconds from the fault until no process was left; the deadline if some had to be killed."""
     num_left: int
-    """Processes that were left when the script itself had ended, and did not follow within the deadline."""
+    """Number of processes that were left after the script's end and the deadline."""
     exit_code: int | None
-    """Of the script; None if it did not end."""
+    """Exit code of the script; None if it did not end."""
 
 
 def run_to_fault(
@@ -181,10 +181,13 @@ def run_to_fault(
     accelerator: str = "cpu",
     preload: str | None = None,
 ) -> FailedRun:
-    """Train with one of `STRATEGIES` until the victim fails by an "exception" or a "kill", and all are gone.
+    """Train with one of `STRATEGIES` until the victim fails and all processes have exited.
 
-    There are `timeout_s` seconds to reach the fault, and as many from there. A file to preload is run first
-    by each rank. Raises if no fault is reached. No process is left.
+    The fault is "exception" or "kill". There are `timeout_s` seconds to reach it, and as many from there.
+    Each rank runs the file `preload` first. Leaves no process.
+
+    Raises:
+        ToolError: the script did not reach the fault.
     """
     arguments = {"strategy": strategy, "devices": world_size, "package_root": str(PACKAGE_ROOT)}
     arguments |= {"fault": fault, "victim": victim, "accelerator": accelerator, "preload": preload}

@@ -1,7 +1,7 @@
-"""Training script whose start, steps or failure is timed; prints when something happens. Run as a file.
+"""Training script for timing a start, steps or a failure, which prints the times of events; run as a file.
 
 Its argument is a JSON object with the keywords of `main`. With the strategy "ddp" it does not import this
-package, which it finds where it is told to.
+package, which is in the folder `package_root`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def _say(text: str) -> None:
-    os.write(1, f"{text}\n".encode())  # a line at once, whatever else the ranks print
+    os.write(1, f"{text}\n".encode())  # one write, so that lines of the ranks do not mix
 
 
 def main(
@@ -45,15 +45,16 @@ def main(
 ) -> None:
     """Train, and print `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
 
-    A model of `models.py` has its steps timed. The victim has its fault, "exception", "kill" or "stop", in
-    the fourth step or another one, once, after a wait in that step. With `on_failure`, or a folder to save
-    each step in and to go on from, all print `COMMIT` with the time, the step and the samples of each batch;
-    steps last `step_s` until a new rank has come; rank 0 says in `REGROUP` how many seconds it took to go on.
-    With `turns`, values of `on_failure`, it is a fit of each, of steps with a part of a sample; listed is the
-    mean step of each fit, with its boundaries, after some to warm up.
+    Steps of a model of `models.py` are timed. The victim fails once by `fault`, "exception", "kill" or
+    "stop", in step `fault_step` after a wait of `wait_s`. With `on_failure`, or a folder for a checkpoint of
+    each step from which it resumes, all ranks print `COMMIT` with the time, the step and the samples of each
+    batch. Steps last `step_s` until a new rank has joined; rank 0 prints `REGROUP` with the seconds of the
+    recovery. With `turns`, a list of values of `on_failure`, there is one fit for each, with steps on a part
+    of a sample; the list has the mean step of each fit, with its boundaries, after `num_warmup` steps.
     """
     models: Any = importlib.import_module("models") if model else None  # "ddp" runs without the package
-    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # whose names are common
+    # The names of the modules in this folder are common, and could hide others.
+    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
     import pytorch_lightning as pl
     import torch
 

@@ -38,7 +38,12 @@ RESUMED: dict[str, dict[str, Any]] = {
     "sign": {"ddp_comm_hook": "sign"},
     "post_local_sgd": {"model_averaging": {"name": "post_local_sgd", "start_step": 2, "period": 3}},
     "node": {
-        "model_averaging": {"name": "post_local_sgd", "start_step": 2, "period": 3, "gradients": "node"},
+        "model_averaging": {
+            "name": "post_local_sgd",
+            "start_step": 2,
+            "period": 3,
+            "intra_node_gradients": True,
+        },
         "ddp_comm_hook": "sign",
     },
     "hierarchical_sgd": {"model_averaging": {"name": "hierarchical_sgd", "periods": {3: 0}}},

@@ -326,8 +326,8 @@ class Process:
                 self.post(protocol.Failed(record))
                 yield from self._wait_beyond_calls(lambda: self.cause is not None, CALL_WITHIN_S)
             except PeerFailure as error:  # a call that this process cannot answer
-                self._decline("cannot go on")
-                text = f"{self} cannot go on: {str(error)[:60]}"
+                self._decline("cannot continue")
+                text = f"{self} cannot continue: {str(error)[:60]}"
                 self.kernel.note(lambda: text)
                 yield from self._wait_beyond_calls(lambda: self.cause is not None, CALL_WITHIN_S)
             except BackendError:

@@ -488,11 +488,11 @@ class World:
             or "not all ranks have arrived" in text
             or ("asked to stop by a signal" in text and self._was_frozen_long)
             or "min_world_size" in text
-            or "alike" in text
+            or "in the same way" in text
             or "holds a whole state" in text
             or not self.control.members.has_met
             or not any(p.is_alive for p in self.processes.values())
-            or ("cannot go on" in text and self._has_declined)
+            or ("cannot continue" in text and self._has_declined)
         )
         if not is_good:
             raise self.violation(f"the run ends for no good reason: {text}")

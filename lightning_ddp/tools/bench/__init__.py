@@ -1,7 +1,7 @@
-"""Benchmarks behind `python -m lightning_ddp bench`, and the class of all: name, options, measure, table.
+"""Benchmarks behind `python -m lightning_ddp bench`, and their class: name, options, measure, table.
 
-Contenders take turns within one run, so that a slow minute of the machine hits all of them, and ratios are
-medians of ratios that were paired round by round. Each file is one benchmark, with what its ranks do.
+Contenders take turns within one run, so that a slow minute of the machine affects all of them, and ratios are
+medians of ratios that are paired by round. Each file is one benchmark, with the code that its ranks run.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _ROOM: Final = 1.55  # of the longest bar, so that the text beside it fits
 _PACKAGES: Final = ("torch", "pytorch-lightning", "lightning_ddp")
 
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
-"""Subject (a model, a start) -> contender -> one value per round; those of a round were measured in turns."""
+"""Values of each round, measured in turns, by subject (a model, a start) and contender."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One contender's figures beside a reference contender."""
+    """Figures of a contender, compared to a reference contender."""
 
     median: float
     iqr: float
     """Interquartile range over the rounds."""
     ratio: float
-    """Reference / this contender, the median of ratios paired by round; below 1 the reference is smaller."""
+    """Reference / this contender: median of ratios paired by round; below 1 if the reference is smaller."""
 
 
 Comparisons = Mapping[str, Mapping[str, Comparison]]
-"""Subject -> contender -> its figures."""
+"""Figures by subject and contender."""
 
 
 def compare(samples: Mapping[str, Sequence[float]], *, reference: str) -> dict[str, Comparison]:
-    """Each contender's figures beside those of the reference; refuses a missing round, and values below 0."""
+    """Compare each contender to the reference; refuse a missing round, and values not above 0."""
     found = {}
     for name, values in samples.items():
         first, third = _quartiles(values)
@@ -61,35 +61,35 @@ def compare(samples: Mapping[str, Sequence[float]], *, reference: str) -> dict[s
 
 
 def _quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """The first and the third one; the sample itself where there is but one."""
+    """Return the first and the third quartile; a single sample is both."""
     first, _, third = statistics.quantiles([*samples, *samples[: len(samples) == 1]], method="inclusive")
     return first, third
 
 
 @dataclass(kw_only=True)
 class Result:
-    """What was measured."""
+    """Result of a benchmark."""
 
     samples: Samples = field(default_factory=dict)
     references: Mapping[str, str] | str = ""
-    """The contender above the fraction line, of all subjects or of each."""
+    """Reference contender, of all subjects or by subject."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """What was asked for."""
+    """Settings of the measurement, for the report."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further entries of the report's summary; what is needed for the table."""
+    """Further entries of the report's summary, and data for the table."""
 
     def reference(self, subject: str) -> str:
-        """The contender that a subject's others are compared with."""
+        """Return the reference contender of a subject."""
         return self.references if isinstance(self.references, str) else self.references[subject]
 
     @property
     def comparisons(self) -> Comparisons:
-        """Each contender beside its reference."""
+        """Figures of each contender, compared to its reference."""
         return {s: compare(rounds, reference=self.reference(s)) for s, rounds in self.samples.items()}
 
 
 def draw_bars(result: Result, path: Path, *, unit: str, title: str) -> None:
-    """Draw a panel a subject: a bar a contender, as long as its median, with quartiles, rounds and ratio."""
+    """Draw a panel per subject with a bar per contender: median, quartiles, rounds and ratio."""
 
     def draw_panel(axes: Any, subject: str) -> None:
         rounds, figures = result.samples[subject], comparisons[subject]
@@ -103,7 +103,7 @@ def draw_bars(result: Result, path: Path, *, unit: str, title: str) -> None:
             ends.append(max(median, third))
             text = f"{median:.4g} (ratio {ratio:.2f})"
             axes.annotate(text, (ends[-1], row), (6, 0), textcoords="offset points", va="center")
-        axes.set_xlim(0, _ROOM * max(ends))  # a round that took far longer lies outside
+        axes.set_xlim(0, _ROOM * max(ends))  # far longer rounds are outside
         axes.set_yticks(range(len(rounds)), list(rounds))
         axes.invert_yaxis()
         axes.set(xlabel=unit)
@@ -117,7 +117,7 @@ def draw_bars(result: Result, path: Path, *, unit: str, title: str) -> None:
 def save_panels(
     path: Path, panels: Mapping[str, Callable[[Any], None]], *, title: str, height: float = 4.5
 ) -> None:
-    """Draw panels of so many inches in two columns, each by a function of its axes, and save the picture."""
+    """Draw panels in two columns, each by a function of its axes, and save the picture."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
 
     num_columns = min(_NUM_COLUMNS, len(panels))
@@ -138,21 +138,21 @@ class Benchmark:
 
     name: str
     summary: str
-    """A sentence for `--help`."""
+    """Sentence for `--help`."""
     unit: str
-    """Of samples, medians and spreads."""
+    """Unit of samples, medians and spreads."""
     options: Callable[[argparse.ArgumentParser], None]
-    """Declares its options; `--json` and `--plot` come by themselves."""
+    """Function that declares the options, besides `--json` and `--plot`."""
     measure: Callable[[argparse.Namespace], Result | None]
-    """Does the work; None in a process of torchrun that does not report."""
+    """Function that measures; returns None in a process of torchrun that does not report."""
     table: Callable[[Result], str]
-    """Lays out what is printed."""
+    """Function that formats the printed table."""
     draw: Callable[..., None] = draw_bars
-    """Draws the result into a file, given unit and title."""
+    """Function that draws the result to a file, with unit and title."""
     title: str = "medians with quartiles; the ratio is ours / contender"
-    """Of the picture."""
+    """Title of the picture."""
     joins_torchrun: bool = False
-    """Whether it measures torchrun's ranks where that has started it."""
+    """True if it measures torchrun's ranks when torchrun has started it."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -164,14 +164,14 @@ class Benchmark:
             parser.add_argument(name, type=kind, metavar="PATH", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure, print the table, and write the files that were asked for; returns the exit status, 0.
+        """Measure, print the table, and write the requested files; return the exit status 0.
 
         Raises:
-            ToolError: what was asked for cannot be measured, a process fails or a deadline passes.
+            ToolError: the settings cannot be measured, a process fails or a deadline passes.
         """
         if not self.joins_torchrun and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             raise ToolError(
-                f"bench {self.name} starts its own processes, and RANK is set: run it once, without torchrun"
+                f"bench {self.name} starts its own processes, but RANK is set. Run it once, without torchrun"
             )
         result = self.measure(args)
         if result is None:
@@ -210,9 +210,9 @@ def format_comparisons(
     unit: str,
     columns: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
 ) -> str:
-    """Lay out a row for each subject and contender; `headers` stand over subjects, contenders and ratios.
+    """Format a row per subject and contender; `headers` are those of subject, contender and ratio.
 
-    `columns` are further figures: header -> subject -> contender -> value; "-" where there is none.
+    `columns` are further values by header, subject and contender; "-" if missing.
     """
     columns = columns or {}
     rows: list[tuple[str | int | float, ...]] = []
@@ -226,5 +226,5 @@ def format_comparisons(
 
 
 def seconds_or(values: Sequence[float], summary: Callable[[Sequence[float]], float], otherwise: str) -> str:
-    """A summary of seconds for a table, such as their median; a word where there are none."""
+    """Format a summary of seconds, such as their median; return `otherwise` without values."""
     return f"{summary(values):.3f}" if values else otherwise

@@ -1,16 +1,15 @@
-"""What a lost rank costs: `bench failures`, time to the end of all; `bench recovery`, to the next step.
+"""Cost of a lost rank: `bench failures`, time to the exit of all; `bench recovery`, to the next step.
 
-Each sample starts a real script in which one rank fails in a training step. With `failures` it is shown how
-soon the other ranks learned of it in Python (so that callbacks and loggers ran), how soon every process was
-gone, and how the script ended, beside Lightning's "ddp". A process that does not end within the deadline is
+Each sample starts a real script in which one rank fails in a training step. `failures` measures when the
+other ranks received the failure in Python (so that callbacks and loggers ran), when every process had exited,
+and the exit code of the script, beside Lightning's "ddp". A process that does not exit within the deadline is
 counted and killed.
 
-With `recovery` the last rank is killed, or stopped ("stalled"). With "replace" the supervisor of
-`run` forks another process; with "cold" the script is run by `python`. They are at
-full strength when that process commits its first step. "restart" is Lightning's "ddp" under `torchrun
---max-restarts`, with a checkpoint each step. A step that is committed twice counts as lost, and so does a
-sample that no committed step has used. Steps without a failure are timed in one script, in fits with
-`on_failure="stop"` and "shrink" in turns.
+With `recovery` the last rank is killed, or stopped ("stalled"). With "replace" the supervisor of `run` forks
+another process; with "cold" the script is run by `python`. They are at full strength when that process
+commits its first step. "restart" is Lightning's "ddp" under `torchrun --max-restarts`, with a checkpoint in
+each step. A step that is committed twice counts as lost, and so does a sample that no committed step has
+used. Steps without a failure are timed in one script, in fits with `on_failure="stop"` and "shrink" in turns.
 """
 
 from __future__ import annotations
@@ -82,24 +81,24 @@ def _format_failures(result: Result) -> str:
 
 FAILURES: Final = Benchmark(
     name="failures",
-    summary='Time from a fault in one rank to the end of all, beside Lightning\'s "ddp".',
+    summary='Time from a fault in one rank to the exit of all processes, beside Lightning\'s "ddp".',
     unit="s",
     options=lambda parser: add_shared(parser, rounds=3, world_size=2, timeout_s=60.0),
     measure=_measure_failures,
     table=_format_failures,
-    title="until all processes were gone; the ratio is custom_ddp / strategy",
+    title="until all processes had exited; the ratio is custom_ddp / strategy",
 )
 
 
-# ---------------------------------------------------------------------- going on
+# ---------------------------------------------------------------------- recovery
 
 CONTENDERS: Final = ("shrink", "stalled", "restart", "replace", "cold")
 _REPLACED: Final = ("replace", "cold")
-"""Where a new process comes."""
+"""Contenders with a new process."""
 _MODES: Final = ("stop", "shrink")
 _NUM_STEPS: Final = 24
 _NUM_STEPS_TO_REPLACE: Final = 400
-"""As many as pass while a process starts; those after it has come do not wait."""
+"""Enough steps for the start of a process; steps after its join do not wait."""
 _FAULT_STEP: Final = 8
 _STEP_S: Final = 0.02
 _STALL_S: Final = 2.0
@@ -113,7 +112,8 @@ _KILLED: Final = "loss to next step"
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=3, world_size=3, timeout_s=120.0)
-    add_choices(parser, "--contenders", CONTENDERS, CONTENDERS, "what is killed")
+    what = "ways to recover (stalled: the rank is stopped, not killed; cold: replaced without a fork)"
+    add_choices(parser, "--contenders", CONTENDERS, CONTENDERS, what)
 
 
 def _measure_recovery(args: argparse.Namespace) -> Result:
@@ -137,9 +137,9 @@ def _measure_recovery(args: argparse.Namespace) -> Result:
 
 
 def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str, Any]:
-    """Kill the last rank of a training, as one of `CONTENDERS` says; returns what came of it.
+    """Kill the last rank of a training run of one of `CONTENDERS`; return the outcome.
 
-    What is not over after `timeout_s` is killed, and counts as not recovered.
+    A run that has not ended after `timeout_s` is killed, and counts as not recovered.
     """
     num_steps = _NUM_STEPS_TO_REPLACE if name in _REPLACED else _NUM_STEPS
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_recovery_") as folder:
@@ -160,7 +160,7 @@ def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str
             arguments |= {"strategy": "ddp", "on_failure": None, "folder": folder}
             launcher = (*_RESTART, f"--nproc-per-node={world_size}")
         with started(TRAINING, arguments, launcher) as running:
-            with suppress(subprocess.TimeoutExpired):  # it hangs: then what it has printed by now counts
+            with suppress(subprocess.TimeoutExpired):  # a hang: the output so far counts
                 running.process.wait(timeout_s)
             text = running.text
             faults = re.findall(r"FAULT (\d+\.\d+)", text)
@@ -179,7 +179,7 @@ def _outcome(
     timeout_s: float,
     num_steps: int = _NUM_STEPS,
 ) -> dict[str, Any]:
-    """What the lines that were printed mean.
+    """Compute the outcome from the printed lines.
 
     >>> lines = [("1.0", "1", "0", "0"), ("3.5", "2", "0", "1")]
     >>> _outcome(lines, 2.0, 1, 9.0)["seconds"]
@@ -212,10 +212,10 @@ def _outcome(
 
 
 def time_steps(world_size: int, num_rounds: int, *, timeout_s: float) -> dict[str, list[float]]:
-    """Mean seconds of the steps of a fit without a failure, for each value of `on_failure`.
+    """Return mean seconds of steps in fits without a failure, for each value of `on_failure`.
 
-    One script has all fits, two of each value a round in both orders: the same code differs by some percent
-    between processes, and who comes second is faster.
+    One script runs all fits, two of each value per round in both orders: the same code differs by some
+    percent between processes, and the second fit is faster.
     """
     turns = [*_MODES, *_MODES[::-1]] * num_rounds
     arguments = {"strategy": "custom_ddp", "devices": world_size, "package_root": str(PACKAGE_ROOT)}
@@ -257,7 +257,7 @@ def _format_recovery(result: Result) -> str:
 
 
 def _draw_recovery(result: Result, path: Path, *, unit: str, title: str) -> None:
-    """Steps over time of the first round of each contender, from the kill on."""
+    """Draw committed steps over time in the first round of each contender."""
 
     def draw(axes: Any) -> None:
         for name, runs in result.extra["runs"].items():
@@ -273,7 +273,7 @@ def _draw_recovery(result: Result, path: Path, *, unit: str, title: str) -> None
 
 RECOVERY: Final = Benchmark(
     name="recovery",
-    summary="Time from a kill to the next committed step, beside restarts by torchrun.",
+    summary="Time from a kill to the end of the next step, beside restarts by torchrun.",
     unit="s",
     options=_options,
     measure=_measure_recovery,

@@ -1,7 +1,7 @@
-"""Hooks: bytes, and time of a step on slow links.
+"""Bytes of hooks, and times of a step on slow links.
 
-On links of given speeds between two network namespaces, every contender takes its turn with a step of the
-model with 67 MB of gradients; bytes are counted by the hook and by the kernel.
+On links of given speeds between two network namespaces, the contenders take turns with a step of the model
+with 67 MB of gradients; bytes are counted by the hook and by the kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_ddp.tools.models import OURS, TORCH_DEFAULT, TrainingRun, build_w
 from lightning_ddp.tools.ranks import RankContext, read_sent_bytes, run_ranks, shuffled, timed
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
-"""Contender -> one entry a round -> figures."""
+"""Figures of each round, by contender."""
 
 LINK_HOOKS: Final[Mapping[str, Any]] = {
     OURS: None,
@@ -38,7 +38,7 @@ LINK_HOOKS: Final[Mapping[str, Any]] = {
     "topk_1pc": {"name": "topk", "ratio": 0.01},
     "sign": "sign",
 }
-"""What is timed on links: contender -> specification of a hook; None for a wrapper without one."""
+"""Specifications of the hooks to time on links, by contender; None for a wrapper without a hook."""
 
 _NUM_WARMUP_STEPS: Final = 3  # buckets are rebuilt after the first, and low-rank factors settle
 
@@ -50,7 +50,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=[100.0, 1000.0],
         metavar="MBIT",
-        help="link speeds in Mbit/s (default: 100 1000; needs root)",
+        help="link speeds in Mbit/s, which need root (default: 100 1000)",
     )
     add_shared(parser, rounds=5, timeout_s=7200.0)
 
@@ -75,7 +75,7 @@ def _time_link(args: argparse.Namespace, mbit: float) -> Rows:
 
 
 def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
-    """Take of each round and figure the larger one of the ranks.
+    """Return for each round and figure the largest value of the ranks.
 
     >>> merge_ranks([{"a": [{"seconds": 1.0}]}, {"a": [{"seconds": 2.0}]}])
     {'a': [{'seconds': 2.0}]}
@@ -95,12 +95,12 @@ def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
 def _format(result: Result) -> str:
     parts = []
     for mbit, rows in result.extra["links"].items():
-        parts += [f"\n16 x Linear(1024), two ranks, {mbit} Mbit/s each way", format_link(rows)]
+        parts += [f"\n16 x Linear(1024), two ranks, {mbit} Mbit/s in each direction", format_link(rows)]
     return "\n".join(parts)
 
 
 def format_link(rows: Rows) -> str:
-    """Lay out the table of one link."""
+    """Format the table of one link."""
 
     def median(entries: Sequence[Mapping[str, float]], key: str, factor: float) -> float:
         return factor * statistics.median(row[key] for row in entries)
@@ -120,24 +120,27 @@ def format_link(rows: Rows) -> str:
     return format_table(headers, table)
 
 
-# ---------------------------------------------------------------------- what each rank does
+# ---------------------------------------------------------------------- code of the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSettings:
-    """What `time_on_link` measures, in rounds in which contenders take turns."""
+    """Settings of `time_on_link`, which measures in rounds in which contenders take turns."""
 
     model: str
     hooks: Mapping[str, Any]
-    """Contender -> specification of a hook; None for a wrapper without one."""
+    """Specifications of hooks, by contender; None for a wrapper without a hook."""
     num_rounds: int
 
 
 def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list[dict[str, float]]]:
-    """Time steps of all contenders, which take turns. Both ranks call it; communicates.
+    """Time steps of all contenders, which take turns.
+
+    Collective: all ranks must call it.
 
     Returns:
-        Contender -> one entry a round: seconds, bytes by the kernel's and by the hook's count, codec seconds.
+        For each contender one entry per round: seconds, bytes counted by the kernel and by the hook, codec
+        seconds.
     """
     runs: dict[str, tuple[TrainingRun, Communication]] = {}
     for name, hook in settings.hooks.items():
@@ -153,7 +156,7 @@ def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list
         runs[name] = run, communication
 
     def counts(communication: Communication) -> dict[str, float]:
-        """Bytes that the kernel and the hook have sent, and seconds of the hook's encoding and decoding."""
+        """Return bytes sent by the kernel and by the hook, and seconds of encoding and decoding."""
         channel = communication.hook.channel if communication.hook is not None else None
         return {
             "kernel_bytes": read_sent_bytes(),
@@ -167,7 +170,7 @@ def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list
             run, communication = runs[name]
             before = counts(communication)
             seconds = timed(run.step, context.device)
-            dist.barrier()  # a peer that is through has received all that is counted here
+            dist.barrier()  # after it the peer has received all bytes that are counted here
             changes = {key: value - before[key] for key, value in counts(communication).items()}
             rows[name].append({"seconds": seconds, **changes})
     return rows
@@ -175,7 +178,7 @@ def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list
 
 HOOKS: Final = Benchmark(
     name="hooks",
-    summary="Bytes that hooks send, and steps on slow links.",
+    summary="Bytes sent by hooks, and time of steps on slow links.",
     unit="ms",
     options=_options,
     measure=_measure,

@@ -1,9 +1,9 @@
-"""Time from starting a training script to its first batch, and memory there: ours beside Lightning's "ddp".
+"""Time from the start of a training script to its first batch, and memory then, beside Lightning's "ddp".
 
-Ours is "custom_ddp" twice: as `python script.py`, and as `python -m lightning_ddp run script.py`. Beside it
-stands what `import lightning_ddp` adds to the import of Lightning. Each sample starts a real script, which
-starts its other ranks itself, on the CPU, and is ended at its first batch; an import has a fresh process.
-Contenders take turns, and one run of each that is not counted warms the file cache.
+"custom_ddp" is measured twice: as `python script.py`, and as `python -m lightning_ddp run script.py`. A
+second part measures how much `import lightning_ddp` adds to the import of Lightning. Each sample starts a
+real script, which starts its other ranks itself, on the CPU, and is killed at its first batch; each import
+has a new process. Contenders take turns, and one uncounted run of each warms the file cache.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lightning_ddp.tools.command_line import add_choices, add_shared, progress_b
 from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, started
 
 CONTENDERS: Final = {STRATEGIES[0]: (), "run": ("-m", "lightning_ddp", "run"), STRATEGIES[1]: ()}
-"""What takes turns, and what stands before the script on its command line."""
+"""Contenders, with the arguments before the script on the command line."""
 NUM_STEPS: Final = 2000
-"""Of each rank, so that all are there while their memory is read."""
+"""Steps of each rank, enough for all ranks to run while their memory is read."""
 PARTS: Final = ("first_batch", "import")
 ALONE: Final = "alone"
-"""Lightning's import by itself."""
+"""Import of Lightning alone."""
 WITH_OURS: Final = "with lightning_ddp"
-"""Lightning's import and this package's after it."""
+"""Import of Lightning, and then of this package."""
 SCRIPT = TRAINING
-"""What is started."""
+"""Script to start."""
 
 _NAMESPACES = ("pytorch_lightning", "lightning")
 _IMPORTS: Final = """\
@@ -50,7 +50,13 @@ print(json.dumps([between - start, time.perf_counter() - start]))
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=10, world_size=[2], timeout_s=120.0)
-    add_choices(parser, "--parts", PARTS, PARTS, "what is measured")
+    add_choices(
+        parser,
+        "--parts",
+        PARTS,
+        PARTS,
+        "what to measure: the time to the first training batch, the time of `import lightning_ddp`",
+    )
 
 
 def _measure(args: argparse.Namespace) -> Result:
@@ -72,7 +78,7 @@ def _measure(args: argparse.Namespace) -> Result:
 
 
 def _format(result: Result) -> str:
-    """A row for each start and contender, and what the import adds under them."""
+    """Format a row per start and contender, followed by the memory and the cost of the import."""
     lines = [format_comparisons(result.comparisons, ("start", "contender", "ours/contender"), "s")]
     for subject, mib in result.extra["memory_mib"].items():
         least = ", ".join(f"{name} {value:.0f} MiB" for name, value in mib.items())
@@ -86,9 +92,9 @@ def _format(result: Result) -> str:
 def time_first_batch(
     script: Path, arguments: dict[str, Any], *, launcher: Sequence[str] = (), timeout_s: float
 ) -> tuple[float, float]:
-    """Run a script to its `FIRST_BATCH <seconds since the epoch>`, and end it there.
+    """Run a script to its line `FIRST_BATCH <seconds since the epoch>`, and kill it there.
 
-    Returns the seconds it took, and the memory of its processes then in MiB.
+    Returns the seconds from its start, and the memory of its processes then in MiB.
     """
     with started(script, arguments, launcher) as running:
         moment = float(running.run_to("FIRST_BATCH", timeout_s, ends_there=True))
@@ -98,7 +104,7 @@ def time_first_batch(
 def _time_starts(
     args: argparse.Namespace, package_root: str
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
-    """Subject -> contender -> seconds of each round; and -> its median of memory."""
+    """Return seconds of each round and median memory in MiB, both by subject and contender."""
     sizes = {f"first batch, {size} devices": size for size in dict.fromkeys(args.world_size)}
     samples = {subject: {name: list[float]() for name in CONTENDERS} for subject in sizes}
     memory = {subject: {name: list[float]() for name in CONTENDERS} for subject in sizes}
@@ -120,7 +126,7 @@ def _time_starts(
                     seconds, mib = time_one(name, size)
                     samples[subject][name].append(seconds)
                     memory[subject][name].append(mib)
-                if bar.disable:  # says how far a long run is where no bar does
+                if bar.disable:  # without a progress bar, print the progress of a long run
                     last = ", ".join(f"{name} {of[-1]:.1f} s" for name, of in samples[subject].items())
                     text = f"bench launch: round {number + 1} of {args.rounds}, {subject}: {last}"
                     print(text, file=sys.stderr, flush=True)
@@ -131,10 +137,10 @@ def _time_starts(
 def time_imports(
     num_rounds: int, package_root: str, *, timeout_s: float
 ) -> dict[str, dict[str, list[float]]]:
-    """Import Lightning and this package in fresh processes; "import <name>" -> what -> seconds of each round.
+    """Time imports of Lightning and this package in new processes: seconds of each round.
 
-    Both names of Lightning take turns, where they are installed. A first round fills the file cache and is
-    not counted.
+    Returned by "import <name>", and `ALONE` or `WITH_OURS`. Installed names of Lightning take turns. A first
+    round, which is not counted, fills the file cache.
     """
     names = [name for name in _NAMESPACES if importlib.util.find_spec(name) is not None]
     samples = {f"import {name}": {ALONE: list[float](), WITH_OURS: list[float]()} for name in names}
@@ -150,7 +156,7 @@ def time_imports(
 
 
 def added_ms(rounds: Mapping[str, Sequence[float]]) -> float:
-    """Median over the rounds of what this package's import adds, in milliseconds.
+    """Return the median over the rounds of the import time that this package adds, in milliseconds.
 
     >>> added_ms({"alone": [1.0, 2.0, 1.0], "with lightning_ddp": [1.25, 2.5, 1.5]})
     500.0
@@ -173,7 +179,7 @@ def _time_import(name: str, package_root: str, timeout_s: float) -> tuple[float,
 
 LAUNCH: Final = Benchmark(
     name="launch",
-    summary='Time and memory of a script at its first batch, beside Lightning\'s "ddp"; the import.',
+    summary="Time and memory until a script's first batch, beside Lightning's \"ddp\"; time of the import.",
     unit="s",
     options=_options,
     measure=_measure,

@@ -1,9 +1,9 @@
 """Step time and efficiency with more ranks, and the buckets to use, predicted from recorded steps.
 
 Records a model of `bench step` without communication and times collectives alone, or reads the folder that
-`CommunicationMonitor(timeline=folder)` has written, and plays the step with any number of ranks: each bucket
-becomes ready, is encoded, and passes a link with a latency and a bandwidth. The sizes of the buckets that end
-the step soonest are printed as a `bucket_cap_mb_list`.
+`CommunicationMonitor(timeline=folder)` has written, and simulates the step with any number of ranks: each
+bucket becomes ready, is encoded, and passes a link with a latency and a bandwidth. The sizes of the buckets
+for the shortest step are printed as a `bucket_cap_mb_list`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled
 from lightning_ddp.tools.recorded_run import RecordSettings, record_steps
 
 NONE: Final = "none"
-"""The reducer without a hook."""
+"""Name of the reducer without a hook."""
 _HOOKS: Final = (NONE, "bf16", "int8", "powersgd:rank=4", "topk:ratio=0.01")
 _AVERAGERS: Final = ("post_local_sgd:period=8", "streaming_diloco:period=100")
 _RANKS: Final = tuple(2**power for power in range(13))
@@ -69,44 +69,63 @@ _MOST_IN_BLOCK = 16
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    subject = parser.add_argument_group("what is trained")
+    subject = parser.add_argument_group("model to train")
     add_shared(subject, models=["transformer6"], device="cpu", timeout_s=900.0)
     subject.add_argument(
         "--from-timeline",
         type=Path,
         metavar="FOLDER",
-        help="recordings of a run of yours, instead of a model; needs --latency-us and --gbit",
+        help="folder that CommunicationMonitor(timeline=FOLDER) has written, instead of a model; needs"
+        " --latency-us and --gbit",
     )
     subject.add_argument(
         "--steps", type=positive_int, default=10, metavar="N", help="recorded steps (default: %(default)s)"
     )
-    network = parser.add_argument_group("network (default: as between two processes of this machine)")
+    network = parser.add_argument_group("network (default: that between two processes of this machine)")
     for name, text in (
-        ("--latency-us", "of a message between nodes"),
-        ("--gbit", "Gbit/s between nodes, each way"),
-        ("--node-latency-us", "within a node"),
+        ("--latency-us", "latency of a message between nodes in microseconds"),
+        ("--gbit", "Gbit/s between nodes, in each direction"),
+        ("--node-latency-us", "latency of a message within a node in microseconds"),
         ("--node-gbit", "Gbit/s within a node"),
     ):
         metavar = name.rpartition("-")[2].upper()
         network.add_argument(name, type=positive_float, metavar=metavar, help=text)
-    network.add_argument("--ranks-per-node", type=positive_int, default=1, metavar="N", help="default: 1")
-    network.add_argument("--algorithm", choices=("ring", "tree", "hierarchical"), default="ring")
+    network.add_argument(
+        "--ranks-per-node",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="ranks of a node (default: %(default)s)",
+    )
+    network.add_argument(
+        "--algorithm",
+        choices=("ring", "tree", "hierarchical"),
+        default="ring",
+        help="algorithm of all-reduces (default: %(default)s)",
+    )
     network.add_argument(
         "--ranks",
         nargs="+",
         type=positive_int,
         metavar="N",
-        help="numbers of ranks (default: powers of two up to 4096; for the buckets as many as have recorded)",
+        help="numbers of ranks (default: powers of two up to 4096; with --bucket-caps-mb, the recorded"
+        " number)",
     )
     contenders = parser.add_argument_group("contenders, as NAME or NAME:option=value,option=value")
-    contenders.add_argument("--hooks", nargs="*", default=list(_HOOKS), metavar="HOOK")
-    contenders.add_argument("--averagers", nargs="*", default=list(_AVERAGERS), metavar="AVERAGER")
+    for name, kinds, what in (("--hooks", _HOOKS, "hooks"), ("--averagers", _AVERAGERS, "averagers")):
+        contenders.add_argument(
+            name,
+            nargs="*",
+            default=list(kinds),
+            metavar=what[:-1].upper(),
+            help=f"{what} to compare (default: {' '.join(kinds)})",
+        )
     contenders.add_argument(
         "--bucket-caps-mb",
         nargs="+",
         type=positive_float,
-        metavar="MB",
-        help="bucket plans to compare (default: the recorded one)",
+        metavar="MIB",
+        help="values of bucket_cap_mb, in MiB, to compare (default: the recorded buckets)",
     )
 
 
@@ -137,14 +156,14 @@ def parse_contender(text: str) -> dict[str, Any]:
 
 
 def _measure(args: argparse.Namespace) -> Result:
-    """Record or read, trace and predict."""
+    """Record or read steps, trace hooks, and predict."""
     hooks = {text: None if text == NONE else parse_hook(parse_contender(text)) for text in args.hooks}
     averagers = {text: parse_averager(parse_contender(text)) for text in args.averagers}
     if args.from_timeline is not None:
-        _network(args, None)  # refuses what is missing before hooks are traced, which takes a while
+        _network(args, None)  # refuse missing options before hooks are traced, which takes a while
     recorded, probed, world_size = _record(args) if args.from_timeline is None else _read(args)
     network = _network(args, probed)
-    # two ranks on the CPU share its cores
+    # Two ranks on the CPU share its cores.
     is_limited = args.from_timeline is None and args.device == "cpu"
     cores = (os.cpu_count() or 1) / _NUM_RANKS if is_limited else float("inf")
     figures = _replanned(args, recorded) if args.bucket_caps_mb else recorded
@@ -176,7 +195,7 @@ def _measure(args: argparse.Namespace) -> Result:
 
 @dataclass(frozen=True, kw_only=True)
 class _Figures:
-    """What is known about a model without communication."""
+    """Profile and buckets of a model without communication."""
 
     profile: StepProfile
     buckets: tuple[Shapes, ...]
@@ -188,11 +207,11 @@ class _Figures:
 
 
 _Recorded = tuple[dict[str, _Figures], "LinkCost | None", int]
-"""What is known of each subject and of the link, and how many ranks have recorded."""
+"""Figures by subject, the cost of the link, and the number of ranks that recorded."""
 
 
 def _record(args: argparse.Namespace) -> _Recorded:
-    """Two ranks train the models without communication; then they probe the link between them."""
+    """Train the models on two ranks without communication, then measure the link between them."""
     models, figures = tuple(dict.fromkeys(args.models)), {}
     with (
         tempfile.TemporaryDirectory(prefix="lightning_ddp_scaling_") as scratch,
@@ -210,7 +229,7 @@ def _record(args: argparse.Namespace) -> _Recorded:
 
 
 def _read(args: argparse.Namespace) -> _Recorded:
-    """Take the steps of a run of the user's, with matrices as large as the buckets."""
+    """Read the steps of a user's run, with matrices as large as the buckets."""
     recordings = load_folder(args.from_timeline)
     profile = StepProfile.from_recordings(recordings)
     figures = _Figures(profile=profile, buckets=tuple(square_shapes(size) for size, _ in profile.ready))
@@ -218,7 +237,7 @@ def _read(args: argparse.Namespace) -> _Recorded:
 
 
 def _replanned(args: argparse.Namespace, figures: dict[str, _Figures]) -> dict[str, _Figures]:
-    """The figures with each bucket plan that is asked for."""
+    """Return the figures with each requested bucket plan."""
     replanned = {}
     for name, found in figures.items():
         shapes = found.shapes
@@ -226,14 +245,14 @@ def _replanned(args: argparse.Namespace, figures: dict[str, _Figures]) -> dict[s
             ends = cut_sizes([num_bytes_of((shape,)) for shape in shapes], bucket_caps_bytes(cap_mb))
             buckets = tuple(shapes[start:end] for start, end in pairwise([0, *ends]))
             sizes = [num_bytes_of(bucket) for bucket in buckets]
-            sizes[-1] += found.profile.num_bytes - sum(sizes)  # what is less than an element
+            sizes[-1] += found.profile.num_bytes - sum(sizes)  # the rest of less than an element
             profile = found.profile.rebucketed(sizes)
             replanned[f"{name}, {cap_mb:g} MiB"] = replace(found, profile=profile, buckets=buckets)
     return replanned
 
 
 def _trace(args: argparse.Namespace, found: _Figures, plan: Any) -> HookModel:
-    """What a hook does here, with the buckets of these figures."""
+    """Trace a hook on this machine, with the buckets of these figures."""
     if plan is None:
         return plain_model([size for size, _ in found.profile.ready])
     num_threads = torch.get_num_threads()
@@ -248,7 +267,7 @@ def _network(args: argparse.Namespace, probed: LinkCost | None) -> Network:
     local = probed.hop if probed is not None else None
     hop = _hop(args.latency_us, args.gbit, local)
     if hop is None:
-        raise ToolError("--from-timeline needs the network: give --latency-us and --gbit")
+        raise ToolError("--from-timeline needs the network. Pass --latency-us and --gbit")
     is_cpu = args.device == "cpu"
     return Network(
         hop=hop,
@@ -264,7 +283,7 @@ def _hop(latency_us: float | None, gbit: float | None, default: TransferCost | N
     if latency_us is None and gbit is None:
         return default
     if default is None and (latency_us is None or gbit is None):
-        raise ToolError("a latency without a speed, or a speed without a latency: give both")
+        raise ToolError("a latency needs a speed, and a speed needs a latency. Pass both")
     cost = default or TransferCost(latency_s=0.0, seconds_per_byte=0.0)
     return TransferCost(
         latency_s=latency_us / 1e6 if latency_us is not None else cost.latency_s,
@@ -273,7 +292,7 @@ def _hop(latency_us: float | None, gbit: float | None, default: TransferCost | N
 
 
 def _note(args: argparse.Namespace, network: Network, cores: float) -> str:
-    """What the predictions rest on."""
+    """Describe the inputs and assumptions of the predictions."""
     folder = args.from_timeline
     names = ("latency_us", "gbit", "node_latency_us", "node_gbit", "bucket_caps_mb")
     given = [f"{name}={getattr(args, name)}" for name in names if getattr(args, name) is not None]
@@ -306,11 +325,11 @@ def _by_subject(result: Result) -> dict[str, list[_Row]]:
 
 
 def _format(result: Result) -> str:
-    """For each subject three tables over the numbers of ranks, and the buckets; then what they rest on."""
+    """Format three tables over the numbers of ranks and the buckets per subject, then the note."""
     figures: tuple[tuple[str, Callable[[_Row], float]], ...] = (
         ("efficiency, %", _efficiency),
         ("step, ms", lambda p: 1e3 * p["step_s"]),
-        ("communication that nothing hides, ms a step", lambda p: 1e3 * p["exposed_s"]),
+        ("exposed communication, ms per step", lambda p: 1e3 * p["exposed_s"]),
     )
     blocks = []
     for subject, curves in _by_subject(result).items():
@@ -331,7 +350,7 @@ def _format(result: Result) -> str:
 
 
 def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
-    """A panel a subject: efficiency against ranks, a line a contender."""
+    """Draw a panel per subject: efficiency over ranks, with a line per contender."""
 
     def draw_panel(axes: Any, curves: Sequence[_Row]) -> None:
         ticks = [p["num_ranks"] for p in curves[0]["predictions"]]
@@ -349,15 +368,15 @@ def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
-    """What a message between two ranks costs."""
+    """Cost of a message between two ranks."""
 
     hop: TransferCost
     cpu_seconds_per_byte: float
-    """CPU seconds of a rank for each byte of an all-reduce."""
+    """CPU seconds of a rank per byte of an all-reduce."""
 
     @classmethod
     def of(cls, probes: Sequence[Sequence[Sequence[float]]]) -> LinkCost:
-        """Of the probes of two ranks: an all-reduce is two messages in a row, each with half of the bytes."""
+        """Fit the probes of two ranks, where an all-reduce is two messages with half of the bytes each."""
         rows = list(chain.from_iterable(probes))
 
         def median(size: float, column: int) -> float:
@@ -370,9 +389,11 @@ class LinkCost:
 
 
 def _calibrate(context: RankContext, recordings: Sequence[RecordSettings]) -> dict[str, Any]:
-    """Record each model without communication, then time collectives; all ranks.
+    """Record each model without communication, then time collectives.
 
-    Returns "shapes": of each model, of the parameters of each bucket; "probes": see `_probe`.
+    Returns "shapes", of the parameters of each bucket of each model, and "probes", see `_probe`.
+
+    Collective: all ranks must call it.
     """
     shapes = []
     for settings in recordings:
@@ -389,7 +410,7 @@ def _probe(device: torch.device, seed: int) -> list[list[float]]:
         tensor = torch.zeros(size // 4, device=device)
         count = max(1, min(_MOST_IN_BLOCK, _PROBE_BLOCK_BYTES // size))
         dist.barrier()
-        group.wait(group.all_reduce(tensor), device)  # spends what an idle link has saved up
+        group.wait(group.all_reduce(tensor), device)  # uses up the burst credit of an idle link
         start, cpu = time.perf_counter(), time.process_time()
         for _ in range(count):
             group.wait(group.all_reduce(tensor), device)
@@ -400,7 +421,7 @@ def _probe(device: torch.device, seed: int) -> list[list[float]]:
 
 SCALING: Final = Benchmark(
     name="scaling",
-    summary="Step time and efficiency with more ranks, and the buckets to use, predicted from steps.",
+    summary="Predict step time and efficiency with more ranks, and the buckets to use, from measured steps.",
     unit="%",
     options=_options,
     measure=_measure,

@@ -1,12 +1,12 @@
 """Time and peak memory of a training step: this package's BucketedDDP beside torch's DistributedDataParallel.
 
-Every contender trains its own copy of the same model on ranks of its own: what a wrapper changes in its
-process, such as what the C library does with freed memory, belongs to its figure. Contenders take turns of
-a few steps in an order that is shuffled each round, and sleep meanwhile; a barrier stands before each timed
+Every contender trains its own copy of the same model in separate processes, because changes of a wrapper in
+its process, such as the C library's handling of freed memory, are part of its result. Contenders take turns
+of a few steps in an order that is shuffled each round, and sleep otherwise; a barrier precedes each timed
 step. The time of a step is that of its slowest rank, the sample of a round is the median of its steps, and
 ratios are paired by round. The peak is that of the largest rank: on a CPU of its resident memory, in which
-memory that ranks share counts once for all of them; on CUDA that of the allocator. On a link (`--links`) all
-contenders share two processes, so that their memory is not told apart.
+memory shared by ranks counts once for all of them; on CUDA that of the allocator. On a link (`--links`) all
+contenders share two processes, so memory is not measured.
 """
 
 from __future__ import annotations
@@ -60,12 +60,16 @@ from lightning_ddp.tools.scripts import STRATEGIES, TRAINING, compiled_package, 
 
 DEFAULT_CONTENDERS: Final = (OURS, TORCH_DEFAULT, TORCH_FLAGS)
 FASTEST_TORCH: Final = "fastest_torch"
-"""Label of the ratio against whichever of torch's sets of flags has the lowest median on a model."""
+"""Label of the ratio against torch's set of flags with the lowest median on each model."""
 TRAINER_OURS: Final = STRATEGIES[0]
 SCRIPT = TRAINING
-"""What is started for each turn of a Trainer."""
+"""Script that is started for each turn of a Trainer."""
 
 _NUM_TRAINER_STEPS: Final = 8  # times --steps: a script's start is long, so that it is used for more of them
+_CONTENDERS_HELP: Final = (
+    "wrappers (ours_gloo: transport='gloo', view: gradients are bucket views, flags: for static models, bare:"
+    " no wrapper)"
+)
 _TOLERANCE: Final = 1e-3  # relative; rounding stays far below, no communication is 5 to 1000 times above
 _MOST_COMPARED: Final = 8192
 _MIB: Final = 2**20
@@ -73,16 +77,20 @@ _MIB: Final = 2**20
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=30, world_size=None, timeout_s=1800.0, models=list(MODEL_NAMES), device="cpu")
-    add_choices(parser, "--contenders", tuple(CONTENDERS), DEFAULT_CONTENDERS, "what takes turns")
+    add_choices(parser, "--contenders", tuple(CONTENDERS), DEFAULT_CONTENDERS, _CONTENDERS_HELP)
     parser.add_argument(
         "--links",
         nargs="+",
         type=positive_float,
         metavar="MBIT",
-        help="between two network namespaces, on links of these speeds in Mbit/s (Linux, as root)",
+        help="measure between two network namespaces, on links of these speeds in Mbit/s (Linux, as root)",
     )
     for name, default_n, text in (
-        ("--trainer", None, "also N whole runs of a Trainer with each of the strategies custom_ddp and ddp"),
+        (
+            "--trainer",
+            None,
+            "also measure N whole runs of a Trainer with each of the strategies custom_ddp and ddp",
+        ),
         ("--steps", 4, "timed steps of each contender in a round (default: %(default)s)"),
         ("--warmup", 5, "steps of each contender before the first round (default: %(default)s)"),
     ):
@@ -91,7 +99,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What `time_steps` measures: model after model, in rounds in which contenders take turns."""
+    """Settings of `time_steps`, which measures one model after the other in rounds of turns."""
 
     models: tuple[str, ...]
     contenders: tuple[str, ...]
@@ -134,26 +142,28 @@ def _measure(args: argparse.Namespace) -> Result | None:
 
 
 def default_world_size(args: argparse.Namespace) -> int:
-    """Ranks that were asked for; else 2, on CUDA as many as there are GPUs for them."""
+    """Return the requested number of ranks; by default 2, but at most as many as GPUs on CUDA."""
     if args.world_size is not None:
         return int(args.world_size)
     return max(1, min(2, torch.cuda.device_count())) if args.device == "cuda" else 2
 
 
 def _check(args: argparse.Namespace, settings: StepSettings, world_size: int, *, is_launched: bool) -> None:
-    """Refuse what does not go together."""
+    """Refuse options that cannot be combined."""
     if BARE in settings.contenders and world_size > 1:
-        raise ToolError(f"{BARE} averages nothing: measure it with --world-size 1")
+        raise ToolError(f"{BARE} averages nothing. Measure it with --world-size 1")
     if args.links is not None and (world_size != 2 or args.device != "cpu" or is_launched):
-        raise ToolError("--links joins two ranks on the CPU that it starts itself")
+        raise ToolError("--links needs two ranks on the CPU that the command starts itself")
     if args.trainer is not None and (args.links is not None or is_launched):
-        raise ToolError("--trainer starts its own scripts on this host: without --links, not by torchrun")
+        raise ToolError(
+            "--trainer starts its own scripts on this host. Use it without --links and without torchrun"
+        )
 
 
 def _measure_steps(
     args: argparse.Namespace, settings: StepSettings, world_size: int, torchrun: TorchrunRank | None
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
-    """Milliseconds of each round, and MiB at the peak, of each model and contender."""
+    """Return milliseconds of each round, and peak MiB, both by model and contender."""
     links = tuple(dict.fromkeys(args.links or [None]))
     samples: dict[str, dict[str, list[float]]] = {}
     peaks: dict[str, dict[str, float]] = {}
@@ -183,13 +193,13 @@ def _measure_steps(
 
 
 RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
-"""What one process has timed: model -> contender -> round -> seconds of each timed step."""
+"""Seconds of each timed step of one process, by model, contender and round."""
 
 
 def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[str, dict[str, list[float]]]:
-    """Model -> contender -> milliseconds of each round: of the median step, of which the slowest rank counts.
+    """Return milliseconds of each round by model and contender: median step of the slowest rank.
 
-    `found` is of all processes, each of which has timed some contenders.
+    `found` has the seconds of all processes, each of which has timed some contenders.
     """
 
     def milliseconds(model: str, name: str) -> list[float]:
@@ -203,14 +213,14 @@ def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[s
 
 
 def reference_of(contenders: Sequence[str]) -> str:
-    """The contender that stands above the fraction line: ours, or the first if ours is left out."""
+    """Return the reference contender: this package's, or the first if that is left out."""
     return OURS if OURS in contenders else contenders[0]
 
 
 def geometric_means(comparisons: Comparisons) -> dict[str, float]:
-    """Contender -> geometric mean over the models (and links) of reference / contender.
+    """Return geometric means over models (and links) of reference / contender, by contender.
 
-    Where several are torch's, one more is against whichever of them has the lowest median on each model.
+    With several contenders of torch, `FASTEST_TORCH` is the one with the lowest median on each model.
     """
     names = list(next(iter(comparisons.values())))
     reference = reference_of(names)
@@ -224,7 +234,7 @@ def geometric_means(comparisons: Comparisons) -> dict[str, float]:
 
 
 def format_report(result: Result) -> str:
-    """Lay out the table of all models and contenders, with geometric means and flags under it."""
+    """Format the table of all models and contenders, followed by geometric means and flags."""
     flags: Any = result.settings["flags"]
     means = dict(result.extra["geometric_mean"])
     reference = reference_of(list(flags))
@@ -245,15 +255,17 @@ def format_report(result: Result) -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------- what each rank does
+# ---------------------------------------------------------------------- code of the ranks
 
 
 def time_steps(context: RankContext, settings: StepSettings) -> dict[str, Any]:
-    """Time the training steps of all contenders on each model, in turns; all ranks, communicates.
+    """Time the training steps of all contenders on each model, in turns.
 
-    Where there are as many replicas as contenders, each trains one of them; a single replica trains all.
-    Returns "seconds": model -> contender of this replica -> round -> seconds of each timed step on this rank;
-    "peak_bytes": model -> contender -> peak of memory, where the process has one contender.
+    With as many replicas as contenders, each replica trains one contender; a single replica trains all.
+    Returns "seconds", of each timed step on this rank, by model, contender of this replica and round; and
+    "peak_bytes", the peak of memory, by model and contender, if the process has one contender.
+
+    Collective: all ranks must call it.
     """
     turns = RoundRobin(context.store, context.world_size)
     is_alone = context.num_replicas > 1 or len(settings.contenders) == 1
@@ -282,12 +294,12 @@ def _time_model(
         for name in shuffled(settings.contenders, seed=round_index):
             with turns.take(is_mine=name in mine) as is_mine:
                 if is_mine:
-                    runs[name].step()  # brings this contender's weights back into the caches
+                    runs[name].step()  # loads this contender's weights into the caches
                     times = [timed(runs[name].step, context.device) for _ in range(settings.num_steps)]
                     seconds[name].append(times)
         if context.replica == 0:
             context.advance()
-    dist.barrier()  # what ranks share is in use by all of them
+    dist.barrier()  # all ranks use the shared memory by now
     peak = _peak_bytes(context.device)
     dist.barrier()
     _compare(context, model, settings.contenders, runs, turns)
@@ -297,7 +309,7 @@ def _time_model(
 def _compare(
     context: RankContext, model: str, contenders: Sequence[str], runs: Mapping[str, TrainingRun], turns: Any
 ) -> None:
-    """Checks that all contenders compute the same; those of all replicas, on each rank."""
+    """Check on each rank that all contenders of all replicas compute the same."""
     reference = TORCH_DEFAULT if TORCH_DEFAULT in contenders else contenders[0]
     key = f"state/{model}/{context.rank}"
     for name in sorted(contenders, key=lambda contender: contender != reference):
@@ -314,7 +326,7 @@ def _compare(
 
 
 def _some(values: Tensor) -> Tensor:
-    """Some of many elements, always the same ones."""
+    """Return a fixed sample of the elements."""
     if values.numel() <= _MOST_COMPARED:
         return values.cpu()
     generator = torch.Generator().manual_seed(values.numel())
@@ -324,22 +336,22 @@ def _some(values: Tensor) -> Tensor:
 def check_agreement(
     name: str, found: Mapping[str, Tensor], reference: str, expected: Mapping[str, Tensor]
 ) -> None:
-    """Raise if a contender computed something else in one step, from the same weights, than another one did.
+    """Raise if two contenders compute different results in one step from the same weights.
 
-    A wrapper that communicated nothing would be the fastest; this keeps it off the table.
+    Otherwise a wrapper without communication would be the fastest.
     """
     for kind, values in found.items():
         error = ((values - expected[kind]).norm() / expected[kind].norm()).item()
         if not error <= _TOLERANCE:
             raise RuntimeError(
-                f"the {kind} of {name} differ from those of {reference} by a relative {error:g} "
-                f"(at most {_TOLERANCE:g} expected): its times mean nothing"
+                f"the {kind} of {name} differ from those of {reference} by a relative {error:g} (at most"
+                f" {_TOLERANCE:g} expected), so its times are not comparable"
             )
 
 
 def _forget_peak(device: Any) -> None:
-    """Lets the peak of memory begin at what is in use now."""
-    gc.collect()  # the models before
+    """Reset the peak of memory to the present use."""
+    gc.collect()  # frees the previous models
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif Path("/proc/self/clear_refs").exists():
@@ -359,7 +371,7 @@ def _peak_bytes(device: Any) -> int:
 
 
 def _kib_of_others() -> int:
-    """The part of this process's shared memory that is the others': each page is split among its users."""
+    """Return the KiB of shared memory that count for other users of its pages."""
     total, is_shared = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, rest = line.partition(" ")
@@ -376,10 +388,11 @@ def _kib_of_others() -> int:
 def _measure_trainer(
     args: argparse.Namespace, settings: StepSettings, world_size: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Train every model under both strategies; "<model>, Trainer" -> strategy -> milliseconds of each round.
+    """Train every model under both strategies; return milliseconds of each round.
 
-    A Trainer owns its processes, so that strategies take turns by whole scripts: the median of the steps
-    after the warm-up is the sample of a turn, from `on_train_batch_start` to `on_train_batch_end` on rank 0.
+    By "<model>, Trainer" and strategy. A Trainer owns its processes, so strategies take turns by whole
+    scripts. The sample of a turn is the median of the steps after the warm-up, from `on_train_batch_start` to
+    `on_train_batch_end` on rank 0.
     """
     samples = {f"{model}, Trainer": {name: list[float]() for name in STRATEGIES} for model in settings.models}
     total = args.trainer * len(settings.models) * len(STRATEGIES)
@@ -396,7 +409,7 @@ def _measure_trainer(
 
 
 def _train(arguments: dict[str, Any], settings: StepSettings, timeout_s: float) -> list[float]:
-    """Seconds of each step of a script after its warm-up."""
+    """Run a script; return the seconds of each step after its warm-up."""
     num_steps = settings.num_warmup_steps + _NUM_TRAINER_STEPS * settings.num_steps
     arguments = {**arguments, "num_steps": num_steps}
     is_ours = arguments["strategy"] == TRAINER_OURS

@@ -1,4 +1,4 @@
-"""Checks this machine, and all ranks where it is launched on each, for a distributed run.
+"""Check this machine, and all ranks if they run this command, for distributed training.
 
 Alone, with `--processes N` for N ranks here, under torchrun or srun, or on each node with `--nodes N` and the
 variables NODE_RANK, MASTER_ADDR and MASTER_PORT. The exit status is 1 if a check failed.
@@ -55,7 +55,7 @@ from lightning_ddp.tools.ranks import RankContext, run_ranks
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 _ADVICE = {
-    "PASS": "nothing stands in the way of a run",
+    "PASS": "no problem found",
     "WARN": "a run can start; see the lines with WARN",
     "FAIL": "a run would fail; see the lines with FAIL",
 }
@@ -66,48 +66,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     for name, text in (
         ("--processes", "start N ranks on this machine and measure them"),
-        ("--nodes", "this command is run by hand on each of N nodes"),
+        ("--nodes", "number of nodes; run this command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK"),
     ):
         where.add_argument(name, type=positive_int, metavar="N", help=text)
     for name, metavar, default, text in (
-        ("--timeout-s", "S", 30.0, "deadline of each step on the network, meeting the other ranks included"),
-        ("--max-mb", "MIB", 64.0, "largest all-reduce in MiB"),
+        (
+            "--timeout-s",
+            "S",
+            30.0,
+            "time limit of each network step in seconds, including the connection to the other ranks",
+        ),
+        ("--max-mb", "MIB", 64.0, "size of the largest all-reduce in MiB"),
     ):
         help_text = f"{text} (default: {default})"
         parser.add_argument(name, type=positive_float, default=default, metavar=metavar, help=help_text)
-    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON instead")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="train on this machine's GPUs (or on --processes of them; else on 2 CPU ranks) and compare: with"
-        " torch's DDP, every hook and averager with its formula; kill a rank; time steps. Under a minute",
+        help=(
+            "train on this machine's GPUs, or else on 2 CPU ranks, and report PASS or FAIL. Compare with"
+            " torch's DDP, and hooks and averagers with their formulas; kill a rank; time steps. Takes less"
+            " than a minute. --processes limits the number of GPUs."
+        ),
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="of --verify (default: cuda where there is a GPU)"
+        "--device", choices=("cpu", "cuda"), help="device of --verify (default: cuda if there is a GPU)"
     )
     parser.add_argument(
         "--only",
         nargs="+",
         default=(),
         metavar="CHECK",
-        help="run only those checks of --verify whose names begin so, such as 'hook topk'",
+        help="run only those checks of --verify whose names begin with this text, such as 'hook topk'",
     )
     parser.add_argument(
         "--preload",
         type=existing_file,
         metavar="FILE",
-        help="a Python file that each rank of --verify runs first: to set a backend up, or to break something"
-        " that has to be found",
+        help="Python file that each rank of --verify runs first, for example to register a backend",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, print on rank 0 (on every rank that could not meet the others), return 0 or 1."""
+    """Run the checks, print on rank 0 (and on ranks without a connection), and return 0 or 1."""
     examination = _Examination(args)
     with _stdout_kept_for_json() if args.json else contextlib.nullcontext():
         examination.examine()
     status = examination.report(as_json=args.json)
-    if examination.is_stuck:  # destructors would wait for what is blocked
+    if examination.is_stuck:  # destructors would wait for the blocked thread
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -116,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stdout_kept_for_json() -> Generator[None, None, None]:
-    """Sends to stderr what anything else writes meanwhile, such as gloo, which tells of connections."""
+    """Redirect other output in this context to stderr, such as gloo's lines about connections."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -129,7 +136,7 @@ def _stdout_kept_for_json() -> Generator[None, None, None]:
 
 
 class _Examination:
-    """This process, what has been found so far, and the ways to find more."""
+    """Checks of this process, with the findings so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -138,7 +145,7 @@ class _Examination:
         self._findings: list[Finding] = list(self._here.findings)
         self._answers: list[Any] = []
         self.is_stuck = False
-        """Whether a step is still blocked in a thread of this process."""
+        """True if a step is still blocked in a thread of this process."""
 
     def _add(self, level: Level, check: str, message: str) -> None:
         self._findings.append(Finding(level, check, message))
@@ -148,7 +155,7 @@ class _Examination:
         return worst(self._findings) == "FAIL"
 
     def examine(self) -> None:
-        """Look at this machine, or at all ranks, as the options and the variables say."""
+        """Check this machine or all ranks, depending on the options and environment variables."""
         plan = Plan(
             largest_bytes=int(self._args.max_mb * (1 << 20)),
             timeout_s=self._args.timeout_s,
@@ -170,7 +177,9 @@ class _Examination:
                 self._host_store()
             else:
                 self._find_master()
-        message = "not measured, as this process is alone: add --processes 2, or launch it as you do a run"
+        message = (
+            "not measured, because this process is alone. Add --processes 2, or start it as you start a run"
+        )
         self._add("PASS", "all-reduce", message)
 
     def _examine_processes(self, plan: Plan) -> None:
@@ -201,26 +210,26 @@ class _Examination:
             what = "measuring with the other ranks"
             self._answers = within(4 * plan.timeout_s, what, together)
         except (RuntimeError, OSError) as error:
-            self.is_stuck = True  # a group whose peers are gone waits for them when it is freed
+            self.is_stuck = True  # the destructor of the group would wait for lost peers
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._add(
                 "FAIL",
                 "ranks",
                 f"rank {here.rank} of {here.world_size} has the store at {here.master_addr}, port"
                 f" {here.master_port}, but does not find all ranks through"
-                f" {plan.interface or 'the default interface'}: {first_line}. Are all {here.world_size}"
-                " started, and does no firewall close other ports between them?",
+                f" {plan.interface or 'the default interface'}: {first_line}. Check that all"
+                f" {here.world_size} are started, and that no firewall closes other ports between them",
             )
 
     def _choose_interface(self) -> str | None:
-        """The user's interface, or the one that leads to the master; adds a finding about it."""
+        """Return the user's interface, or that of the route to the master; add a finding about it."""
         named = self._env.get(_INTERFACE_VARIABLE) or None
         if self._has_failed:
             return named
         try:
             address = resolve(self._here.master_addr or _LOOPBACK, self._args.timeout_s)
         except (OSError, DeadlinePassed) as error:
-            message = f"MASTER_ADDR={self._here.master_addr} cannot be looked up ({error}): correct the name"
+            message = f"MASTER_ADDR={self._here.master_addr} cannot be resolved ({error}). Correct the name"
             self._add("FAIL", "master", f"{message}, or give the address itself")
             return named
         route, found = interface_to(address), addresses()
@@ -231,7 +240,7 @@ class _Examination:
         return chosen if chosen in found else None
 
     def _meet(self) -> Any | None:
-        """The store of the ranks; None, with a finding, if it cannot be had."""
+        """Connect to the store of the ranks; return None, and add a finding, if that fails."""
         if self._here.rank == 0 and not self._here.has_agent_store:
             return self._host_store()
         address = self._find_master()
@@ -243,14 +252,14 @@ class _Examination:
             self._add(
                 "FAIL",
                 "master",
-                f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it is"
-                " no store of this run. Name another MASTER_PORT on all nodes",
+                f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it"
+                " is not the store of this run. Use another MASTER_PORT on all nodes",
             )
             return None
 
     def _open_store(self, address: str, *, is_host: bool) -> Any:
         port, timeout_s = self._here.master_port, self._args.timeout_s
-        assert port is not None  # the findings would say so
+        assert port is not None  # a missing port is a finding already
         limit = timedelta(seconds=timeout_s)
         step = partial(dist.TCPStore, address, port, is_master=is_host, wait_for_workers=False, timeout=limit)
         try:
@@ -265,20 +274,22 @@ class _Examination:
         address = resolve(self._here.master_addr, self._args.timeout_s)
         if not is_own_address(address):
             own = ", ".join(f"{a} ({name})" for name, a in addresses().items())
-            message = f"{where}: rank 0 is here, but {address} is no address of this host, which has {own}"
-            self._add("FAIL", "master", f"{message}. Name one that all nodes reach")
+            message = (
+                f"{where}: rank 0 is here, but {address} is not an address of this host, which has {own}"
+            )
+            self._add("FAIL", "master", f"{message}. Use an address that all nodes reach")
             return None
         try:
             store = self._open_store(address, is_host=True)
         except (OSError, RuntimeError) as error:
             message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]})"
-            self._add("FAIL", "port", f"{message}. Another process has it; name another one on all nodes")
+            self._add("FAIL", "port", f"{message}. Another process uses it. Use another port on all nodes")
             return None
         self._add("PASS", "port", f"{where}: free, and opened here")
         return store
 
     def _find_master(self) -> str | None:
-        """The address of rank 0 once it listens; None, with a finding, if it does not within the deadline."""
+        """Wait for rank 0 and return its address; after the deadline add a finding, return None."""
         here, timeout_s = self._here, self._args.timeout_s
         assert here.master_addr is not None  # the findings would say so
         assert here.master_port is not None
@@ -290,14 +301,15 @@ class _Examination:
             self._add("PASS", "master", f"{where}: answers")
             return address
         message = (
-            f"rank {here.rank} cannot reach {where}: {problem}. Start rank 0 first or at the same time, give"
-            " all nodes the same MASTER_ADDR and MASTER_PORT, and open that port in the first node's firewall"
+            f"rank {here.rank} cannot reach {where}: {problem}. Start rank 0 first or at the same time, use"
+            " the same MASTER_ADDR and MASTER_PORT on all nodes, and open that port in the first node's"
+            " firewall"
         )
         self._add("FAIL", "master", message)
         return None
 
     def report(self, *, as_json: bool) -> int:
-        """Check what was gathered and print it, unless another rank does; returns the exit status."""
+        """Check the gathered facts and print them, unless another rank does; return the exit status."""
         is_silent = len(self._answers) > 1 and self._here.rank > 0 and self._args.processes is None
         here = self._here
         answers = self._answers or [gather_facts(self._env, rank=here.rank, local_rank=here.local_rank)]
@@ -316,7 +328,7 @@ class _Examination:
 
 
 def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -> dict[str, Any]:
-    """What a process of `--processes` runs."""
+    """Run the measurements in a process of `--processes`."""
     options: dict[str, Any] = {"world_size": context.world_size, "advance": context.advance}
     return examine(context.store, *settings, rank=context.rank, local_rank=context.rank, **options)
 
@@ -324,7 +336,7 @@ def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -
 def format_report(
     answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None, findings: Sequence[Finding]
 ) -> str:
-    """Ranks, times and the line through them, then the findings; the last line is the verdict."""
+    """Format ranks, times with the fitted line, and findings; the last line is the verdict."""
     parts = [_ranks(answers)]
     if timings:
         parts.append(_times(answers, timings, line))

@@ -1,4 +1,4 @@
-"""Checks of what was gathered: pure functions that end in findings, PASS, WARN or FAIL with what to do."""
+"""Checks of gathered facts: pure functions that return findings (PASS, WARN or FAIL) with remedies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_ddp.tools.doctor.machine import Finding, Level
 from lightning_ddp.tools.doctor.measure import Line
 
 Answer = Mapping[str, Any]
-"""What `measure.examine` returns for a rank, or `gather_facts` where it is alone."""
+"""Facts of a rank from `measure.examine`, or from `gather_facts` of a single process."""
 
 _LEAST_SHARED_MEMORY = 1 << 30
 _LEAST_OPEN_FILES = 4096
@@ -21,7 +21,7 @@ _MUST_AGREE = ("torch", "pytorch-lightning", "lightning", "lightning_ddp")
 
 
 def check_answers(answers: Sequence[Answer]) -> list[Finding]:
-    """All that is checked on every rank and between them."""
+    """Run all checks of each rank and between ranks."""
     return [
         *_check_versions(answers),
         *_check_devices(answers),
@@ -35,7 +35,7 @@ def check_answers(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words.
+    """Format ranks for a message.
 
     >>> name_ranks([0]), name_ranks([3, 0, 1, 2, 7])
     ('rank 0', 'ranks 0-3, 7')
@@ -51,7 +51,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _differing(answers: Sequence[Answer], key: Callable[[Answer], Hashable]) -> str | None:
-    """What each rank has, in words; None where all have the same."""
+    """Describe the values of all ranks for a message; return None if they are equal."""
     found: dict[Any, list[int]] = defaultdict(list)
     for answer in answers:
         found[key(answer)].append(answer["rank"])
@@ -68,11 +68,11 @@ def _check_versions(answers: Sequence[Answer]) -> list[Finding]:
     for name in _MUST_AGREE:
         differing = _differing(answers, lambda answer, name=name: answer["packages"].get(name))  # type: ignore[misc]
         if differing:
-            message = f"{name} differs ({differing}): install one version everywhere"
+            message = f"{name} differs ({differing}). Install one version everywhere"
             findings.append(Finding("FAIL", "versions", message))
     differing = _differing(answers, lambda answer: answer["python"])
     if differing:
-        findings.append(Finding("WARN", "versions", f"Python differs ({differing}): use one environment"))
+        findings.append(Finding("WARN", "versions", f"Python differs ({differing}). Use one environment"))
     packages = answers[0]["packages"]
     listed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
     return findings or [Finding("PASS", "versions", f"Python {answers[0]['python']}, {listed}")]
@@ -83,14 +83,15 @@ def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
     differing = _differing(answers, lambda answer: answer["backend"])
     if differing:
         message = (
-            f"backends differ ({differing}): some nodes see no GPU; check drivers and CUDA_VISIBLE_DEVICES"
+            f"backends differ ({differing}), because some nodes see no GPU. Check drivers and"
+            " CUDA_VISIBLE_DEVICES"
         )
         findings.append(Finding("FAIL", "devices", message))
     for answer in answers:
         if answer["devices"] and answer["local_rank"] >= len(answer["devices"]):
             message = (
-                f"rank {answer['rank']} on {answer['host']} has local rank {answer['local_rank']}, but there"
-                f" are {len(answer['devices'])} GPUs: start at most that many processes on a node"
+                f"rank {answer['rank']} on {answer['host']} has local rank {answer['local_rank']}, but"
+                f" there are {len(answer['devices'])} GPUs. Start at most that many processes on a node"
             )
             findings.append(Finding("FAIL", "devices", message))
     if findings:
@@ -113,9 +114,7 @@ def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
     for host, num_ranks in Counter(answer["host"] for answer in answers).items():
         num_cpus = next(answer["num_cpus"] for answer in answers if answer["host"] == host)
         if num_cpus < num_ranks:
-            message = (
-                f"{host}: {num_ranks} ranks on {num_cpus} CPU cores take turns: give the job a core a rank"
-            )
+            message = f"{host}: {num_ranks} ranks share {num_cpus} CPU cores. Give the job one core per rank"
             findings.append(Finding("WARN", "CPU cores", message))
         else:
             findings.append(Finding("PASS", "CPU cores", f"{host}: {num_cpus} cores for {num_ranks} rank(s)"))
@@ -131,13 +130,15 @@ def _check_clocks(answers: Sequence[Answer]) -> list[Finding]:
         f"at most {abs(offset) * 1e3:.1f} ms from rank 0's (rank {answer['rank']}, +/- {error * 1e3:.1f} ms)"
     )
     if abs(offset) - error > _LARGEST_CLOCK_SKEW_S:
-        message = f"{found}: logs and time stamps of files will mislead; start chrony or ntpd on all nodes"
+        message = (
+            f"{found}: logs and time stamps of files are not comparable. Start chrony or ntpd on all nodes"
+        )
         return [Finding("WARN", "clocks", message)]
     return [Finding("PASS", "clocks", found)]
 
 
 def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
-    """What the other ranks have found on their way to rank 0, whose own findings are known."""
+    """Return findings of the other ranks on their way to rank 0 that rank 0 does not have."""
     own = answers[0].get("findings", [])
     found: dict[tuple[Level, str, str], list[int]] = defaultdict(list)
     for answer in answers[1:]:
@@ -158,7 +159,7 @@ def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
 def _on_each_host(
     answers: Sequence[Answer], check: str, look: Callable[[Answer], tuple[Level, str]]
 ) -> list[Finding]:
-    """One finding for all hosts where the same was found."""
+    """Check each host; return one finding for all hosts with the same result."""
     seen: dict[tuple[Level, str], list[str]] = defaultdict(list)
     for answer in answers:
         hosts = seen[look(answer)]
@@ -173,27 +174,28 @@ def _on_each_host(
 
 
 def check_shared_memory(answer: Answer) -> tuple[Level, str]:
-    """Workers of data loaders pass batches through it."""
+    """Check the size of /dev/shm, through which workers of data loaders pass batches."""
     memory = answer["shared_memory"]
     if memory is None:
         return "PASS", "no /dev/shm on this system"
     found = f"/dev/shm has {_mib(memory['total'])}, {_mib(memory['free'])} free"
     if memory["free"] < _LEAST_SHARED_MEMORY:
         return "WARN", (
-            f"{found}: workers of data loaders die of a bus error when it is full. In a container use `docker"
-            " run --shm-size=8g` (Kubernetes: an emptyDir of medium Memory), else delete what is left in it"
+            f"{found}: workers of data loaders die of a bus error when it is full. In a container use"
+            " `docker run --shm-size=8g` (Kubernetes: an emptyDir of medium Memory), else delete its files"
         )
     return "PASS", found
 
 
 def check_limits(answer: Answer) -> tuple[Level, str]:
-    """Soft limits of the process."""
+    """Check the soft limits of the process."""
     limits = answer["limits"]
     found = ", ".join(f"{name} {'unlimited' if value is None else value}" for name, value in limits.items())
     files, locked = limits["open files"], limits["locked memory"]
     if files is not None and files < _LEAST_OPEN_FILES:
         return "WARN", (
-            f"{found}: data loaders and sockets may run out of open files; `ulimit -n 65536` before the start"
+            f"{found}: data loaders and sockets may run out of open files. Run `ulimit -n 65536` before the"
+            " start"
         )
     if answer["devices"] and locked is not None:
         return "WARN", f"{found}: InfiniBand needs `ulimit -l unlimited` (in SLURM: of slurmd)"
@@ -201,12 +203,12 @@ def check_limits(answer: Answer) -> tuple[Level, str]:
 
 
 def check_variables(answer: Answer) -> tuple[Level, str]:
-    """Settings that switch off what people then miss."""
+    """Check for environment variables that disable something useful."""
     variables = answer["variables"]
-    if variables.get("PL_RECONCILE_PROCESS") == "0":
-        return "WARN", "PL_RECONCILE_PROCESS=0: when a rank fails, the others will wait for it; unset it"
+    if variables.get("LIGHTNING_DDP_SUPERVISION") == "0":
+        return "WARN", "LIGHTNING_DDP_SUPERVISION=0: when a rank fails, the others will wait for it. Unset it"
     if variables.get("NCCL_P2P_DISABLE") == "1" or variables.get("NCCL_IB_DISABLE") == "1":
-        return "WARN", "NCCL_P2P_DISABLE or NCCL_IB_DISABLE is set: NCCL takes slower ways; unset it"
+        return "WARN", "NCCL_P2P_DISABLE or NCCL_IB_DISABLE is set, so NCCL uses slower transports. Unset it"
     return "PASS", ""
 
 
@@ -216,46 +218,46 @@ def check_variables(answer: Answer) -> tuple[Level, str]:
 def check_interface(
     named: str | None, route: str | None, found: Mapping[str, str], *, num_nodes: int, variable: str
 ) -> Finding:
-    """The interface by which ranks will send: `named` by the user's variable, or the route to the master.
+    """Check the interface of the ranks: `named` by the user's variable, or the route to the master.
 
-    `found` are the interfaces of this host, with their addresses.
+    `found` has the interfaces of this host with their addresses.
     """
     listed = ", ".join(f"{name} ({address})" for name, address in found.items())
     chosen = named or route
     level: Level = "FAIL"
     if named is not None and found and named not in found:
-        message = f"{variable}={named}, but this host has {listed}: name one of them or unset the variable"
+        message = f"{variable}={named}, but this host has {listed}. Name one of them or unset the variable"
     elif chosen is None:
         level = "FAIL" if num_nodes > 1 else "WARN"
         message = (
-            f"no interface leads to the master; this host has {listed}: check MASTER_ADDR and the routes"
+            f"no interface leads to the master; this host has {listed}. Check MASTER_ADDR and the routes"
         )
     elif num_nodes > 1 and found.get(chosen, "").startswith("127."):
         message = (
-            f"{chosen} is the loopback, which no other node reaches: MASTER_ADDR has to be an address of the"
+            f"{chosen} is the loopback, which no other node reaches. Set MASTER_ADDR to an address of the"
             f" first node on a network of all nodes; this host has {listed}"
         )
     elif named is not None and route is not None and named != route:
         level = "WARN"
-        message = f"{variable}={named}, but the master is reached by {route}: unset it unless both lead there"
+        message = f"{variable}={named}, but the master is reached by {route}. Unset it unless both lead there"
     else:
         level, message = "PASS", f"{chosen} ({found.get(chosen, 'no IPv4 address')})"
     return Finding(level, "interface", message)
 
 
 def check_line(line: Line | None, *, world_size: int, num_hosts: int) -> Finding:
-    """Whether the times of the all-reduces make sense."""
+    """Check that the times of the all-reduces are plausible."""
     if line is None:
         message = (
-            "the times do not rise with the size, so no line fits: measure again when the machine is idle"
+            "the times do not increase with the size, so no line fits. Measure again when the machine is idle"
         )
     elif line.relative_error > _LARGEST_RELATIVE_ERROR:
         message = (
-            f"{line}, but half of the times are more than {line.relative_error:.0%} away from that line:"
-            " something else uses the link or the cores"
+            f"{line}, but half of the times are more than {line.relative_error:.0%} away from that line."
+            " Something else uses the link or the cores"
         )
     elif num_hosts > 1 and line.link_bytes_per_s(world_size) < _SLOW_BYTES_PER_S:
-        message = f"{line}: less than 1 Gbit/s between nodes; is that the interface that you meant?"
+        message = f"{line}: less than 1 Gbit/s between nodes. Check that this is the intended interface"
     else:
         return Finding("PASS", "all-reduce", str(line))
     return Finding("WARN", "all-reduce", message)

@@ -1,4 +1,4 @@
-"""What this process knows of itself and reaches: who started it, its machine, addresses, with deadlines."""
+"""Facts about this process: its launcher, machine, addresses and reachable peers, with deadlines."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Finding:
 
     level: Level
     check: str
-    """What was looked at, in a word or two."""
+    """Subject of the check, in a word or two."""
     message: str
-    """What was found and, unless it passed, what to do."""
+    """Result and, unless it passed, the remedy."""
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The worst level.
+    """Return the worst level.
 
     >>> worst([Finding(level="PASS", check="a", message=""), Finding(level="WARN", check="b", message="")])
     'WARN'
@@ -61,7 +61,7 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[str, Any]:
-    """Versions, devices, limits, shared memory and the variables that matter, as JSON. Does not communicate.
+    """Gather versions, devices, limits, shared memory and relevant variables, as JSON values.
 
     Variables of `env` that look like secrets are left out.
     """
@@ -99,15 +99,15 @@ _RETRY_S = 0.2
 
 
 class DeadlinePassed(LightningDDPError, TimeoutError):
-    """A step took longer than it may. Its thread may still be blocked."""
+    """A step did not end within its deadline; its thread may still be blocked."""
 
 
 def within(seconds: float, what: str, step: Callable[[], T]) -> T:
-    """Run a step that may block in C code, in a thread, and wait for it no longer than `seconds`.
+    """Run a step that may block in C code, in a thread, and wait for at most `seconds`.
 
     Raises:
-        DeadlinePassed: it has not ended; its thread is a daemon and does not keep the process.
-        Exception: what the step raised.
+        DeadlinePassed: the step has not ended; its thread is a daemon, so the process can exit.
+        Exception: the error of the step.
     """
     call = InThread(lambda _: step())
     if not call.is_over.wait(seconds):
@@ -117,14 +117,14 @@ def within(seconds: float, what: str, step: Callable[[], T]) -> T:
 
 @functools.cache
 def resolve(host: str, timeout_s: float) -> str:
-    """The address of a host name, IPv4 where there is one. Looked up once."""
+    """Return the address of a host name, IPv4 if there is one; looked up once."""
     look_up = functools.partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
     found = within(timeout_s, f"looking up {host!r}", look_up)
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def addresses() -> dict[str, str]:
-    """Interface -> an address of it, IPv4 where there is one."""
+    """Return an address of each interface, IPv4 if there is one, by name of the interface."""
     found: dict[str, str] = {}
     for name, address in interfaces():
         if name not in found or (":" in found[name] and ":" not in address):
@@ -133,7 +133,7 @@ def addresses() -> dict[str, str]:
 
 
 def interface_to(address: str) -> str | None:
-    """The interface by which the kernel would send to an address; None if it knows no way. Sends nothing."""
+    """Return the interface of the kernel's route to an address; None without a route. Sends nothing."""
     try:
         name, own = route_to(address)
     except OSError:
@@ -142,11 +142,11 @@ def interface_to(address: str) -> str | None:
 
 
 def connect_problem(address: str, port: int, timeout_s: float) -> str | None:
-    """Why no connection can be made, in words; None if one can."""
+    """Try a connection; return None, or the reason of its failure."""
     try:
         socket.create_connection((address, port), timeout_s).close()
     except TimeoutError:
-        return f"no answer within {timeout_s:g} s; a firewall may drop the packets, or the host is down"
+        return f"no answer within {timeout_s:g} s. A firewall may drop the packets, or the host is down"
     except OSError as error:
         if error.errno == errno.ECONNREFUSED:
             return "the host answers, but nothing listens there (yet)"
@@ -155,7 +155,7 @@ def connect_problem(address: str, port: int, timeout_s: float) -> str | None:
 
 
 def wait_until_reached(address: str, port: int, timeout_s: float) -> str | None:
-    """Try to connect until somebody listens; returns why nobody has in time, None once somebody does."""
+    """Try to connect until a server listens; return None, or the reason of the last failure."""
     deadline = time.monotonic() + timeout_s
     while True:
         problem = connect_problem(address, port, max(0.1, deadline - time.monotonic()))
@@ -164,17 +164,17 @@ def wait_until_reached(address: str, port: int, timeout_s: float) -> str | None:
         time.sleep(_RETRY_S)
 
 
-# ---------------------------------------------------------------------- who started this process
+# ---------------------------------------------------------------------- launcher of this process
 
 _INTERACTIVE_JOBS = ("bash", "interactive")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """This process among the others, from the variables of torchrun, SLURM or the user."""
+    """Rank and master of this process, from the variables of torchrun, SLURM or the user."""
 
     starter: Literal["nobody", "torchrun", "slurm", "script"]
-    """'script': the user, on every node, as for this package's own launcher; 'nobody': it is alone."""
+    """Launcher; 'script': started by the user on every node; 'nobody': a single process."""
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -182,13 +182,13 @@ class Placement:
     master_addr: str | None = None
     master_port: int | None = None
     has_agent_store: bool = False
-    """Whether torchrun's agent hosts the store; rank 0 does otherwise."""
+    """True if torchrun's agent hosts the store; otherwise rank 0 does."""
     findings: tuple[Finding, ...] = ()
-    """What is wrong or worth knowing about the variables."""
+    """Findings about the variables."""
 
 
 def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
-    """Read environment variables; `num_nodes` are started by hand, None where the user does not say.
+    """Read environment variables; `num_nodes` is the number of nodes started by hand, if given.
 
     >>> place({"NODE_RANK": "1", "MASTER_ADDR": "gpu-07", "MASTER_PORT": "29500"}, num_nodes=2).rank
     1
@@ -196,7 +196,7 @@ def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
             return _from_torchrun(env)
-        # Lightning takes the variables of other jobs not for those of a run
+        # Lightning ignores the variables of other kinds of SLURM jobs.
         if (
             "SLURM_NTASKS" in env
             and "SLURM_JOB_ID" in env
@@ -205,12 +205,12 @@ def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
             return _from_slurm(env)
         return _from_user(env, num_nodes or 1)
     except ValueError as error:
-        message = f"an environment variable holds no number ({error}): correct or unset it"
+        message = f"an environment variable is not a number ({error}). Correct or unset it"
         return Placement(starter="nobody", findings=_findings("variables", [message]))
 
 
 def _findings(check: str, problems: Sequence[str], all_is_well: str = "") -> tuple[Finding, ...]:
-    """A failure for each problem; one that passes where there is none."""
+    """Return a failure per problem; without problems a pass with the message `all_is_well`, if any."""
     if problems or not all_is_well:
         return tuple(Finding("FAIL", check, problem) for problem in problems)
     return (Finding("PASS", check, all_is_well),)
@@ -222,22 +222,22 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
     num_nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
     found = (
         f"{world_size} ranks, {local_size} on each of {num_nodes} node(s), restart"
-        f" {env.get('TORCHELASTIC_RESTART_COUNT', '0')} of {env.get('TORCHELASTIC_MAX_RESTARTS', '0')}:"
-        f" use Trainer(devices={local_size}, num_nodes={num_nodes})"
+        f" {env.get('TORCHELASTIC_RESTART_COUNT', '0')} of {env.get('TORCHELASTIC_MAX_RESTARTS', '0')}. Use"
+        f" Trainer(devices={local_size}, num_nodes={num_nodes})"
     )
     problems = []
     missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         problems.append(
-            f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: a part of another launcher's"
-            " variables has been passed on. Unset RANK and WORLD_SIZE, or start with torchrun"
+            f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: another launcher's variables were"
+            " passed on in part. Unset RANK and WORLD_SIZE, or start with torchrun"
         )
     if not 0 <= rank < world_size:
         problems.append(f"RANK={rank} is not below WORLD_SIZE={world_size}")
     if local_size * num_nodes != world_size:
         problems.append(
-            f"{num_nodes} nodes x {local_size} ranks are not WORLD_SIZE={world_size}; Lightning needs as"
-            " many processes on each node: give all nodes the same --nproc-per-node"
+            f"{num_nodes} nodes x {local_size} ranks are not WORLD_SIZE={world_size}, but Lightning needs"
+            " as many processes on each node. Use the same --nproc-per-node on all nodes"
         )
     return Placement(
         starter="torchrun",
@@ -259,17 +259,17 @@ def _from_slurm(env: Mapping[str, str]) -> Placement:
     problems = []
     if num_tasks > 1 and "SLURM_STEP_ID" not in env:
         problems.append(
-            f"the job has {num_tasks} tasks, but this is the batch script itself: only one process runs,"
-            " and the others would be waited for. Start the program with `srun python ...`"
+            f"the job has {num_tasks} tasks, but this is the batch script itself, so only one process runs"
+            " and waits for the others. Start the program with `srun python ...`"
         )
     if num_tasks % num_nodes:
         problems.append(
-            f"--ntasks={num_tasks} cannot be spread evenly over --nodes={num_nodes}: use"
-            " --ntasks-per-node with the number of devices of a node instead of --ntasks"
+            f"--ntasks={num_tasks} cannot be divided evenly over --nodes={num_nodes}. Use --ntasks-per-node"
+            " with the number of devices of a node instead of --ntasks"
         )
     found = (
-        f"job {env['SLURM_JOB_ID']}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s):"
-        f" use Trainer(devices={per_node}, num_nodes={num_nodes})"
+        f"job {env['SLURM_JOB_ID']}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s). Use"
+        f" Trainer(devices={per_node}, num_nodes={num_nodes})"
     )
     first_host = lightnings("SLURMEnvironment").resolve_root_node_address(env.get("SLURM_NODELIST", ""))
     port = env.get("MASTER_PORT") or str(15000 + int(env["SLURM_JOB_ID"][-4:]))  # as Lightning chooses it
@@ -288,7 +288,7 @@ def _from_slurm(env: Mapping[str, str]) -> Placement:
 def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
     findings: tuple[Finding, ...] = ()
     if env.get("SLURM_JOB_ID"):
-        reason = "SLURM_NTASKS is not set" if "SLURM_NTASKS" not in env else "the job is an interactive one"
+        reason = "SLURM_NTASKS is not set" if "SLURM_NTASKS" not in env else "the job is interactive"
         found = f"inside job {env['SLURM_JOB_ID']}, but {reason}: Lightning starts processes itself"
         findings = _findings("SLURM", [], found)
     node_rank = int(env.get("NODE_RANK", 0))
@@ -297,8 +297,8 @@ def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         if missing:
             problems.append(
-                f"--nodes {num_nodes}, but {', '.join(missing)} not set: give every node the same MASTER_ADDR"
-                " and MASTER_PORT, and NODE_RANK 0, 1, ... in turn"
+                f"--nodes {num_nodes}, but {', '.join(missing)} not set. Set the same MASTER_ADDR and"
+                " MASTER_PORT on every node, and NODE_RANK to 0, 1, ..."
             )
         if not 0 <= node_rank < num_nodes:
             problems.append(f"NODE_RANK={node_rank} is not below --nodes {num_nodes}")

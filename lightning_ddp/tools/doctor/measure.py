@@ -1,8 +1,8 @@
-"""Measurements of ranks together: they exchange facts, compare clocks, time all-reduces and fit a line.
+"""Joint measurements of ranks: exchange facts, compare clocks, time all-reduces and fit a line.
 
 The model is that of Hockney: a message takes a latency and a time for its bytes, t(n) = a + n / b. A ring
-all-reduce of n bytes among p ranks is 2 (p - 1) messages of n / p bytes one after the other, so that a is
-2 (p - 1) latencies, and the bandwidth of a link is b 2 (p - 1) / p.
+all-reduce of n bytes among p ranks is 2 (p - 1) successive messages of n / p bytes, so a is 2 (p - 1)
+latencies, and the bandwidth of a link is b 2 (p - 1) / p.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _LONGEST_CALL_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every rank is told."""
+    """Settings of the measurements, the same on all ranks."""
 
     largest_bytes: int
-    """Of the all-reduces."""
+    """Largest size of an all-reduce in bytes."""
     timeout_s: float
-    """Of every single step on the network."""
+    """Time limit of each network step in seconds."""
     interface: str | None
-    """For gloo; None for its own choice."""
+    """Interface for gloo; None for gloo's choice."""
 
     @property
     def sizes(self) -> list[int]:
-        """Of the all-reduces: 4 KiB and then four times as much each, up to the largest.
+        """Sizes of the all-reduces in bytes: from 4 KiB up to the largest, in factors of 4.
 
         >>> Plan(largest_bytes=100_000, timeout_s=1.0, interface=None).sizes
         [4096, 16384, 65536]
@@ -65,7 +65,10 @@ def examine(
     world_size: int,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """This rank's facts, clock and times, as JSON values. All ranks call it."""
+    """Measure this rank's facts, clock and times, as JSON values.
+
+    Collective: all ranks must call it.
+    """
     answer = gather_facts(env, rank=rank, local_rank=local_rank)
     limit = timedelta(seconds=plan.timeout_s)
     gloo = dist.ProcessGroupGloo
@@ -89,7 +92,10 @@ def examine(
 def exchange(
     store: Any, answer: dict[str, Any], *, rank: int, world_size: int, timeout_s: float
 ) -> list[Any]:
-    """The answers of all ranks. All call it; rank 0, which may host the store, returns last."""
+    """Return the answers of all ranks; rank 0, which may host the store, returns last.
+
+    Collective: all ranks must call it.
+    """
     limit = timedelta(seconds=timeout_s)
     store.set(f"answer/{rank}", json.dumps(answer))
     store.wait([f"answer/{other}" for other in range(world_size)], limit)
@@ -101,10 +107,12 @@ def exchange(
 
 
 def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -> tuple[float, float]:
-    """How far this rank's clock is ahead of rank 0's, and by how much that may be wrong; seconds.
+    """Measure the offset of this rank's clock from rank 0's, and its error, in seconds.
 
-    Cristian's method: rank 0 answers with its time, which is taken for that of the middle of the round trip;
-    of several trips the shortest counts, half of which is the error. All ranks of a CPU group call it.
+    Cristian's method: rank 0 replies with its time, which is assumed to be that of the middle of the round
+    trip. The shortest of several trips counts; half of its duration is the error. For a CPU group.
+
+    Collective: all ranks must call it.
     """
     limit = timedelta(seconds=timeout_s)
     value = torch.zeros(1, dtype=torch.float64)
@@ -117,7 +125,7 @@ def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -
         return 0.0, 0.0
     trips = []
     for _ in range(_NUM_PINGS):
-        begun, start = time.perf_counter(), time.time()  # in this order the error below holds
+        begun, start = time.perf_counter(), time.time()  # this order makes the error below correct
         group.send([value], 0, 0).wait(limit)
         group.recv([value], 0, 0).wait(limit)
         trip = time.perf_counter() - begun
@@ -128,7 +136,7 @@ def clock_offsets(group: Any, rank: int, world_size: int, *, timeout_s: float) -
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One size of message; seconds are the median of the slowest rank."""
+    """Time of one size of message: the median of the slowest rank, in seconds."""
 
     num_bytes: int
     seconds: float
@@ -142,10 +150,12 @@ def time_all_reduce(
     timeout_s: float,
     advance: Callable[[], object] = lambda: None,
 ) -> list[Timing]:
-    """Time float32 all-reduces of several sizes, smallest first. All ranks of the group of torch call it.
+    """Time float32 all-reduces of several sizes, smallest first, with a process group of torch.
 
-    Each size is repeated for about a third of a second; the ranks agree how often. Larger sizes are left out
+    Each size is repeated for about a third of a second, equally often on all ranks. Larger sizes are left out
     once one takes more than two seconds. `advance` is called after each size.
+
+    Collective: all ranks must call it.
     """
     timings = []
     for num_bytes in sizes:
@@ -166,7 +176,7 @@ def time_all_reduce(
 def _all_reduce(
     group: Any, tensor: torch.Tensor, timeout_s: float, operation: Any = dist.ReduceOp.SUM
 ) -> float:
-    """Seconds that it took, until the result is there."""
+    """All-reduce a tensor; return the seconds until the result is available."""
     options = dist.AllreduceOptions()
     options.reduceOp = operation
     synchronize(tensor.device)
@@ -179,7 +189,7 @@ def _all_reduce(
 def _agree(
     group: Any, number: float, device: torch.device, timeout_s: float, operation: Any = dist.ReduceOp.MAX
 ) -> float:
-    """The largest value of all ranks, or the smallest."""
+    """Return the largest value of all ranks, or the smallest with `ReduceOp.MIN`."""
     value = torch.tensor([number], dtype=torch.float64, device=device)
     _all_reduce(group, value, timeout_s, operation)
     return float(value.item())
@@ -187,7 +197,7 @@ def _agree(
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """t(n) = latency + n / bandwidth, for the whole collective."""
+    """Model of a collective: t(n) = latency + n / bandwidth."""
 
     latency_s: float
     bytes_per_s: float
@@ -198,20 +208,20 @@ class Line:
         return f"{self.latency_s * 1e3:.3f} ms + size / {self.bytes_per_s / 1e9:.3g} GB/s"
 
     def seconds(self, num_bytes: int) -> float:
-        """What the line says for a message."""
+        """Return the predicted seconds of a collective of `num_bytes`."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def message_latency_s(self, world_size: int) -> float:
-        """Of one of the messages of a ring."""
+        """Return the latency of a message of a ring in seconds."""
         return self.latency_s / max(1, 2 * (world_size - 1))
 
     def link_bytes_per_s(self, world_size: int) -> float:
-        """Of a link of the ring, each way."""
+        """Return the bandwidth of a link of a ring in bytes/s, each way."""
         return self.bytes_per_s * 2 * (world_size - 1) / world_size
 
 
 def fit_line(timings: Sequence[Timing]) -> Line | None:
-    """Fit the line of `TransferCost`; None with one size, or if the times do not rise.
+    """Fit the line of `TransferCost`; return None with a single size, or if times do not increase.
 
     >>> line = fit_line([Timing(num_bytes=n, seconds=1e-3 + n / 1e9) for n in (1000, 10**6, 10**7)])
     >>> round(line.latency_s, 6), round(line.bytes_per_s)

@@ -1,7 +1,7 @@
-"""Formulas of communication hooks and averagers, written a second time: what an exchange has to give.
+"""Independent formulas of communication hooks and averagers for the expected results of an exchange.
 
-Nothing here is taken from the engine: each function starts from what the ranks put in, which was gathered by
-other means, and yields claims about what came out.
+Nothing here uses the engine: each function gets the inputs of all ranks, gathered by other means, and yields
+claims about the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOOSE: Final = 1e-5  # relative; for products of matrices
 
 
 class Claim(NamedTuple):
-    """What was found, what it should be, and by how much each element may be off: 0 for the same bits."""
+    """A result with its expected value and the allowed error per element; 0 for equal bits."""
 
     what: str
     found: Tensor
@@ -28,7 +28,7 @@ class Claim(NamedTuple):
 
 
 def mean_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over ranks, a row each, in float64, and what rounding may change in float32, in any order."""
+    """Return the mean of the ranks' rows in float64, and a bound of float32's rounding in any order."""
     wide = rows.double()
     size = wide.abs().mean(0)
     return wide.mean(0), (len(rows) + 1) * _EPS * size + 1e-6 * _EPS
@@ -39,24 +39,24 @@ def mean_of(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """One bucket in one finite step: what each rank had, and what came of it on this one."""
+    """One bucket in one finite step: the inputs of all ranks, and the results on this rank."""
 
     options: Mapping[str, Any]
-    """Those with which the hook was built."""
+    """Options of the hook."""
     step: int
-    """How many finite steps came before."""
+    """Number of finite steps before."""
     rank: int
     rows: Tensor
-    """(ranks, elements): the gradient of each rank and what its residual adds."""
+    """Gradient of each rank plus its residual: (ranks, elements)."""
     shapes: Sequence[torch.Size]
-    """Of the parameters, in the order in which they lie in a row."""
+    """Shapes of the parameters, in the order of a row."""
     found: Tensor
-    """The gradient that this rank ended with, 1-D."""
+    """Resulting gradient of this rank, 1-D."""
     residual: Tensor
-    """What this rank keeps for the next step, 1-D; zeros where it keeps nothing."""
+    """Residual of this rank for the next step, 1-D; zeros if none."""
 
     def pieces(self) -> Iterator[tuple[torch.Size, slice]]:
-        """Shape and place of each parameter."""
+        """Iterate over shape and slice of each parameter."""
         start = 0
         for shape in self.shapes:
             yield shape, slice(start, start + shape.numel())
@@ -80,9 +80,9 @@ def _check_own(bucket: Bucket) -> Iterator[Claim]:
 def _check_rounded(
     relative: float, of_largest: float, smallest: float
 ) -> Callable[[Bucket], Iterator[Claim]]:
-    """The mean of numbers that are rounded before they are added, and their mean once more.
+    """Make the check of a mean of numbers that are rounded before the sum, and once more after it.
 
-    A number may be off by a part of itself, of the largest one of its block (here its bucket), and by
+    A number's error is relative to itself and to the largest number of its block (here its bucket), plus
     `smallest`.
     """
 
@@ -99,7 +99,7 @@ def _check_rounded(
 
 
 def _kept(bucket: Bucket, sent: Tensor) -> Claim:
-    """Error feedback: what was not sent waits for the next step."""
+    """Claim that the residual is the part that was not sent (error feedback)."""
     own = bucket.rows[bucket.rank]
     bound = 4 * _EPS * (own.abs() + sent.abs()).double()
     return Claim("residual", bucket.residual, own - sent, bound)
@@ -125,7 +125,7 @@ def _check_randomk(bucket: Bucket) -> Iterator[Claim]:
     for shape, where in bucket.pieces():
         count = max(1, math.ceil(bucket.options["ratio"] * shape.numel()))
         found = is_sent[where].sum()
-        # a mean may be zero by itself: where all units of a layer are off
+        # A mean may be zero itself, if all units of a layer are inactive.
         num_zeros = (mean[where] == 0).sum()
         least = torch.clamp(count - num_zeros, min=0)
         allowed = torch.clamp(found, min=least, max=torch.tensor(count, device=found.device))
@@ -137,10 +137,10 @@ def _check_sign(bucket: Bucket) -> Iterator[Claim]:
     sent = torch.zeros_like(bucket.rows)
     for _, where in bucket.pieces():
         for row, values in zip(sent, bucket.rows[:, where], strict=True):
-            blocks = values.split(bucket.options["block"])
+            blocks = values.split(bucket.options["block_size"])
             row[where] = torch.cat([torch.where(b >= 0, b.abs().mean(), -b.abs().mean()) for b in blocks])
     mean, bound = mean_of(sent)
-    # the scale is a mean of many numbers, added up in another order
+    # The scale is a mean of many numbers, summed in a different order.
     loose = bound + _LOOSE * sent.double().abs().mean(0)
     yield Claim("mean of signs and scales", bucket.found, mean, loose)
     own = bucket.rows[bucket.rank]
@@ -168,7 +168,7 @@ def _check_powersgd(bucket: Bucket) -> Iterator[Claim]:
         beyond = torch.linalg.svdvals(matrix)[rank:]
         zeros = torch.zeros_like(beyond)
         yield Claim(f"rank above {rank}", beyond, zeros, float(_LOOSE * size))
-        # P P^T M is the projection of M, so that what is left of M is orthogonal to it
+        # P P^T M is a projection of M, so the rest of M is orthogonal to it.
         overlap = (found.double() * (whole - found)).sum()
         yield Claim("projection", overlap, torch.zeros_like(overlap), float(_LOOSE * size.square()))
     slack = 4 * _EPS * (own.abs() + bucket.found.abs()).double()
@@ -184,14 +184,14 @@ HOOKS: Final[Mapping[str, tuple[Mapping[str, Any], Callable[[Bucket], Iterator[C
     "fp8": ({}, _check_rounded(1 / 16, 1 / 28672, 0.0)),
     "topk": ({"ratio": 0.25}, _check_topk),
     "randomk": ({"ratio": 0.25}, _check_randomk),
-    "sign": ({"block": 256}, _check_sign),
+    "sign": ({"block_size": 256}, _check_sign),
     "powersgd": ({"rank": 2, "start_step": 2, "min_compression": 2.0}, _check_powersgd),
 }
-"""Name -> the options with which a hook is checked, and its formula."""
+"""Options and formulas for the check of hooks, by name."""
 
 
 def hook_formula(name: str) -> tuple[Mapping[str, Any], Callable[[Bucket], Iterator[Claim]]]:
-    """Options and formula of a hook; of one that has none here, only that what it gives is finite."""
+    """Return options and formula of a hook; without a formula, a check for finite results."""
     return HOOKS.get(name, ({}, _check_finite))
 
 
@@ -200,19 +200,19 @@ def hook_formula(name: str) -> tuple[Mapping[str, Any], Callable[[Bucket], Itera
 
 @dataclass(kw_only=True)
 class Rounds:
-    """The parameters of all ranks as an averager has to leave them, step after step of local training."""
+    """State of an averager's formula over the steps of local training."""
 
     options: Mapping[str, Any]
-    """Those with which the averager was built, `lr` of the optimizer besides."""
+    """Options of the averager, and `lr` of the optimizer."""
     sizes: Sequence[int]
-    """Elements of each parameter, in the optimizer's order."""
+    """Number of elements of each parameter, in the optimizer's order."""
     anchor: Tensor
-    """The parameters when local training began, the same on all ranks; then the outer ones. float64."""
+    """Parameters at the start of local training, the same on all ranks; then the outer ones; float64."""
 
     def __post_init__(self) -> None:
         self.momentum = torch.zeros_like(self.anchor)
         self.under_way: tuple[int, Tensor, Tensor] | None = None
-        """When it is applied, what it holds, and where."""
+        """Pending fragment: step of its application, change of the parameters, mask; or None."""
 
 
 def _post_local_sgd(rounds: Rounds, step: int, rows: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def _slowmo(rounds: Rounds, step: int, rows: Tensor) -> Tensor:
 
 
 def _outer_step(rounds: Rounds, moved: Tensor, where: Tensor) -> None:
-    """SGD with Nesterov momentum, at some of the elements."""
+    """Take an outer step of SGD with Nesterov momentum at the elements `where`."""
     options = rounds.options
     momentum = options["outer_momentum"] * rounds.momentum + moved
     anchor = rounds.anchor - options["outer_lr"] * (moved + options["outer_momentum"] * momentum)
@@ -283,6 +283,6 @@ AVERAGERS: Final[Mapping[str, tuple[Mapping[str, Any], Callable[[Rounds, int, Te
         _streaming_diloco,
     ),
 }
-"""Name -> the options with which an averager is checked, and its formula: the parameters of all ranks after a
-local step, one row a rank, become those after the averager's part in it. Of one that is not here it is only
-checked that the ranks agree in the end."""
+"""Options and formulas for the check of averagers, by name. A formula maps the parameters of all ranks after
+a local step, one row per rank, to those after the averager's part of the step. For other averagers only the
+agreement of the ranks at the end is checked."""

@@ -1,10 +1,9 @@
-"""`doctor --verify`: trains small models on this machine, and compares with torch's DDP and with formulas.
+"""`doctor --verify`: training of small models on this machine, compared to torch's DDP and to formulas.
 
-A trial trains by itself, from the same weights on all ranks, and ends with a verdict on each of them. It
-compares after the ranks have communicated, so that one which finds something wrong does not leave the others
-waiting. A trial that raises or does not end becomes a finding that names it, and those after it run in fresh
-processes. Then a rank of a script is killed, as of a user's. Over 500 lines, as all trials share models,
-verdicts and comparisons.
+A trial trains independently, from the same weights on all ranks, and has a verdict on each rank. Comparisons
+come after communication, so that a rank that finds a difference does not leave the others waiting. A trial
+that raises or hangs becomes a finding with its name, and later trials run in new processes. At the end a rank
+of a script like a user's is killed. Over 500 lines, as all trials share models, verdicts and comparisons.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from lightning_ddp.tools.ranks import FAILURE_KEY, RankContext, host_store, run_
 from lightning_ddp.tools.scripts import run_to_fault
 
 HOST_WAITS: Final = "host waits"
-"""The name of the trial that looks whether a step waits for the device."""
+"""Name of the trial that checks whether the host waits for the device in a step."""
 
 _BATCH_SIZE: Final = 8
 _CAP_MB: Final = 0.015  # several buckets of models as small as these
@@ -52,7 +51,7 @@ _OVERFLOWS_AT: Final = 4
 _NUM_GLOBAL_STEPS: Final = 2
 _NUM_LOCAL_STEPS: Final = 7  # the last one is no end of a period
 _DEVICE_NOISE: Final = 1e-6
-"""Part of the largest gradient by which two backwards of the same weights and batch may differ."""
+"""Allowed difference of two backwards of the same weights and batch, relative to the largest gradient."""
 _SPEED_S: Final = 4.0
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _SLOW_RATIO: Final = 1.5
@@ -61,7 +60,7 @@ _WAITS_ALLOWED: Final[Mapping[str, tuple[int, str]]] = {
     f"hook {name}": (1, "reads once whether the step was finite on all ranks")
     for name in ("powersgd", "topk", "randomk", "sign")
 }
-"""Waits of the host for the device in a steady step that are known, and what they are for."""
+"""Known waits of the host for the device in a steady step, with their reasons."""
 
 _FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "defaults": {},
@@ -93,30 +92,30 @@ MODELS: Final[Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]] = {
     "conv": (_conv, (3, 8, 8)),
     "mlp": (_mlp, (33,)),
 }
-"""Name -> a small model with several buckets, and the shape of one of its inputs."""
+"""Small models with several buckets, and the shapes of their inputs, by name."""
 
 
 @dataclass
 class Verdict:
-    """What a trial has found on this rank: the first thing that is wrong, and how close the rest came."""
+    """Result of a trial on this rank: its first problem, and the largest error otherwise."""
 
     problem: str | None = None
-    """What is wrong, in words; None if nothing is."""
+    """Description of the first problem; None without one."""
     largest: float = 0.0
-    """The largest error, as a part of what is allowed."""
+    """Largest error, relative to its bound."""
     num_values: int = 0
-    """How many numbers were compared."""
+    """Number of compared numbers."""
     figure: str | None = None
-    """What to say instead of those."""
+    """Text for the report instead of these; None for these."""
     is_slow: bool = False
-    """Whether what was measured is worth a warning."""
+    """True if a measured time deserves a warning."""
 
     def fail(self, problem: str) -> None:
-        """Notes something that is wrong; the first one counts."""
+        """Record a problem, unless there is one already."""
         self.problem = self.problem or problem
 
     def check(self, where: str, claim: Claim) -> None:
-        """Compares numbers; one that is not finite is wrong."""
+        """Compare numbers with their bounds; a non-finite number is a problem."""
         found, expected = claim.found.detach().double(), claim.expected.detach().double()
         bound = torch.as_tensor(claim.bound, dtype=torch.float64, device=found.device).expand_as(found)
         error = (found - expected).abs()
@@ -136,31 +135,34 @@ class Verdict:
             self.largest = max(self.largest, float(share.max()))
 
     def to_json(self) -> str:
-        """For the parent."""
+        """Return the verdict as JSON for the parent process."""
         figure = self.figure or f"{self.num_values:,} numbers, largest error {self.largest:.0%} of its bound"
         return json.dumps({"problem": self.problem, "figure": figure, "is_slow": self.is_slow})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This rank and its device."""
+    """Rank and device of this process."""
 
     rank: int
     size: int
     device: torch.device
 
     def build(self, model: str) -> nn.Module:
-        """The same weights on all ranks, on the device."""
+        """Build a model on the device, with the same weights on all ranks."""
         torch.manual_seed(0)
         return MODELS[model][0]().to(self.device)
 
     def batch(self, model: str, step: int) -> Tensor:
-        """Another one on each rank and in each step."""
+        """Make a batch, different on each rank and in each step."""
         generator = torch.Generator().manual_seed(1 + step * self.size + self.rank)
         return torch.randn(_BATCH_SIZE, *MODELS[model][1], generator=generator).to(self.device)
 
     def gather(self, row: Tensor) -> Tensor:
-        """The 1-D tensors of all ranks, one row each. All ranks call it."""
+        """Gather the 1-D tensors of all ranks, one row per rank.
+
+        Collective: all ranks must call it.
+        """
         rows = [torch.empty_like(row) for _ in range(self.size)]
         dist.all_gather(rows, row.detach().contiguous())
         return torch.stack(rows)
@@ -170,7 +172,7 @@ Trial = Callable[[Ranks, Verdict], None]
 
 
 def trials_of(device: str) -> dict[str, Trial]:
-    """The trials of a kind of device, by name, in the order in which they run."""
+    """Return the trials for a device type by name, in running order."""
     flags = {**_FLAGS, **(_CPU_FLAGS if device == "cpu" else {})}
     found: dict[str, Trial] = {
         f"gradients, {name}": partial(_try_gradients, flags=given) for name, given in flags.items()
@@ -190,7 +192,10 @@ def _verdict_key(name: str, rank: int) -> str:
 
 
 def _run_trials(context: RankContext, names: Sequence[str]) -> None:
-    """All ranks. A verdict goes to the store once it is there, so that those before a hang are not lost."""
+    """Run trials; store each verdict at once, so that those before a hang are not lost.
+
+    Collective: all ranks must call it.
+    """
     torch.backends.cudnn.deterministic = True
     ranks = Ranks(rank=context.rank, size=context.world_size, device=context.device)
     trials = trials_of(context.device.type)
@@ -208,7 +213,7 @@ def _run_trials(context: RankContext, names: Sequence[str]) -> None:
 
 
 def _local_gradients(module: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    """What one rank alone computes; the module stays as it is."""
+    """Compute the gradients of this rank alone, without a change of the module."""
     alone = copy.deepcopy(module)
     alone.zero_grad(set_to_none=True)
     compute_loss(alone(batch)).backward()
@@ -222,7 +227,7 @@ def _wrap_torch(module: nn.Module, flags: Mapping[str, Any]) -> nn.Module:
 
 
 def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) -> None:
-    """Gradients are the mean of what each rank computes alone; all is what torch's class makes of it."""
+    """Check that gradients are the mean of the ranks' own, and all results equal torch's DDP."""
     for model in MODELS:
         ours, theirs = ranks.build(model), ranks.build(model)
         wrappers = [BucketedDDP(ours, bucket_cap_mb=_CAP_MB, **flags), _wrap_torch(theirs, flags)]
@@ -238,7 +243,7 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
                 optimizer.step()
         for wrapper in wrappers:
             wrapper.eval()
-            wrapper(ranks.batch(model, 0))  # brings the buffers together
+            wrapper(ranks.batch(model, 0))  # synchronizes the buffers
         expected = theirs.state_dict()
         for name, found in ours.state_dict().items():
             scale = float(expected[name].abs().max())
@@ -270,9 +275,9 @@ def _compare_gradients(
 def _compare_with_torch(
     ranks: Ranks, verdict: Verdict, where: str, found: Tensor, expected: Tensor, scale: float
 ) -> None:
-    """The same bits for up to two ranks, whose sums have one order; else rounding, which steps magnify.
+    """Compare to torch: equal bits for up to two ranks, whose sums have one order; else a bound.
 
-    Where terms cancel, errors are relative to the terms: `scale` is the largest number of the kind.
+    The bound is relative to `scale`, the largest number of the kind, as terms of a sum may cancel.
     """
     is_exact = ranks.size <= 2 or not found.is_floating_point()
     claim = Claim("value beside torch's", found, expected, 0.0 if is_exact else 1e-5 * scale)
@@ -283,7 +288,7 @@ def _compare_with_torch(
 
 
 def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
-    """Each step follows the hook's formula; one that overflows on a rank does on all, and leaves no trace."""
+    """Check each step with the hook's formula; an overflow must affect all ranks, but not the state."""
     options, formula = hook_formula(name)
     for model in MODELS:
         wrapper = BucketedDDP(ranks.build(model), bucket_cap_mb=_CAP_MB)
@@ -338,7 +343,7 @@ def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
 
 @contextmanager
 def _overflow(wrapper: nn.Module, *, is_here: bool) -> Iterator[None]:
-    """One gradient becomes infinite on this rank: that of the first parameter, whose bucket comes last."""
+    """Make the first parameter's gradient, in the last bucket, infinite if `is_here`."""
     first = next(iter(wrapper.parameters()))
     handle = first.register_hook(lambda gradient: gradient * math.inf) if is_here else None
     yield
@@ -373,7 +378,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _residual(state: Mapping[str, Any], names: Sequence[str], parameters: Mapping[str, Tensor]) -> Tensor:
-    """What a hook keeps for the parameters of a bucket; zeros where that is nothing."""
+    """Return a hook's residuals of a bucket's parameters; zeros if none."""
     tensors = state.get("tensors", {})
     found = [tensors.get(name, {}).get("error", torch.zeros(parameters[name].numel())) for name in names]
     return torch.cat([piece.flatten() for piece in found]).to(parameters[names[0]].device)
@@ -394,7 +399,7 @@ def _averager_spec(name: str, size: int) -> dict[str, Any]:
 
 
 def _try_averager(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
-    """Parameters follow the averager's formula after each step, and agree in the end, buffers as well."""
+    """Check parameters with the averager's formula after each step, and that ranks agree at the end."""
     for model in MODELS:
         module = ranks.build(model)
         wrapper = BucketedDDP(module, bucket_cap_mb=_CAP_MB)
@@ -430,7 +435,7 @@ def _flat(module: nn.Module) -> Tensor:
 
 
 def _rounding(rows: Tensor) -> float:
-    """What a few operations on parameters may be off by."""
+    """Return a bound of the rounding errors of a few operations on parameters."""
     return 1e-5 * float(rows.abs().max())
 
 
@@ -462,7 +467,7 @@ def _check_agreement(
 
 
 def _try_host_waits(ranks: Ranks, verdict: Verdict) -> None:
-    """In a steady step the host does not wait for the device, but for what is known and has a reason."""
+    """Check that the host does not wait for the device in a steady step, except for known reasons."""
     counts = {}
     for subject, make_step in _steps_to_watch(ranks).items():
         step = make_step()
@@ -475,7 +480,7 @@ def _try_host_waits(ranks: Ranks, verdict: Verdict) -> None:
         if counts[subject] > allowed * _NUM_WATCHED:
             verdict.fail(
                 f"{subject}: {_NUM_WATCHED} steady steps made the host wait for the device"
-                f" {counts[subject]} times, expected {allowed * _NUM_WATCHED} ({reason})"
+                f" {counts[subject]} times, but at most {allowed * _NUM_WATCHED} are expected ({reason})"
             )
     total = ", ".join(f"{subject} {count}" for subject, count in counts.items() if count)
     verdict.figure = f"{len(counts)} kinds, {_NUM_WATCHED} steps each; waits: {total or 'none'}"
@@ -504,7 +509,10 @@ def _steps_to_watch(ranks: Ranks) -> dict[str, Callable[[], Callable[[int], None
 def _step_of(
     ranks: Ranks, flags: Mapping[str, Any], *, hook: str | None = None, averager: str | None = None
 ) -> Callable[[int], None]:
-    """Builds what a step needs; returns the step. All ranks call both."""
+    """Build wrapper, optimizer and averager; return a function that does a step.
+
+    Collective: all ranks must call it.
+    """
     wrapper = BucketedDDP(ranks.build("mlp"), bucket_cap_mb=_CAP_MB, **flags)
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=_LR)
     batches = [ranks.batch("mlp", number) for number in range(_NUM_STEPS + _NUM_WATCHED)]
@@ -532,7 +540,7 @@ def _step_of(
 
 
 def _try_step_time(ranks: Ranks, verdict: Verdict) -> None:
-    """Steps of ours and of torch's class take turns."""
+    """Time steps of this package's wrapper and of torch's in turns."""
     model = "transformer6" if ranks.device.type == "cuda" else "linear500"
     names = ("ours", "torch_ddp")
     runs = [TrainingRun(name, build_workload(model, rank=ranks.rank), ranks.device) for name in names]
@@ -556,13 +564,13 @@ def _try_step_time(ranks: Ranks, verdict: Verdict) -> None:
     )
 
 
-# ---------------------------------------------------------------------- who starts the trials
+# ---------------------------------------------------------------------- start of the trials
 
 KILLED = "killed rank"
-"""The name of the check that kills a rank of a script."""
+"""Name of the check that kills a rank of a script."""
 
 _STARTING = 4
-"""So many deadlines may the processes take to start: on a new machine Python's files come from far away."""
+"""Number of time limits that the start of processes may take, as a cold file cache makes it slow."""
 _MOST_STARTS = 3
 _DEFAULT_CPU_RANKS = 2
 _MOST_TEXT = 300
@@ -570,22 +578,22 @@ _MOST_TEXT = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What is to be verified."""
+    """Settings of a verification."""
 
     world_size: int
-    """Ranks, all on this machine."""
+    """Number of ranks, all on this machine."""
     device: str
     """'cpu' or 'cuda'."""
     timeout_s: float
-    """Of each trial."""
+    """Time limit of each trial in seconds."""
     preload: str | None = None
-    """A Python file that each rank runs first."""
+    """Python file that each rank runs first, or None."""
     only: tuple[str, ...] = ()
-    """How the names of the checks begin that are to be run; empty for all."""
+    """Beginnings of the names of the checks to run; empty for all."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Verification:
-        """Fills in what the user left open: all GPUs where there are some, else two CPU ranks."""
+        """Read the options, with defaults: all GPUs if there are any, else two CPU ranks."""
         num_gpus = torch.cuda.device_count()
         device = args.device or ("cuda" if num_gpus else "cpu")
         default = max(num_gpus, 1) if device == "cuda" else _DEFAULT_CPU_RANKS
@@ -598,26 +606,26 @@ class Verification:
         )
 
     def checks(self) -> list[str]:
-        """What will be checked, in order: the trials, then what needs none of them."""
+        """Return the names of the checks, in order: the trials, then the others."""
         names = dict.fromkeys([*trials_of(self.device), HOST_WAITS, KILLED])
         return [name for name in names if not self.only or name.startswith(self.only)]
 
 
 def refusal(placement: Placement) -> Finding | None:
-    """Why this process cannot verify, as it was started with others; None if it can."""
+    """Return a finding if this process was started with others and so cannot verify; else None."""
     if placement.world_size == 1:
         return None
     return Finding(
         "FAIL",
         "verify",
-        f"{placement.world_size} processes have been started ({placement.starter}), and --verify"
-        " starts those of one machine itself: run `python -m lightning_ddp doctor --verify` once on each"
-        " node, without torchrun, and with one task in srun; without --verify `doctor` looks at all of them",
+        f"{placement.world_size} processes have been started ({placement.starter}), but --verify starts"
+        " those of one machine itself. Run `python -m lightning_ddp doctor --verify` once on each node,"
+        " without torchrun, and with one task in srun; without --verify `doctor` checks all of them",
     )
 
 
 def run_checks(wanted: Verification) -> list[Finding]:
-    """Runs all checks; one finding each. Leaves no process."""
+    """Run all checks and return one finding for each; leave no process."""
     num_gpus = torch.cuda.device_count()
     if wanted.device == "cuda" and num_gpus < wanted.world_size:
         message = f"{wanted.world_size} ranks need as many GPUs, found {num_gpus}"
@@ -637,7 +645,7 @@ def run_checks(wanted: Verification) -> list[Finding]:
             remaining = remaining[len(found) :]
         findings += [Finding("FAIL", name, f"not run, after {_MOST_STARTS} failures") for name in remaining]
         if HOST_WAITS in names and HOST_WAITS not in trials:
-            message = "not applicable: on the CPU there is no device that the host could wait for"
+            message = "not applicable: a CPU has no device for the host to wait for"
             findings.append(Finding("PASS", HOST_WAITS, message))
         if KILLED in names:
             findings.append(_kill_a_rank(wanted))
@@ -645,17 +653,19 @@ def run_checks(wanted: Verification) -> list[Finding]:
 
 
 def _watcher(wanted: Verification, store: Any, bar: Any) -> Callable[[int], None]:
-    """Makes what looks at the ranks from time to time, and raises once a trial takes too long."""
+    """Return a callback that raises once a trial takes too long or a rank has failed."""
     has_started, since = False, time.monotonic()
 
     def look(count: int) -> None:
         nonlocal has_started, since
-        if count:  # the first one is that of the start
+        if count:  # the first unit of progress is that of the start
             bar.update(count - (not has_started))
             has_started, since = True, time.monotonic()
         limit = wanted.timeout_s * (1 if has_started else _STARTING)
         if time.monotonic() - since > limit:
-            raise ToolError(f"not over after {limit:g} s: the ranks wait for each other, or compute")
+            raise ToolError(
+                f"not finished after {limit:g} s: the ranks wait for each other, or still compute"
+            )
         if store.check([FAILURE_KEY]):  # the process itself may hang in the end of its group
             raise ToolError(store.get(FAILURE_KEY).decode())
 
@@ -663,11 +673,11 @@ def _watcher(wanted: Verification, store: Any, bar: Any) -> Callable[[int], None
 
 
 def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Finding]:
-    """Runs trials in fresh processes; yields what came of them, up to one that has ended the ranks."""
-    # no wait in a rank may end before the deadline here does
+    """Run trials in new processes; yield a finding for each, up to a trial that stopped the ranks."""
+    # Waits in the ranks must not time out before the deadline here.
     longest_s = wanted.timeout_s * (len(names) + 2 * _STARTING)
     store = host_store(longest_s)
-    # a fork has imported everything; CUDA, which looking for GPUs starts, does not survive it
+    # A fork saves the imports, but CUDA, which the search for GPUs initializes, does not support it.
     start_method = "spawn" if wanted.device == "cuda" or torch.cuda.is_initialized() else "fork"
     problem: str | None = None
     try:
@@ -690,21 +700,21 @@ def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Findi
         verdicts = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
         missing = [rank for rank in ranks if rank not in verdicts]
         if missing:
-            there = f"{name_ranks(missing)} did not get to its end: {problem}"
+            there = f"{name_ranks(missing)} did not finish: {problem}"
             yield Finding("FAIL", name, "; ".join([*_problems(verdicts), there]))
             return
         problems, first = _problems(verdicts), verdicts[0]
         if problems:
             yield Finding("FAIL", name, "; ".join(problems))
         elif first["is_slow"]:
-            message = f"{first['figure']}; is the machine busy? `bench step` says more"
+            message = f"{first['figure']}. The machine may be busy; `bench step` measures more"
             yield Finding("WARN", name, message)
         else:
             yield Finding("PASS", name, first["figure"])
 
 
 def _problems(verdicts: dict[int, dict[str, Any]]) -> list[str]:
-    """What is wrong, each with its ranks."""
+    """Return the problems, each with its ranks."""
     found: dict[str, list[int]] = {}
     for rank, verdict in verdicts.items():
         if verdict["problem"] is not None:
@@ -713,16 +723,16 @@ def _problems(verdicts: dict[int, dict[str, Any]]) -> list[str]:
 
 
 def _shorten(text: str) -> str:
-    """The first line of an error, and the last one, which says what was raised."""
+    """Return the first line of an error, and the last, which has the exception."""
     lines = [line.strip() for line in text.strip().splitlines()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")[:_MOST_TEXT]
 
 
 def _kill_a_rank(wanted: Verification) -> Finding:
-    """A rank of a script is killed: all others have to name it, and all processes to end."""
+    """Kill a rank of a script; check that all others name it and all processes exit."""
     victim = wanted.world_size - 1
     if not victim:
-        return Finding("PASS", KILLED, "not applicable: one rank has nobody to tell")
+        return Finding("PASS", KILLED, "not applicable: one rank has no peers")
     try:
         found = run_to_fault(
             "custom_ddp",
@@ -749,6 +759,6 @@ def _kill_a_rank(wanted: Verification) -> Finding:
     return Finding(
         "PASS",
         KILLED,
-        f"rank {victim} was killed in training; {name_ranks(range(victim))} raised PeerFailure that names it"
-        f" within {max(found.learned_s):.2f} s, all processes were gone after {found.gone_s:.2f} s",
+        f"rank {victim} was killed in training; {name_ranks(range(victim))} raised PeerFailure that names"
+        f" it within {max(found.learned_s):.2f} s, all processes had exited after {found.gone_s:.2f} s",
     )
