@@ -30,7 +30,7 @@ class NoOp(Hook):
 
 
 class FP16(Hook):
-    """Average in float16, half the bytes of float32; each rank divides before it sends."""
+    """Send gradients in float16, half the bytes of float32; each rank divides before it sends."""
 
     name = "fp16"
     encodes = True
@@ -41,7 +41,7 @@ class FP16(Hook):
 
 
 class BF16(Hook):
-    """Average in bfloat16, half the bytes of float32 with its whole range."""
+    """Send gradients in bfloat16, half the bytes of float32 with its whole range."""
 
     name = "bf16"
     encodes = True
@@ -69,7 +69,7 @@ class BlockOptions(HookOptions):
 
 
 class Int8(Hook):
-    """Average in 8-bit integers with one scale per block: about a quarter of the bytes of float32."""
+    """Send gradients in 8-bit integers with one scale per block: about a quarter of the bytes of float32."""
 
     name = "int8"
     encodes = True
@@ -81,7 +81,7 @@ class Int8(Hook):
 
 
 class FP8(Hook):
-    """Average in 8-bit floating point (e4m3) with one scale per block."""
+    """Send gradients in 8-bit floating point (e4m3) with one scale per block."""
 
     name = "fp8"
     encodes = True
