@@ -812,7 +812,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                     tensor.copy_(value)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return True if all ranks (any, with `all=False`) passed True; repeated batches have no vote."""
+        """Return True if all ranks (any, with `all=False`) passed True, of those that still have batches."""
         if self._lockstep is None or not self._lockstep.is_partial:
             return super().reduce_boolean_decision(decision, all)
         vote = torch.tensor(int(decision), device=self.root_device)

@@ -22,6 +22,8 @@ from lightning_ddp.errors import require
 class StreamingDiLoCoOptions(DiLoCoOptions):
     """Options of `streaming_diloco`."""
 
+    period: int = 100
+    """Number of optimizer steps between two synchronizations of a fragment; fragments take turns in it."""
     num_fragments: int = 4
     """Number of parts of the parameters, synchronized in turn, evenly over a period. Parameters are dealt out
     like cards, so that each fragment has parameters of every depth."""

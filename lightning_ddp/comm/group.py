@@ -205,7 +205,7 @@ class Group:
         return known[1] if known else None
 
     def next_number(self, of: Hashable) -> int:
-        """Count the calls with the name `of` in this process, from 0; return the count.
+        """Return the number of earlier calls with this `of` in this process: 0 at the first call.
 
         Ranks that make the same calls get the same numbers.
         """
@@ -391,7 +391,7 @@ class Group:
         self._in_slices(lambda: done.wait(SLICE_S), on_slice)
 
     def wait_call(self, call: InThread[Any], label: str, on_slice: OnSlice = None) -> None:
-        """Wait for a call in a thread as `wait` does for a work, without raising its error."""
+        """Wait until a function in another thread has returned; raise a failure of the group meanwhile."""
         with self._waiting(label):
             call.wait(lambda waited_s: self._look(waited_s, on_slice))
 

@@ -67,8 +67,8 @@ SCRIPT = TRAINING
 
 _NUM_TRAINER_STEPS: Final = 8  # times --steps: a script's start is long, so that it is used for more of them
 _CONTENDERS_HELP: Final = (
-    "wrappers (ours_gloo: transport='gloo', view: gradients are bucket views, flags: for static models, bare:"
-    " no wrapper)"
+    "wrappers (ours_gloo: transport='gloo', view: gradient_as_bucket_view, flags: also static_graph and"
+    " batched_grad_copy, bare: no wrapper)"
 )
 _TOLERANCE: Final = 1e-3  # relative; rounding stays far below, no communication is 5 to 1000 times above
 _MOST_COMPARED: Final = 8192
