@@ -23,15 +23,12 @@ PICTURE = "kill_a_rank.png"
 
 
 class Model(pl.LightningModule):
-    """Learn a sine."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-        self.place = int(os.environ.get("LOCAL_RANK", "0"))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if KILLS.get(self.place) == self.global_step:
+        if KILLS.get(int(os.environ.get("LOCAL_RANK", "0"))) == self.global_step:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
         return (self.net(batch[0]) - batch[1]).square().mean()
@@ -44,8 +41,7 @@ class Record(pl.Callback):
     """Record the loss and the number of processes at each step, and the length of each pause."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[float, float, int]] = []
-        self.pauses: list[tuple[float, float]] = []
+        self.steps, self.pauses = [], []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         self.steps.append((time.time(), float(outputs["loss"]), trainer.world_size))
@@ -65,9 +61,7 @@ def draw(record: Record, path: str) -> None:
     right.set(ylabel="processes", ylim=(0, max(sizes) + 1), yticks=range(max(sizes) + 1))
     for number, (lost, pause) in enumerate(record.pauses):
         left.axvline(lost - start, color="red", linestyle="--", label=None if number else "process killed")
-        left.annotate(
-            f" pause {pause:.2f} s", (lost - start, 1.0), xycoords=("data", "axes fraction"), va="bottom"
-        )
+        left.annotate(f" pause {pause:.2f} s", (lost - start, 1.01), xycoords=("data", "axes fraction"))
     figure.legend(loc="outside upper right", ncols=3)
     figure.savefig(path)
 

@@ -266,7 +266,7 @@ def test_a_rank_that_is_killed_is_replaced(name: str) -> None:
 
 def test_a_picture_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert picture_path("a.SVG") == Path("a.SVG")
-    with pytest.raises(argparse.ArgumentTypeError, match=r"expected one of .png, .svg, .pdf, got 'a.txt'"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"expected .*\.png.*, got 'a.txt'"):
         picture_path("a.txt")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(argparse.ArgumentTypeError, match="needs matplotlib: pip install matplotlib"):

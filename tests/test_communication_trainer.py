@@ -105,8 +105,8 @@ def test_arguments_are_checked_when_the_strategy_is_made(arguments, message):
 @pytest.mark.parametrize(
     ("averaging", "period", "message"),
     [
-        ({"start_step": 10, "period": 4}, 4, "model_averaging has start_step=10, but .* say 20"),
-        ({"start_step": 20, "period": 8}, 4, "model_averaging has period=8, but .* say 4"),
+        ({"start_step": 10, "period": 4}, 4, "model_averaging has start_step=10, but .* have 20"),
+        ({"start_step": 20, "period": 8}, 4, "model_averaging has period=8, but .* have 4"),
         ({"start_step": 20, "period": 4}, 4, None),
         ({"start_step": 20, "period": 4}, None, None),
         (None, None, "post-local SGD needs both"),

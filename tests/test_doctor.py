@@ -150,7 +150,12 @@ def test_a_healthy_run_passes_everything():
         ),
         ({"host": "small", "num_cpus": 0}, "CPU cores", "WARN", "small: 1 ranks share 0"),
         ({"clock": {"offset_s": -5.0, "error_s": 0.1}}, "clocks", "WARN", "5000.0 ms"),
-        ({"host": "b", "variables": {"LIGHTNING_DDP_SUPERVISION": "0"}}, "variables", "WARN", "b: PL_RECONC"),
+        (
+            {"host": "b", "variables": {"LIGHTNING_DDP_SUPERVISION": "0"}},
+            "variables",
+            "WARN",
+            "b: LIGHTNING_DDP_SUPERVISION=0",
+        ),
         ({"variables": {"NCCL_IB_DISABLE": "1"}}, "variables", "WARN", "NCCL_IB_DISABLE"),
     ],
 )

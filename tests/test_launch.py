@@ -684,7 +684,7 @@ if __name__ == "__main__":
     ("kind", "messages"),
     [
         ("frozen", ["Model has no parameter that requires a gradient"]),
-        ("lazy", ["uninitialised (lazy) parameters: extra.weight, extra.bias"]),
+        ("lazy", ["(lazy) parameters: extra.weight, extra.bias"]),
         (
             "different",
             [
