@@ -52,6 +52,7 @@ def test_every_rank_gives_its_result_in_rank_order(world_size):
 
 
 def raises_on_rank_1(rank, world_size):
+    dist.barrier()  # else its end breaks a connection that another rank is still making
     if rank == 1:
         raise ValueError("the flux is wrong")
     return rank
@@ -67,6 +68,7 @@ def test_a_rank_that_raises_is_reported_with_its_traceback():
 
 
 def raises_everywhere(rank, world_size):
+    dist.barrier()
     raise ValueError(f"rank {rank} here")
 
 
@@ -176,6 +178,7 @@ def test_a_result_that_cannot_be_unpickled_is_reported():
 
 
 def leaves_on_rank_1(rank, world_size):
+    dist.barrier()
     if rank == 1:
         raise SystemExit(5)
     return rank
