@@ -733,7 +733,7 @@ def set_batches_that_stepped(trainer: Trainer, number: int) -> None:
     _set(trainer.fit_loop.epoch_loop, "_batches_that_stepped", number)
 
 
-def at_step_boundaries(trainer: Trainer, check: Callable[[], None]) -> None:
+def at_step_boundaries(trainer: Trainer, check: Callable[[], object]) -> None:
     """Call `check` before each training batch is fetched, instead of Lightning's own check.
 
     That is `_broadcast_sigterm_tensor`, which exchanges signals by a collective in every step. Lightning

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.elastic.takeover import Journal
     from lightning_ddp.launch.session import Session, StepStop
-    from lightning_ddp.supervise.protocol import Form
+    from lightning_ddp.supervise.orders import NewGeneration
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
@@ -410,7 +410,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             )
         self._emergency.begin(self._session.control)
 
-    def _meet_again(self, form: Form) -> Group:
+    def _meet_again(self, new: NewGeneration) -> Group:
         """Create the process group of a generation, and all that depends on it.
 
         Collective: all ranks must call it.
@@ -420,12 +420,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         assert self._session is not None
         ours = self._session.control
         assert ours.calls is not None
-        for place in form.lost:  # it may be stopped, or have lost only its control connection
-            self._session.children.kill_rank(place)
-        member, world_size = ours.calls.state, len(form.members)
+        for place in {*new.before} - {*new.members, *new.left}:  # it may be stopped, or have lost only its
+            self._session.children.kill_rank(place)  # control connection
+        member, world_size = ours.calls.state, len(new.members)
         self._world = member.rank, world_size
         node = member.place // self.num_processes
-        on_node = [place for place in form.members if place // self.num_processes == node]
+        on_node = [place for place in new.members if place // self.num_processes == node]
         self._local_rank = on_node.index(member.place)
         self.set_world_ranks()
         ours.set_while_running({"WORLD_SIZE": str(world_size)})

@@ -12,9 +12,10 @@ import struct
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
+from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -22,32 +23,28 @@ import torch.distributed as dist
 from harness import last_screen, run_ranks
 
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
+from lightning_ddp.launch.reconciliation import Reconciliation
 from lightning_ddp.launch.session import Session
 from lightning_ddp.supervise.client import ServerAddress, Watch, ask
 from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
-from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
 from lightning_ddp.supervise.desync import StallWatch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
+from lightning_ddp.supervise.orders import Order, RankPhase, Report, Task, Wish, WishKind
 from lightning_ddp.supervise.protocol import (
-    Active,
-    AllHere,
-    Bye,
+    VERSION,
     Dismiss,
     Dismissed,
     Failed,
     Failure,
     Hello,
-    Hold,
     Message,
-    Position,
     ProtocolError,
-    Stop,
-    StopAfter,
     Tell,
 )
+from lightning_ddp.supervise.rank_state import Passage, RankState
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.stop_main import StepBoundary, StopAgreement
+from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0
@@ -71,7 +68,26 @@ def hello(rank: int, token: str = TOKEN, pid: int = 1) -> bytes:
     return pack(Hello(token, Identity(rank=rank, node_rank=0, host="h", pid=pid)))
 
 
+def report(number: int = 1, **facts: Any) -> Report:
+    """What a rank says that trains, if `facts` say nothing else."""
+    state = RankState(0, is_new=False)
+    state.begin_run("fit")
+    said = state.news(Where)
+    assert said is not None
+    return replace(said, number=number, **facts)
+
+
+BYE = pack(report(10**401, phase=RankPhase.ENDED))
+"""Newer than all else that a rank may say."""
+STOP = Wish(WishKind.STOP, 15)
+
+
 # ---------------------------------------------------------------------- messages
+
+
+def leave(watch: Watch, *args: Any) -> None:
+    """Leaves a run, as `Inspector.leave` ends it."""
+    watch.leave_run(lambda: watch.update(RankState.end_run), *args)
 
 
 def test_messages_survive_any_cut_of_the_stream() -> None:
@@ -95,9 +111,11 @@ def test_messages_survive_any_cut_of_the_stream() -> None:
         (struct.pack(">I", 3) + b"abc", "no JSON"),
         (struct.pack(">I", 2) + b"[]", "no object with a known kind"),
         (frame({"kind": 1.0}), "no object with a known kind"),
-        (frame({"kind": "stop", "signal": "15", "is_requeue": False}), "stop.signal='15'"),
-        (frame({"kind": "stop", "signal": True, "is_requeue": False}), "stop.signal=True"),
-        (frame({"kind": "position"}), "position has no position"),
+        (frame({"kind": "dismiss", "node": "1"}), "dismiss.node='1'"),
+        (frame({"kind": "dismiss", "node": True}), "dismiss.node=True"),
+        (frame({"kind": "dismiss"}), "dismiss has no node"),
+        (frame({"kind": "report", **asdict(report()), "phase": "flying"}), "report.phase='flying'"),
+        (frame({"kind": "report", **asdict(report()), "wish": {"kind": []}}), "report.wish.kind=\\[]"),
         (struct.pack(">I", 2) + b"\xff\xfe", "no JSON"),
         (struct.pack(">I", 60000) + b"[" * 60000, "nested too deeply"),
     ],
@@ -303,95 +321,6 @@ def test_an_exception_that_is_not_the_first_is_the_next_where_the_others_go_on()
     assert (first.rank, first.exception_type) == (0, "ValueError")
 
 
-# ---------------------------------------------------------------------- the agreement
-
-
-def test_all_ranks_stop_after_the_greatest_position() -> None:
-    agreement = StopAgreement(grace_s=30.0)
-    reason = Stop(15, is_requeue=False)
-    assert agreement.request({0, 1, 2}, 0.0, reason) == [Hold()]
-    assert agreement.request({0, 1, 2}, 1.0, reason) == []
-    assert agreement.report(1, 7) == []
-    assert agreement.report(0, 6) == []
-    assert agreement.report(2, 6) == [StopAfter(7, 15, is_requeue=False)]
-    assert agreement.deadline() == 30.0
-    for rank in (0, 1):
-        agreement.left(rank)
-    late = agreement.overdue(now=30.0)
-    assert late is not None
-    assert late.rank == 2
-    assert "rank(s) 2 did not reach the next step boundary within failure_grace_s=30 s" in late.message
-    assert agreement.overdue(now=31.0) is None
-
-
-def test_a_rank_that_leaves_while_asked_is_not_waited_for() -> None:
-    agreement = StopAgreement(grace_s=30.0)
-    agreement.request({0, 1}, 0.0, Stop(15, is_requeue=False))
-    agreement.report(0, 4)
-    (message,) = agreement.left(1)
-    assert isinstance(message, StopAfter)
-    assert message.position == 4
-    agreement.left(0)
-    assert agreement.deadline() is None
-
-
-def test_ranks_that_go_on_without_one_that_was_asked_stop_at_once() -> None:
-    agreement = StopAgreement(grace_s=30.0)
-    assert agreement.restart({0, 1}) == []  # nobody is to stop
-    agreement.request({0, 1, 2}, 0.0, Stop(15, is_requeue=False))
-    agreement.report(0, 4)
-    assert agreement.restart({0, 1}) == [StopAfter(0, 15, is_requeue=False)]
-    assert agreement.report(1, 3) == []  # of the ranks that there were
-    agreement.left(0)
-    agreement.left(1)
-    assert agreement.deadline() is None
-
-    boundary = StepBoundary()
-    assert not boundary.reached(lambda: None)
-    assert boundary.hold() == 1
-    boundary.release(7, 15, False)
-    boundary.restart()
-    boundary.release(0, 15, False)
-    assert boundary.reached(lambda: None)
-
-
-def test_ranks_at_different_steps_stop_at_the_same_one() -> None:
-    boundaries = [StepBoundary() for _ in range(3)]
-    passed = [5, 4, 6]
-    for boundary, count in zip(boundaries, passed, strict=True):
-        assert not any(boundary.reached(lambda: None) for _ in range(count))
-    positions = [boundary.hold() for boundary in boundaries]
-    assert positions == passed
-    stopped: dict[int, int] = {}
-
-    def go_on(rank: int) -> None:
-        count = passed[rank]
-        while not boundaries[rank].reached(lambda: None):
-            count += 1
-        stopped[rank] = count
-
-    threads = [threading.Thread(target=go_on, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread, boundary in zip(threads, boundaries, strict=True):
-        assert thread.is_alive()  # nobody passes a boundary before it knows
-        boundary.release(max(positions), 15, False)
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert stopped == {0: 6, 1: 6, 2: 6}
-
-
-def test_a_failure_frees_a_rank_that_is_held() -> None:
-    boundary = StepBoundary()
-    boundary.hold()
-
-    def fail() -> None:
-        raise RuntimeError("the run has failed")
-
-    with pytest.raises(RuntimeError, match="the run has failed"):
-        boundary.reached(fail)
-
-
 # ---------------------------------------------------------------------- server and watches
 
 
@@ -401,27 +330,34 @@ class Run:
     def __init__(self, world_size: int, **settings: Any) -> None:
         self.settings = ReconcileSettings(failure_grace_s=5.0, **settings)
         self.server = ControlServer("127.0.0.1", token=TOKEN, world_size=world_size, settings=self.settings)
+        self.world_size = world_size
         self.watches: list[Watch] = []
-        self.boundaries = [StepBoundary() for _ in range(world_size)]
+        self.ranks: list[Reconciliation] = []
+        """What their main threads do at step boundaries."""
         self.learned: dict[int, FailureRecord] = {}
 
-    def connect(self, rank: int, token: str = TOKEN, **more: Any) -> Watch:
-        address = ServerAddress(
-            host="127.0.0.1", port=self.server.port, token=token, identity=Identity(rank=0, node_rank=0)
-        )
-        watch = Watch(
-            address,
-            Identity(rank=rank, node_rank=0, pid=1000 + rank),
-            self.settings,
-            boundary=self.boundaries[rank],
-            on_failure=lambda record: self.learned.update({rank: record}),
-            **more,
-        )
-        self.watches.append(watch)
-        return watch
+    @property
+    def address(self) -> ServerAddress:
+        server = Identity(rank=0, node_rank=0)
+        return ServerAddress(host="127.0.0.1", port=self.server.port, token=TOKEN, identity=server)
+
+    def connect(self, rank: int) -> Watch:
+        children: Any = None
+        ours = Reconciliation(children)
+
+        def learn(record: FailureRecord) -> None:
+            self.learned[rank] = record
+            ours.interrupt.set(record.to_error())
+
+        identity = Identity(rank=rank, node_rank=0, pid=1000 + rank)
+        ours.watch = Watch(self.address, identity, self.settings, on_failure=learn)
+        ours.watch.update(begin_fit)
+        self.ranks.append(ours)
+        self.watches.append(ours.watch)
+        return ours.watch
 
     def connect_all(self) -> None:
-        for rank in range(len(self.boundaries)):
+        for rank in range(self.world_size):
             self.connect(rank)
         for watch in self.watches:
             watch.wait_for_all(DEADLINE_S, lambda: None)
@@ -430,6 +366,10 @@ class Run:
         for watch in self.watches:
             watch.close()
         self.server.close()
+
+
+def begin_fit(state: RankState) -> None:
+    state.begin_run("fit")
 
 
 @contextmanager
@@ -456,9 +396,10 @@ def test_a_rank_stalls_only_when_all_have_come() -> None:
     timeout_s = 0.4
     with running(2, stall_timeout_s=timeout_s) as run:
         first = run.connect(0)
-        deadline = time.monotonic() + DEADLINE_S
-        while first._last_beat < deadline - DEADLINE_S + 3 * timeout_s:
-            assert time.monotonic() < deadline
+        begun_at = time.monotonic()
+        while first._heard_at < begun_at + 3 * timeout_s:  # the server answers it as often as it reports
+            first.wait_for_order()
+            assert time.monotonic() < begun_at + DEADLINE_S
         assert run.server.first_failure is None
         run.connect(1)
         record = first.wait_for_verdict(DEADLINE_S)
@@ -488,35 +429,45 @@ def test_a_rank_is_silent_for_the_timeout_and_not_for_less(timeout_s, num_ranks)
 
 
 def test_a_rank_that_has_never_said_what_it_does_is_found() -> None:
-    with running(2, stall_timeout_s=0.4) as run:
+    with running(2, stall_timeout_s=0.4) as run, connected(run) as mute:
         talks = run.connect(0)
-        silent = ReconcileSettings(failure_grace_s=5.0)  # reports nothing
-        run.settings, settings = silent, run.settings
-        run.connect(1)
-        run.settings = settings
+        mute.sendall(hello(1))
         record = talks.wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert (record.rank, record.message[:37]) == (1, "the process has not answered for 0.4 ")
 
 
-def end_run(run: Run, number: int) -> None:
-    """All ranks begin and end a run together."""
-    for is_active in (True, False):
-        for watch in run.watches:
-            watch.post(Active(is_active, number, "fit"))
+@contextmanager
+def connected(run: Run) -> Iterator[socket.socket]:
+    """A connection to the server that says nothing yet."""
+    with socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S) as connection:
+        yield connection
+
+
+def wait_until(watch: Watch, condition: Callable[[RankState], bool]) -> None:
+    """Until the orders that a process hears have led to something."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not watch.update(condition):
+        watch.wait_for_order()
+        assert time.monotonic() < deadline
+
+
+def end_run(run: Run) -> None:
+    """All ranks end a run together."""
     for watch in run.watches:
-        assert watch._all_left.wait(DEADLINE_S)
+        watch.update(RankState.end_run)
+    for watch in run.watches:
+        wait_until(watch, RankState.has_ended_everywhere)
 
 
 def test_a_rank_that_is_gone_between_two_runs_is_a_failure_of_the_next() -> None:
     with running(3) as run:
         run.connect_all()
-        end_run(run, 1)
+        end_run(run)
         run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
-        assert run.learned.get(1) or run.watches[1].wait_for_verdict(
-            DEADLINE_S
-        )  # its end is read, of both sides
-        run.watches[0].post(Active(True, 2, "test"))
+        assert run.watches[1].wait_for_verdict(DEADLINE_S)  # its end is read, of both sides
+        assert run.watches[0].wait_for_verdict(4 * EXIT_WAIT_S) is None
+        run.watches[0].update(lambda state: state.begin_run("test"))
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert (record.rank, record.message[:16]) == (1, "the process died")
@@ -525,12 +476,11 @@ def test_a_rank_that_is_gone_between_two_runs_is_a_failure_of_the_next() -> None
 def test_who_asks_something_of_the_server_is_no_rank_that_is_gone() -> None:
     with running(2) as run:
         run.connect_all()
-        end_run(run, 1)
-        address = ServerAddress(
-            host="127.0.0.1", port=run.server.port, token=TOKEN, identity=Identity(rank=0, node_rank=0)
-        )
-        assert isinstance(ask(address, Dismiss(1), timeout_s=DEADLINE_S), Dismissed)
-        end_run(run, 2)
+        end_run(run)
+        assert isinstance(ask(run.address, Dismiss(1), timeout_s=DEADLINE_S), Dismissed)
+        for watch in run.watches:
+            watch.update(begin_fit)
+        end_run(run)
         assert run.watches[0].wait_for_verdict(4 * EXIT_WAIT_S) is None
 
 
@@ -544,11 +494,6 @@ def test_a_process_whose_connection_closes_is_named() -> None:
         assert "died without a report" in record.message
 
 
-def leave(watch: Watch, timeout_s: float = DEADLINE_S) -> None:
-    """Ends a run, and waits until all have ended it."""
-    watch.leave_run(lambda: watch.post(Active(is_active=False, run=1, name="fit")), timeout_s)
-
-
 @pytest.mark.parametrize("how", ["bye", "together", "alone"])
 def test_a_process_that_has_finished_may_end(how) -> None:
     with running(3) as run:
@@ -557,7 +502,9 @@ def test_a_process_that_has_finished_may_end(how) -> None:
             run.watches[1].close()
         else:
             staying = (0, 2) if how == "together" else ()
-            others = [threading.Thread(target=leave, args=(run.watches[rank],)) for rank in staying]
+            others = [
+                threading.Thread(target=leave, args=(run.watches[rank], DEADLINE_S)) for rank in staying
+            ]
             for thread in others:
                 thread.start()
             leave(run.watches[1], DEADLINE_S if how == "together" else 0.1)
@@ -571,40 +518,47 @@ def test_a_process_that_has_finished_may_end(how) -> None:
         assert record.rank == 2
 
 
-def test_that_all_have_ended_a_run_is_known_before_a_failure_after_it() -> None:
+def test_that_all_have_ended_a_run_is_known_before_a_failure_after_it(monkeypatch) -> None:
     """Although the thread that leaves is slower than the failure."""
     with running(2) as run:
         run.connect_all()
         first, second = run.watches
         known_before: list[FailureRecord | None] = []
+        leaves = threading.Event()
 
-        def end() -> None:
-            second.post(Active(is_active=False, run=1, name="fit"))
+        def wait_for_order() -> None:
+            leaves.set()
             assert second.wait_for_verdict(DEADLINE_S) is not None
 
+        monkeypatch.setattr(second, "wait_for_order", wait_for_order)
         when_all_left = lambda: known_before.append(second.failure)  # noqa: E731
-        thread = threading.Thread(target=second.leave_run, args=(end, DEADLINE_S, when_all_left))
+        thread = threading.Thread(target=leave, args=(second, DEADLINE_S, when_all_left))
         thread.start()
-        leave(first)
+        assert leaves.wait(DEADLINE_S)
+        assert known_before == []
+        leave(first, DEADLINE_S)
         first.report(raised(0), is_echo=False)
         thread.join()
-        assert known_before == [None]
+        assert set(known_before) == {None}
 
 
 @pytest.mark.parametrize("how", ["fails", "dies"])
 def test_nobody_leaves_a_run_before_all_have_ended_it(how) -> None:
     with running(2) as run:
         run.connect_all()
-        leaving = threading.Thread(target=leave, args=(run.watches[0],))
+        leaving = threading.Thread(
+            target=leave,
+            args=(
+                run.watches[0],
+                DEADLINE_S,
+            ),
+        )
         leaving.start()
         leaving.join(0.2)
         assert leaving.is_alive()
         if how == "fails":
             run.watches[1].report(raised(1), is_echo=False)
-        else:
-            # as a rank that is still in its last hook
-            run.watches[1].post(Active(is_active=True, run=2, name="fit"))
-            run.watches[1].flush()
+        else:  # as a rank that is still in its last hook
             run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
         leaving.join(DEADLINE_S)
         assert run.watches[0].failure is not None
@@ -617,7 +571,8 @@ def test_a_server_that_closes_is_no_failure_and_one_that_vanishes_is() -> None:
         run.server.close()
         for watch in run.watches:
             deadline = time.monotonic() + DEADLINE_S
-            while not watch._is_deaf:
+            while not watch.has_been_left:
+                watch.wait_for_order()
                 assert time.monotonic() < deadline
             assert watch.failure is None
     with running(2) as run:
@@ -648,10 +603,10 @@ def test_a_signal_to_one_rank_stops_all_at_one_boundary() -> None:
 
         def train(rank: int) -> None:
             go.wait()
-            while not run.boundaries[rank].reached(lambda: None):
+            while run.ranks[rank].reached_step_boundary() is Passage.GO:
                 counts[rank] += 1
                 if rank == 1 and counts[1] == 100:
-                    run.watches[1].post(Stop(15, is_requeue=False))
+                    run.watches[1].ask(STOP)
 
         threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(3)]
         for thread in threads:
@@ -661,7 +616,32 @@ def test_a_signal_to_one_rank_stops_all_at_one_boundary() -> None:
             assert not thread.is_alive()
         assert counts[1] >= 100
         assert len(set(counts)) == 1
-        assert [boundary.signal for boundary in run.boundaries] == [15, 15, 15]
+        assert [rank.stops_for for rank in run.ranks] == [STOP, STOP, STOP]
+
+
+def test_a_failure_frees_a_rank_that_is_held() -> None:
+    with running(2) as run, connected(run) as mute:
+        run.connect(0)
+        mute.sendall(hello(1) + pack(report()))  # and it never says how far it is
+        run.watches[0].wait_for_all(DEADLINE_S, lambda: None)
+        run.watches[0].ask(STOP)
+        wait_until(run.watches[0], lambda state: state.task is Task.HOLD)
+        passed: list[Any] = []
+
+        def train() -> None:
+            try:
+                passed.append(run.ranks[0].reached_step_boundary())
+            except PeerFailure as error:
+                passed.append(error.rank)
+
+        held = threading.Thread(target=train, daemon=True)
+        held.start()
+        held.join(0.2)
+        assert held.is_alive()
+        assert passed == []
+        mute.sendall(pack(Failed(raised(1))))
+        held.join(DEADLINE_S)
+        assert passed == [1]
 
 
 @contextmanager
@@ -688,27 +668,27 @@ def simulate_ranks(rank: int, _: int, port: int, num_ranks: int) -> dict[str, An
             connection = stack.enter_context(socket.create_connection((host, port), timeout=60.0))
             reset = struct.pack("ii", 1, 0)  # when it is closed, so that the kernel need not remember it
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-            connection.sendall(hello(number, pid=number))
+            connection.sendall(hello(number, pid=number) + pack(report()))
             connections.append((connection, Unpacker()))
 
-        def read_until(kind: type[Message]) -> list[Any]:
+        def read_until(is_it: Callable[[Any], bool]) -> list[Any]:
             found = []
             for connection, unpacker in connections:
                 messages: list[Message] = []
-                while not any(isinstance(message, kind) for message in messages):
+                while not any(map(is_it, messages)):
                     messages += unpacker.feed(connection.recv(65536))
                 found.append(messages[-1])
             return found
 
-        read_until(AllHere)
-        connected = time.monotonic() - start, time.process_time() - cpu
+        read_until(lambda message: isinstance(message, Order) and message.task is Task.RUN)
+        connecting = time.monotonic() - start, time.process_time() - cpu
         threading.Event().wait(1.0)  # nothing happens: that is measured on the other side
         start, cpu = time.monotonic(), time.process_time()
         failed = replace(raised(num_ranks - 1), traceback="x" * 12_000)
         connections[-1][0].sendall(pack(Failed(failed)))
-        named = {message.record.rank for message in read_until(Failure)}
+        named = {message.record.rank for message in read_until(lambda m: isinstance(m, Failure))}
         told = time.monotonic() - start, time.process_time() - cpu
-        return {"connected": connected, "told": told, "named": named}
+        return {"connected": connecting, "told": told, "named": named}
 
 
 @pytest.mark.parametrize("num_ranks", [1_000, pytest.param(16_384, marks=pytest.mark.slow)])
@@ -755,6 +735,7 @@ GARBAGE = {
     "no token": frame({"kind": "hello", "identity": asdict(Identity(rank=1, node_rank=0))}),
     "odd token": frame({"kind": "hello", "token": ["x"], "identity": asdict(Identity(rank=1, node_rank=0))}),
     "no such rank": hello(9),
+    "a rank that is there": hello(1, pid=2),
     "random": random.Random(0).randbytes(200_000),
     "nothing": b"",
 }
@@ -777,6 +758,23 @@ def test_a_stranger_is_hung_up_on_and_changes_nothing(kind) -> None:
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
         assert record.rank == 1
+
+
+def test_a_process_of_another_version_is_told_so_and_refused() -> None:
+    with running(2) as run, connected(run) as other:
+        run.connect(0)
+        who = Identity(rank=1, node_rank=0, host="h", pid=1)
+        other.sendall(pack(Hello(TOKEN, who, version=VERSION + 1)))
+        data = b""
+        while received := other.recv(65536):
+            data += received
+        (told,) = Unpacker().feed(data)
+        assert isinstance(told, Failure)
+        assert told.record.rank == 1
+        assert f"it speaks version {VERSION + 1} of the control protocol" in told.record.message
+        assert f"the server version {VERSION}. Install the same lightning_ddp" in told.record.message
+        assert run.watches[0].who_is_here() == [0]
+        assert run.server.first_failure is None
 
 
 def test_idle_strangers_leave_the_trainer_its_descriptors_and_the_ranks_their_places() -> None:
@@ -804,11 +802,11 @@ def test_a_process_without_descriptors_does_not_spin_and_goes_on_when_there_are_
                 while True:
                     taken.append(os.dup(0))
             connection.connect(("127.0.0.1", run.server.port))
-            connection.sendall(hello(1) + pack(Bye()))
+            connection.sendall(hello(1) + BYE)
             before = time.process_time()
             threading.Event().wait(0.5)
             assert time.process_time() - before < 0.25
-            assert not run.watches[0]._all_here.is_set()
+            assert not run.watches[0].has_met
             for descriptor in taken:
                 os.close(descriptor)
             run.watches[0].wait_for_all(DEADLINE_S, lambda: None)
@@ -831,11 +829,13 @@ def example(hint: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
-        return {name: example(of) for name, of in hints.items() if name not in ("kind", "kinds")}
+        return {field.name: example(hints[field.name]) for field in fields(hint)}
     if origin in (Annotated, Union, types.UnionType, Literal):
         return arguments[0] if origin is Literal else example(arguments[0])
     if origin is tuple:
         return [example(of) for of in arguments if of is not ...]
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return next(iter(hint)).value
     return {int: 2, str: "0-2", bool: True, float: 1.5}.get(hint, {"1": "x"})
 
 
@@ -848,45 +848,41 @@ def test_whatever_a_process_says_at_whatever_time_no_thread_of_the_others_dies(k
         {name: value if name == "kind" else spoiled(value, values) for name, value in whole.items()}
         for _ in range(15)
     ]
-    with running(3, stall_timeout_s=60.0) as run:
-        run.connect_all()
-        for message in messages:
-            with suppress(OSError):  # it has been hung up on, and comes again
-                connection = socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S)
-                with connection:
-                    connection.sendall(hello(2) + frame(message) + pack(Bye()))
-                    connection.shutdown(socket.SHUT_WR)
-                    while connection.recv(65536):
-                        pass
+    with running(2 + len(messages), stall_timeout_s=60.0) as run, ExitStack() as stack:
+        run.connect(0)
+        others = [stack.enter_context(connected(run)) for _ in messages]
+        for rank, other in enumerate(others, 2):
+            other.sendall(hello(rank, pid=rank))
+        deadline = time.monotonic() + DEADLINE_S
+        while run.watches[0].who_is_here() != [0, *range(2, run.world_size)]:
+            assert time.monotonic() < deadline
+        for number, (other, message) in enumerate(zip(others, messages, strict=True)):
+            if number == len(messages) // 2:  # so many have spoken before all have come
+                run.connect(1)
+                for watch in run.watches:  # unless the run has failed
+                    wait_until(watch, lambda state, watch=watch: state.has_met or watch.failure is not None)
+            with suppress(OSError):  # it has been hung up on
+                other.sendall(frame(message) + BYE)
+                other.shutdown(socket.SHUT_WR)
+                while other.recv(65536):
+                    pass
         assert run.server._thread.is_alive()
-        assert [watch._thread.is_alive() for watch in run.watches] == [True] * 3
+        assert [watch._thread.is_alive() for watch in run.watches] == [True] * 2
         run.watches[0].report(raised(0), is_echo=False)
-        for watch in run.watches[:2]:
+        for watch in run.watches:
             record = watch.wait_for_verdict(DEADLINE_S)
             assert record is not None
             assert "control channel" not in record.message
-
-
-def test_an_answer_that_nobody_has_asked_for_stops_nobody() -> None:
-    with running(2) as run:
-        run.connect_all()
-        run.watches[1].post(Position(3))
-        run.watches[1].post(Stop(15, is_requeue=False))
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(boundary.signal for boundary in run.boundaries):
-            assert time.monotonic() < deadline
-        assert [boundary.signal for boundary in run.boundaries] == [15, 15]
-        assert not run.learned
 
 
 def test_a_message_of_the_server_that_cannot_be_read_is_a_failure_and_no_silence() -> None:
     with running(1) as run:
         run.connect_all()
         (peer,) = run.server._connections.peers
-        peer.connection.sendall(frame({"kind": "stop_after"}))
+        peer.connection.sendall(frame({"kind": "order"}))
         record = run.watches[0].wait_for_verdict(DEADLINE_S)
         assert record is not None
-        assert record.message == "control channel: ProtocolError: stop_after has no position"
+        assert record.message == "control channel: ProtocolError: order has no number"
 
 
 def test_texts_of_failures_do_not_control_the_terminal() -> None:
@@ -915,11 +911,12 @@ def test_a_rank_that_reads_nothing_is_hung_up_on_and_costs_the_server_no_more_me
         run.watches[0].wait_for_all(DEADLINE_S, lambda: None)
         data = Tell(1, "too much", "x" * 60_000)
         deadline = time.monotonic() + DEADLINE_S
-        while 1 in run.server._members.ranks and time.monotonic() < deadline:
+        while run.watches[0].who_is_here() != [0] and time.monotonic() < deadline:
             run.watches[0].post(data)
             assert run.watches[0].flush(DEADLINE_S)
         assert run.watches[0].who_is_here() == [0]
-        assert run.server.first_failure is None, "what it missed it says itself, or its launcher"
+        found = run.watches[0].wait_for_verdict(4 * EXIT_WAIT_S)
+        assert found is None, "what it missed it says itself, or its launcher"
         num_received = 0
         while received := mute.recv(1 << 20):
             num_received += len(received)

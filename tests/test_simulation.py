@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from simulation.__main__ import failure_of, shrink
@@ -10,10 +11,9 @@ from simulation.explore import explore
 from simulation.plan import plan_of
 from simulation.world import World
 
-from lightning_ddp.supervise.failure_record import FailureRecord
-from lightning_ddp.supervise.members import Members
-from lightning_ddp.supervise.membership import Membership, Phase
-from lightning_ddp.supervise.protocol import Form
+from lightning_ddp.supervise.job_state import JobState
+from lightning_ddp.supervise.orders import JobPhase, NewGeneration, Order, RankPhase, Task
+from lightning_ddp.supervise.processes import Process
 from lightning_ddp.supervise.rank_state import RankState
 
 FIRST_TIER = range(2000)
@@ -72,58 +72,76 @@ def test_a_seed_is_one_history() -> None:
     assert played() == played()
 
 
-def meets_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second meeting begins with the positions of the one before."""
-
-    def gather(self, now):
-        before = dict(self._positions)
-        outgoing = whole(self, now)
-        if outgoing and self.phase is Phase.GATHERING and not self._positions:
-            self._positions = before
-        return outgoing
-
-    whole = Membership.gather
-    monkeypatch.setattr(Membership, "gather", gather)
+def takes_old_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process has said before an order counts as its answer to that."""
+    monkeypatch.setattr(Process, "has_heard", property(lambda self: self.report is not None))
 
 
-def asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new process that was called while it joined does not ask again."""
+def meets_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are to meet at a boundary that some of them have passed already."""
 
-    def ask_to_join(self):
-        said = [] if getattr(self, "has_said", False) else whole(self)
-        self.has_said = True
-        return said
+    def enter(self, phase, now):
+        if phase is JobPhase.MEETING:
+            self._position = min(process.report.position for process in self.roster.remaining)
+        whole(self, phase, now)
 
-    whole = RankState.ask_to_join
-    monkeypatch.setattr(RankState, "ask_to_join", ask_to_join)
+    whole = JobState._enter
+    monkeypatch.setattr(JobState, "_enter", enter)
+
+
+def stands_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process that was called while it joined does not stand in its place again."""
+
+    def stand(self):
+        if self.phase is not RankPhase.ENTERING:
+            whole(self)
+
+    whole = RankState.stand
+    monkeypatch.setattr(RankState, "stand", stand)
 
 
 def enters_what_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank enters a generation, and goes on in it, although it has been called since."""
 
-    def next_form(self):
-        form = self._form
-        is_mine = isinstance(form, Form) and self.place in form.members and form.generation > self.generation
-        return form if is_mine else whole(self)
+    def hear(self, order: Order):
+        error = whole_hear(self, order)
+        if self.order is order and order.generation is not None:
+            self.last_new = order.generation
+        return error
 
-    whole = RankState.next_form
-    monkeypatch.setattr(RankState, "next_form", next_form)
-    monkeypatch.setattr(RankState, "_check_called", lambda self: None)
+    def enter_next(self):
+        new: NewGeneration | None = getattr(self, "last_new", None)
+        order = self.order
+        if new is not None and order is not None and order.task is Task.RECOVER:
+            self.order = replace(order, task=Task.ENTER, generation=new)
+        try:
+            return whole_enter(self)
+        finally:
+            self.order = order
+
+    def settle(self):
+        self.state_of, self.phase = self.generation, RankPhase.RUNNING
+
+    whole_hear, whole_enter = RankState.hear, RankState.enter_next
+    monkeypatch.setattr(RankState, "hear", hear)
+    monkeypatch.setattr(RankState, "enter_next", enter_next)
+    monkeypatch.setattr(RankState, "settle", settle)
 
 
 def forgets_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a process that was to join is not heard."""
 
-    def exited(self, record: FailureRecord, now):
-        return None if record.rank not in self.membership.members else whole(self, record, now)
+    def exited(self, record, now):
+        process = self.roster.of(record)
+        return whole(self, record, now) if process is not None and process.is_member else None
 
-    whole = Members.exited
-    monkeypatch.setattr(Members, "exited", exited)
+    whole = JobState.exited
+    monkeypatch.setattr(JobState, "exited", exited)
 
 
 @pytest.mark.parametrize(
     "defect",
-    [meets_where_they_were, asks_once, enters_what_is_void, forgets_ends],
+    [takes_old_answers, meets_too_early, stands_once, enters_what_is_void, forgets_ends],
     ids=lambda defect: defect.__name__,
 )
 def test_a_defect_of_the_protocol_is_found(defect, monkeypatch) -> None:

@@ -44,7 +44,6 @@ from lightning_ddp.supervise.protocol import (
 )
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.stop_main import StepBoundary
 from lightning_ddp.telemetry.timeline import load_folder
 
 CPU = torch.device("cpu")
@@ -67,7 +66,6 @@ class Member:
             address,
             Identity(rank=rank, node_rank=0),
             ReconcileSettings(),
-            boundary=StepBoundary(),
             on_failure=lambda record: None,
             on_message=self.inspector.on_message,
         )

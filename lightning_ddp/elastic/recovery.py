@@ -50,7 +50,7 @@ from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates, put_scale
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.session import Session, global_seed
 from lightning_ddp.launch.stop_signals import tell_long_wait
-from lightning_ddp.supervise.protocol import Form
+from lightning_ddp.supervise.orders import NewGeneration, Progress
 
 __all__ = ["Recovery"]
 
@@ -68,7 +68,7 @@ class Recovery:
         is_uneven: whether ranks may have different numbers of batches.
         meet: makes the process group of a generation, and all that is made of it; returns the new group. All
             ranks call it; communicates.
-        boundary: called before each batch; raises where the run stops there.
+        boundary: called before each batch; returns whether all meet there, and raises where the run stops.
         group: tells the present ranks.
         journal: where processes may join; None elsewhere.
     """
@@ -81,8 +81,8 @@ class Recovery:
         *,
         keeps_global: bool,
         is_uneven: bool,
-        meet: Callable[[Form], Group],
-        boundary: Callable[[], None],
+        meet: Callable[[NewGeneration], Group],
+        boundary: Callable[[], bool],
         group: Callable[[], Group],
         journal: Journal | None,
     ) -> None:
@@ -107,8 +107,6 @@ class Recovery:
         self._num_recoveries = 0
         """Generations that went on after a failure; those that others joined or left do not count."""
         self._is_clean = True
-        self._is_again = False
-        """Whether what follows was interrupted by a failure before."""
         self._is_repeating = False
         self._mark: Mark | None = None
         self._num_backwards = 0
@@ -129,7 +127,7 @@ class Recovery:
         self._journal, self._is_joining = journal, session.is_joining
         self._handover: Handover | None = None
         """What those that join take over: made by members, taken by a process that has joined."""
-        self._form: Form | None = None
+        self._form: NewGeneration | None = None
         """The generation that this process has joined, until it takes its first step."""
         if journal is not None:
             if importlib.util.find_spec("omegaconf") is not None:
@@ -234,7 +232,7 @@ class Recovery:
 
     def _start_run(self, start: Callable[[], None]) -> None:
         """The hooks `on_train_start` are called once, and interrupted only where they wait for others."""
-        self._ours.boundary.begin_fit()
+        self._calls.begin_fit()
         self.repeat(lambda: set_up_validation(self._trainer))
         start()
 
@@ -279,13 +277,14 @@ class Recovery:
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
         if self._form is not None:
             self._enter(self._form)
-        boundary = self._ours.boundary
+        is_meeting = False
 
         def attempt() -> None:
-            self._begin()
-            if boundary.is_meeting:
+            nonlocal is_meeting
+            is_meeting = self._begin()
+            if is_meeting:
                 self._calls.meet()
-                if boundary.has_new:
+                if self._calls.state.has_new:
                     self._handover = Handover.of(
                         self._trainer, self._communication, self.dealer, num_recoveries=self._num_recoveries
                     )
@@ -295,19 +294,13 @@ class Recovery:
                     monitored_barrier(self._group(), "before ranks join or leave", timeout=limit)
                 self._calls.defer(True)
             else:
-                self._tell_begun()
                 advance(fetcher)
 
-        while not self._is_through(attempt) or boundary.is_meeting:
-            if self._go_on():
+        while not (is_through := self._is_through(attempt)) or is_meeting:
+            if self._go_on(has_met=is_through and is_meeting):
                 break
-            self._is_again = not self._communication.is_local  # else each has samples of its own
+            is_meeting = False
         self._end_phase()
-
-    def _tell_begun(self) -> None:
-        if self._is_again:
-            self._is_again = False
-            self._calls.begin_again()
 
     def _end_phase(self) -> None:
         """A part of the loops is finished; where the others were here already, all go on together."""
@@ -335,8 +328,11 @@ class Recovery:
             cause = cause.__context__
         return False
 
-    def _begin(self) -> None:
-        """A boundary. What has come before is committed; the alarm may ring again."""
+    def _begin(self) -> bool:
+        """A boundary; returns whether all meet there. What has come before is committed.
+
+        The alarm may ring again.
+        """
         self._calls.defer(True)
         self._num_backwards = 0
         progress = self._loop.batch_progress.current
@@ -360,9 +356,9 @@ class Recovery:
             )
             self._num_rows = self._loggers.begin(self.committed)
         self._calls.defer(False)
-        self._ours.boundary.place((self.committed << 32) + self._num_local * window + in_window)
-        self._ours.boundary.may_meet = in_window == 0 and self._communication.has_met
-        self._boundary()
+        number = (self.committed << 32) + self._num_local * window + in_window
+        self._calls.place_boundary(number, may_meet=in_window == 0 and self._communication.has_met)
+        return self._boundary()
 
     def note_output(self, output: Any) -> None:
         """What `training_step` has returned for the batch; the graph of its loss is not kept alive."""
@@ -380,7 +376,6 @@ class Recovery:
             self._end_phase()
 
     def _end_run(self, end: Callable[[], None]) -> None:
-        self._ours.boundary.may_meet = False
         self._calls.stop_instead_of_leaving()
         self.repeat(end)
         self._calls.defer(False)  # nothing that follows is repeated
@@ -400,7 +395,6 @@ class Recovery:
         def attempt() -> None:
             self._calls.defer(False)
             self._ours.interrupt.check()
-            self._tell_begun()
             phase()
             self._settle()
             self._calls.defer(True)
@@ -412,24 +406,26 @@ class Recovery:
                 self._loggers.undo(num_rows)
                 self._go_on(num_batches=0 if is_new_epoch else None)
                 mark.restore()
-                self._is_again = True
         finally:
             self._is_repeating = False
         self._end_phase()
 
     # ------------------------------------------------------------------ recovery
 
-    def _go_on(self, num_batches: int | None = None) -> bool:
+    def _go_on(self, num_batches: int | None = None, *, has_met: bool = False) -> bool:
         """Meets the others again; returns whether the batch is finished, so that it is not done again.
 
-        So many batches of the epoch are used; None for what the loop has counted.
+        Args:
+            num_batches: so many of the epoch are used; None for what the loop has counted.
+            has_met: whether this rank stands at the boundary where all meet.
         """
         step, mark = self.committed, self._mark
         error = self._calls.error
-        is_meeting = self._ours.boundary.is_meeting
         is_over = mark is None or mark.step < self.taken
         in_round, is_local = self._communication.is_in_round, self._communication.is_local
-        form = self._regroup(is_trying=not is_over and (in_round or not is_local) and not is_meeting)
+        form = self._regroup(
+            is_trying=not is_over and (in_round or not is_local) and not has_met, has_met=has_met
+        )
         is_lifted = form.step > step and (in_round or not is_local)
         self.committed = form.step
         self._last_phase = form.phase
@@ -467,10 +463,10 @@ class Recovery:
             finish_batch(self._trainer, self.batch, self._output)
         return True
 
-    def _regroup(self, *, is_trying: bool) -> Form:
+    def _regroup(self, *, is_trying: bool, has_met: bool) -> NewGeneration:
         """Answers the call, and enters the generation that follows; anew if another rank is lost."""
         calls = self._calls
-        entered: list[Form] = []
+        entered: list[NewGeneration] = []
         has_collected = False
 
         def look() -> None:
@@ -481,41 +477,38 @@ class Recovery:
             self._ours.check_end()
 
         def attempt() -> None:
-            form = calls.wait_for_form(
-                self.committed,
-                is_clean=self._is_whole,
-                is_trying=is_trying,
-                phase=0 if self._communication.is_local else self._phase,
-                check=look,
+            phase = 0 if self._communication.is_local else self._phase
+            form = calls.wait_for_generation(
+                Progress(self.committed, is_clean=self._is_whole, is_trying=is_trying, phase=phase), look
             )
-            if calls.state.place in form.left:  # the Trainer is torn down as after a fit, and all ends
+            if form is None:  # the Trainer is torn down as after a fit, and all ends
                 self.is_alone = calls.has_left = True
                 end_after_teardown(self._trainer)
                 raise silent_end(self._trainer)
-            calls.enter(form)
             group = self._meet(form)
             if form.behind:
                 self._copy_state(form, group)
             if form.joined:
                 self._hand_over(form, group)
             self._settle()
-            calls.go_on()
+            calls.settle()
             entered.append(form)
 
         while not entered:
-            self._stop()
+            self._stop(has_met=has_met)
+            has_met = False
             self._is_through(attempt)
         self._handover = None
         return entered[0]
 
-    def _stop(self) -> None:
+    def _stop(self, *, has_met: bool = False) -> None:
         """Lets go of the others: nothing that this process has called or queued goes on."""
         self._communication.halt()
         self._ours.forget_device()
-        self._calls.stop()
+        self._calls.stop(has_met=has_met)
         leave(self._ours, self._trainer.strategy.model, self._device)
 
-    def _hand_over(self, form: Form, group: Group) -> None:
+    def _hand_over(self, form: NewGeneration, group: Group) -> None:
         """Sends all that this rank has to those that join, or takes it. All ranks call it; communicates."""
         source = form.members.index(form.source)
         sent = self._handover if group.rank == source else None
@@ -539,11 +532,13 @@ class Recovery:
 
         def attempt() -> None:
             with tell_long_wait(calls.state.place, lambda: "the other ranks to let it join"):
-                form = calls.wait_for_invitation(look)
-            calls.enter(form)
+                form = calls.wait_for_generation(None, look)
+            if form is None:
+                self._ours.leave_late()
+            assert form is not None
             self._hand_over(form, self._meet(form))
             self._settle()
-            calls.go_on()
+            calls.settle()
             self._form = form
 
         while self._form is None:
@@ -555,7 +550,7 @@ class Recovery:
         self._journal.end(VALIDATION)
         self._form = form
 
-    def _enter(self, form: Form) -> None:
+    def _enter(self, form: NewGeneration) -> None:
         """Before the first step of a process that has joined."""
         assert self._handover is not None
         self._handover.restore_loops(self._trainer, self.dealer)
@@ -572,7 +567,7 @@ class Recovery:
 
     # ------------------------------------------------------------------ after each regroup
 
-    def _copy_state(self, form: Form, group: Group) -> None:
+    def _copy_state(self, form: NewGeneration, group: Group) -> None:
         """Gives ranks that are a step behind what one that is not has. All ranks call it; communicates.
 
         Learning rates stay: the scheduler's step after this one is still to come on a rank that is behind.
@@ -618,7 +613,7 @@ class Recovery:
                 set_ranks(sampler, rank, world_size)
         limit_validation(self._trainer)
 
-    def _tell(self, form: Form, error: Any) -> None:
+    def _tell(self, form: NewGeneration, error: Any) -> None:
         before, self._members = self._members, form.members  # generations that were never whole are not told
         lost = tuple(rank for rank, place in enumerate(before) if place not in form.members)
         left = tuple(rank for rank in lost if before[rank] in form.left)

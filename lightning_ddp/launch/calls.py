@@ -1,43 +1,45 @@
-"""Calls of the control server to go on without a lost rank: heard in its thread, answered in the main one."""
+"""How the main thread of a rank is stopped by the loss of another one, and goes on in the next generation.
+
+`RankState` knows what this process is; here are the threads: that of the control channel stops the main one,
+which answers, and waits for the generation that it enters next.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.teardown import abort_groups
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.client import Watch
-from lightning_ddp.supervise.protocol import Begun, Declined, Form, Message
+from lightning_ddp.supervise.orders import NewGeneration, Progress
 from lightning_ddp.supervise.rank_state import RankState
-from lightning_ddp.supervise.stop_main import Alarm, StepBoundary
+from lightning_ddp.supervise.stop_main import Alarm
 
 __all__ = ["Calls"]
 
 _RING_EVERY_S = 0.1
 _ABORT_AFTER_S = 0.3
 _LOOK_EVERY_S = 0.05
+_ASK_EVERY = 10
+"""After so many looks it is asked once more."""
 
 
 class Calls:
-    """What this process hears of lost ranks, and how its main thread is stopped and goes on.
+    """What this process does about lost ranks.
 
     Args:
-        place: the rank that this process had in the beginning.
         interrupt: what the waits of this process look at.
         alarm: what raises in its main thread.
-        boundary: counts the step boundaries of a generation.
-        is_new: whether this process is in the place of a lost one.
+        watch: its end of the control channel.
     """
 
-    def __init__(
-        self, place: int, interrupt: Interrupt, alarm: Alarm, boundary: StepBoundary, *, is_new: bool
-    ) -> None:
-        self.state = RankState(place, boundary, is_new=is_new)
+    def __init__(self, interrupt: Interrupt, alarm: Alarm, watch: Watch) -> None:
+        self.state = watch.state
         self.may_leave = False
         """Whether a step boundary is still to come at which this process may leave the others."""
         self.has_left = False
@@ -46,46 +48,28 @@ class Calls:
         """When the first call came since this process had the state of a generation, of `time.monotonic`."""
         self._timed_in = -1
         """That generation."""
-        self.watch: Watch | None = None
+        self.error: PeerFailure | None = None
+        """What the main thread was stopped by last, until it enters another generation."""
+        self._watch = watch
         self._interrupt, self._alarm = interrupt, alarm
-        self._lock = threading.Lock()
         self._changed = threading.Event()
+        self._aborting = threading.Lock()
+        """Held by who aborts the groups of the generation, so that none does so with those of the next."""
         self._num_stops = 0
-
-    @property
-    def error(self) -> PeerFailure | None:
-        """What the main thread is stopped by, from a call until the generation that it leads to."""
-        return self.state.error
 
     # ------------------------------------------------------------------ the thread of the channel
 
-    def on_message(self, message: Message) -> bool:
-        """A message; returns whether it was one for this object."""
-        with self._lock:
-            heard = self.state.hear(message)
-            if heard is None:
-                return False
-            if self.error is not None and self._timed_in != self.state.state_of:
+    def on_order(self, error: PeerFailure | None) -> None:
+        """An order has come: `error` stops the main thread. The lock of the watch is held."""
+        if error is not None:
+            self.error = error
+            if self._timed_in != self.state.state_of:
                 self.heard_at, self._timed_in = time.monotonic(), self.state.state_of
-            if heard.stops is not None:
-                self._stop_main(heard.stops)
-        for reply in heard.replies:
-            self._post(reply)
+            self._interrupt.clear()
+            self._interrupt.set(error)
+            arguments = (error, self._num_stops)
+            threading.Thread(target=self._ring, args=arguments, daemon=True, name="recovery-alarm").start()
         self._changed.set()
-        return True
-
-    def _post(self, *messages: Message) -> None:
-        assert self.watch is not None
-        for message in messages:
-            self.watch.post(message)
-
-    def _stop_main(self, error: PeerFailure) -> None:
-        self._interrupt.clear()
-        self._interrupt.set(error)
-        ring = threading.Thread(
-            target=self._ring, args=(error, self._num_stops), daemon=True, name="muster-alarm"
-        )
-        ring.start()
 
     def _ring(self, error: PeerFailure, stop: int) -> None:
         """Until the main thread has stopped; one that is blocked in C++ is freed.
@@ -94,7 +78,7 @@ class Calls:
         """
         abort_at = time.monotonic() + _ABORT_AFTER_S
         while True:
-            with self._lock:
+            with self._aborting:
                 if self._num_stops != stop or self.error is not error:  # it may be in another generation
                     return
                 if time.monotonic() >= abort_at:
@@ -109,20 +93,33 @@ class Calls:
         """Whether the alarm waits, as the main thread is between the end of a backward and a boundary."""
         self._alarm.is_deferred = is_deferred
 
-    def wait_for_call(self, within_s: float) -> bool:
-        """Whether there is a call, waiting for one if a connection was lost: it says why."""
-        deadline = time.monotonic() + within_s
-        while self.error is None and time.monotonic() < deadline:
-            if self.watch is not None and self.watch.failure is not None:
-                return False
-            time.sleep(_LOOK_EVERY_S)
-        return self.error is not None
+    @property
+    def is_called(self) -> bool:
+        """Whether the main thread has to stop, as a rank is lost."""
+        return self.state.is_called
 
-    def stop(self) -> None:
-        """The main thread has stopped: nothing is raised in it any more, and its groups are aborted."""
+    def wait_for_call(self, within_s: float) -> bool:
+        """Whether there is a call, waiting for one if a connection was lost: it says why.
+
+        Time in which this process is stopped does not count, as it hears nothing then.
+        """
+        for number in range(math.ceil(within_s / _LOOK_EVERY_S)):
+            if self.is_called or self._watch.failure is not None:
+                break
+            if number % _ASK_EVERY == 0:
+                self._watch.update(RankState.say_again)
+            time.sleep(_LOOK_EVERY_S)
+        return self.is_called and self._watch.failure is None
+
+    def stop(self, *, has_met: bool = False) -> None:
+        """The main thread has stopped: nothing is raised in it any more, and its groups are aborted.
+
+        Args:
+            has_met: whether it stands at the boundary where all meet.
+        """
         self._alarm.silence()
-        with self._lock:
-            self.state.stop()
+        self._watch.update(lambda state: state.stop(has_met=has_met))
+        with self._aborting:
             self._num_stops += 1
             self._interrupt.clear()
             abort_groups()
@@ -131,88 +128,61 @@ class Calls:
         """In here the main thread waits for the other ranks, which is no stall of this one."""
         return self._interrupt.activity.waiting("the other ranks, to continue with them")
 
-    def wait_for_form(
-        self, step: int, *, is_clean: bool, is_trying: bool, phase: int, check: Callable[[], None]
-    ) -> Form:
-        """Answers the call, and each one that follows; returns the generation that this process is to enter.
+    def wait_for_generation(
+        self, progress: Progress | None, check: Callable[[], None]
+    ) -> NewGeneration | None:
+        """Says where this process has stopped; returns the generation that it has entered then.
 
-        Or the one that it is left out of, as it has asked for.
+        From then on what fails is another failure. None if it is to end with code 0: it has left, as it was
+        asked to, or the others have ended without it.
 
         Args:
-            step: optimizer steps that are committed.
-            is_clean: whether the state is that after this step.
-            is_trying: whether the next one had begun.
-            phase: parts of the loops that are finished.
+            progress: where; None for a process that has no state.
             check: called now and then; raises where the run ends.
         """
-        posted = None
+        watch = self._watch
+        if progress is None:
+            watch.update(RankState.stand)
+        else:
+            watch.update(lambda state: state.answer(progress))
         with self.waiting():
             while True:
                 self._changed.clear()
-                with self._lock:
-                    answer = self.state.answer(step, is_clean=is_clean, is_trying=is_trying, phase=phase)
-                    form = self.state.next_form()
-                if answer is not posted:
-                    self._post(answer)
-                    posted = answer
-                if form is not None:
-                    return form
+                with watch.lock:
+                    new = self.state.enter_next()
+                    if new is not None:
+                        self.error = None
+                        self._interrupt.clear()
+                        if progress is None:
+                            self.heard_at = time.monotonic()
+                if new is not None or watch.has_been_left:
+                    return new
                 self._changed.wait(_LOOK_EVERY_S)
                 check()
 
-    def wait_for_invitation(self, check: Callable[[], None]) -> Form:
-        """In a new process: asks to join the others; returns the generation that it is a member of.
+    def begin_fit(self) -> None:
+        """A fit begins, in which boundaries have places; all ranks have passed equally many."""
+        with self._watch.lock:
+            self.state.begin_fit()
 
-        `check` is as of `wait_for_form`.
-        """
-        while True:
-            self._changed.clear()
-            with self._lock:
-                asks, form = self.state.ask_to_join(), self.state.invitation()
-            self._post(*asks)
-            if form is not None:
-                self.heard_at = time.monotonic()
-                return form
-            self._changed.wait(_LOOK_EVERY_S)
-            check()
+    def place_boundary(self, number: int, *, may_meet: bool) -> None:
+        """As of `RankState`."""
+        with self._watch.lock:
+            self.state.place_boundary(number, may_meet=may_meet)
 
     def stop_instead_of_leaving(self) -> None:
         """No such boundary is to come in this fit: if this process was asked to leave, all stop."""
         self.may_leave = False
-        self._post(*self.state.stop_instead())
+        self._watch.update(RankState.end_boundaries)
 
     def meet(self) -> None:
         """This process stands at the boundary where others join or leave."""
         self.heard_at = time.monotonic()
 
-    def enter(self, form: Form) -> None:
-        """From now on this process belongs to a generation; what fails in it is another failure.
-
-        Raises `PeerFailure` if another rank is lost already.
-        """
-        assert self.watch is not None
-        with self._lock:
-            self.state.enter(form)
-            self._interrupt.clear()
-        self.watch.identity = replace(self.watch.identity, rank=self.state.rank)
-
-    def go_on(self) -> None:
+    def settle(self) -> None:
         """The generation that was entered has its state: the main thread may be interrupted again.
 
         Raises `PeerFailure` if another rank is lost already.
         """
-        with self._lock:
-            said = self.state.go_on()
+        self._watch.update(RankState.settle)
         self._alarm.arm()
-        self._post(*said)
-
-    def begin_again(self) -> None:
-        """What was interrupted is about to be done again: if that fails alike, it is no chance."""
-        assert self.watch is not None
-        self._post(Begun(self.state.generation))
-        self.watch.flush()  # this process may end at once, and its thread with it
-
-    def decline(self, why: str) -> None:
-        """This process cannot go on, so that the run ends on all."""
-        if self.error is not None and self.watch is not None:
-            self._post(Declined(self.state.last_call, why[:200]))

@@ -22,7 +22,7 @@ from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 from lightning_ddp.launch.supervisor import ForkedChild, fork_child
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import Guard
-from lightning_ddp.supervise.members import LocalProcesses
+from lightning_ddp.supervise.job_control import LocalProcesses
 
 __all__ = ["ChildCommand", "Children"]
 
@@ -106,6 +106,10 @@ class Children(LocalProcesses):
         """Local rank -> starts a process in its place."""
         self._new: dict[int, int] = {}
         """Process ids of those that were started in the place of lost ones -> local rank."""
+        self._starts: dict[int, int] = {}
+        """Local rank -> number of the last process that was started in its place."""
+        self._ends: dict[int, FailureRecord] = {}
+        """Local rank -> how that one has ended."""
         self._first: FailureRecord | None = None
 
     def start(
@@ -161,11 +165,17 @@ class Children(LocalProcesses):
         """Starts a child in the place of one that is lost, to join the run. Any thread.
 
         If that only stands still it is killed. `place` is the rank that it had in the beginning, `number` the
-        number of this start there.
+        number of this start there. If it was started already, and has ended, that is told once more.
         """
         local_rank = place - (self.first_rank or 0)
         if local_rank not in self._again or self.ending.locked():
             return
+        if number <= self._starts.get(local_rank, 0):
+            if local_rank in self._ends:
+                self._on_failure(self._ends[local_rank])
+            return
+        self._starts[local_rank] = number
+        self._ends.pop(local_rank, None)
         with self._changed:
             lost = [child.process for child in self._alive if child.local_rank == local_rank]
         for process in lost:
@@ -220,6 +230,8 @@ class Children(LocalProcesses):
             is_first = has_failed and self._first is None and not self._is_stopping
             if is_first:
                 self._first = record
+            if record is not None and child.process.pid in self._new:
+                self._ends[child.local_rank] = record
             if not self._alive:
                 self._may_leave.set()
             self._changed.notify_all()

@@ -22,13 +22,13 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ddp.launch.rendezvous import HostedStore
-from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit, render
 from lightning_ddp.supervise.guard import PATIENCE_S, tell_guard
-from lightning_ddp.supervise.members import LocalProcesses
+from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Message
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 __all__ = ["ALL_ENDED", "LONGEST_MESSAGE", "REPORTED", "START", "WENT_ON", "ControlProcess", "serve"]
 

@@ -26,7 +26,6 @@ from lightning_ddp.supervise.client import Watch
 from lightning_ddp.supervise.desync import ANSWER_WAIT_S, join_ranks
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import (
-    Active,
     Announce,
     Ask,
     Findings,
@@ -41,6 +40,7 @@ from lightning_ddp.supervise.protocol import (
     Tell,
     Told,
 )
+from lightning_ddp.supervise.rank_state import RankState
 
 __all__ = ["Inspector"]
 
@@ -87,6 +87,8 @@ class Inspector:
     def attach(self, watch: Watch) -> None:
         """There is a control channel: a wait that takes too long can be explained from now on."""
         self._watch = watch
+        if self._is_active:  # since before there was one
+            watch.update(lambda state: state.begin_run(self._run_name))
         self._interrupt.explain = self.explain
         self._interrupt.look = self.look
 
@@ -115,18 +117,16 @@ class Inspector:
     def enter(self, name: str) -> None:
         """A run, such as a fit, begins."""
         self.num_runs += 1
-        self._is_active, self._run_name = True, name
-        self._post_run()
+        self._is_active, self._run_name = True, name[:_LONGEST_TEXT]
+        if self._watch is not None:
+            self._watch.update(lambda state: state.begin_run(self._run_name))
 
     def leave(self) -> None:
         """The run has ended. Does nothing the second time."""
         if self._is_active:
             self._is_active, self._left_at = False, time.monotonic()
-            self._post_run()
-
-    def _post_run(self) -> None:
-        if self._watch is not None:
-            self._watch.post(Active(self._is_active, self.num_runs, self._run_name[:_LONGEST_TEXT]))
+            if self._watch is not None:
+                self._watch.update(RankState.end_run)
 
     # ------------------------------------------------------------------ in the thread of the channel
 

@@ -45,13 +45,13 @@ from lightning_ddp.launch.child_process import after_imports, die_with_parent
 from lightning_ddp.launch.launcher import node_rank_of
 from lightning_ddp.launch.reconciliation import is_enabled
 from lightning_ddp.launch.session import Session, session_of_process
-from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, describe_exit
 from lightning_ddp.supervise.guard import Guard
-from lightning_ddp.supervise.members import LocalProcesses
+from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Failed
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer

@@ -43,7 +43,6 @@ from lightning_ddp.launch.desync_probe import Inspector
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervisor import was_passed_on
 from lightning_ddp.supervise.client import ServerAddress, Watch
-from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT
 from lightning_ddp.supervise.failure_record import (
     FailureRecord,
@@ -54,10 +53,13 @@ from lightning_ddp.supervise.failure_record import (
     write_error_file,
 )
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
-from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start, Stop, Stopped
+from lightning_ddp.supervise.orders import Wish, WishKind
+from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start
+from lightning_ddp.supervise.rank_state import Passage
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.stop_main import Alarm, StepBoundary
+from lightning_ddp.supervise.stop_main import Alarm
+from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 __all__ = [
     "LAST_WORDS_S",
@@ -80,6 +82,7 @@ _LATER_S = 1.0
 """By how much the launching process outlives the others, which print their stacks and end by themselves."""
 _EXPLAINED_WITHIN_S = 2 * EXIT_WAIT_S
 """How long a rank that cannot connect to others waits for the loss of one that explains it."""
+_LONGEST_WHY = 200
 _OWN_WORD_S = 0.3
 """How long a rank goes on after another one has raised, as it may be about to raise the same."""
 LAST_WORDS_S = 15.0
@@ -108,7 +111,6 @@ class Reconciliation:
     def __init__(self, children: Children) -> None:
         self.interrupt = Interrupt()
         self.alarm = Alarm()
-        self.boundary = StepBoundary()
         self.server: ControlServer | ControlProcess | None = None
         self.watch: Watch | None = None
         self.calls: Calls | None = None
@@ -181,24 +183,23 @@ class Reconciliation:
                 parent = None  # it has a supervisor, which tells the server of its end
         if identity.node_rank != server.identity.node_rank:  # the call has to come from there
             self._call_within_s += settings.heartbeat_timeout_s
-        if settings.recovery is not None:
-            self.calls = Calls(
-                identity.rank, self.interrupt, self.alarm, self.boundary, is_new=start is not None
-            )
         self.watch = Watch(
             server,
             identity,
             settings,
-            boundary=self.boundary,
             on_failure=self._learned,
+            on_order=self._on_order,
             where=self._where,
             parent=parent,
             on_message=self._on_message,
             start=start,
             is_launcher=self._children.first_rank is not None,
         )
-        if self.calls is not None:
-            self.calls.watch = self.watch
+        if settings.recovery is not None:
+            with self.watch.lock:
+                self.calls = Calls(self.interrupt, self.alarm, self.watch)
+                if self.watch.state.is_called:  # sooner than that was there to hear it
+                    self.calls.on_order(self.watch.state.error)
         permit_stack()
         self._tell_guard(None)
         self.inspector.attach(self.watch)
@@ -225,8 +226,12 @@ class Reconciliation:
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
             self._children.start_again(message.place, message.number)
-        elif self.calls is None or not self.calls.on_message(message):
+        else:
             self.inspector.on_message(message)
+
+    def _on_order(self, error: PeerFailure | None) -> None:
+        if self.calls is not None:
+            self.calls.on_order(error)
 
     def is_call(self, error: BaseException) -> bool:
         """Whether an exception of the main thread comes from a loss of a rank with which the run goes on.
@@ -238,9 +243,9 @@ class Reconciliation:
         while isinstance(error, LightningDDPError) and isinstance(error.__cause__, PeerFailure):
             error = error.__cause__
         if isinstance(error, PeerFailure):
-            return self.calls.error is not None
+            return self.calls.is_called
         text = str(error)
-        is_aborted = self.calls.error is not None  # connections to the store as well, in many words
+        is_aborted = self.calls.is_called  # connections to the store as well, in many words
         is_echo = _is_of_backend(error, text) and (is_aborted or _LOST_CONNECTION.search(text) is not None)
         if not is_echo:
             return False
@@ -297,17 +302,16 @@ class Reconciliation:
         activity = self.interrupt.activity
         return replace(self._position(), waits_for=activity.label, count=activity.count)
 
-    def _requested_by(self, number: int) -> Message:
+    def _requested_by(self, number: int) -> Wish:
         """What a signal asks for: that all stop, or that this process or its node leaves."""
         preemption, first = self._settings.preemption, self._children.first_rank
         is_notice = preemption is not None and number == preemption.number
         if not is_notice or self.calls is None or not self.calls.may_leave or self.identity is None:
-            return Stop(number, is_requeue=False)
+            return Wish(WishKind.STOP, number)
         if first is not None and self.identity.node_rank == 0 and not self._may_go_alone(number):
-            return Stop(number, is_requeue=False)
-        return self.calls.state.ask_to_leave(
-            number, is_node=first is not None and self.identity.node_rank != 0
-        )
+            return Wish(WishKind.STOP, number)
+        is_node = first is not None and self.identity.node_rank != 0
+        return Wish(WishKind.LEAVE_NODE if is_node else WishKind.LEAVE, number)
 
     def _may_go_alone(self, number: int) -> bool:
         """In rank 0 of a script: whether the others of its node live on, and the signal was to it alone."""
@@ -463,8 +467,6 @@ class Reconciliation:
     def _end(self, error: BaseException) -> PeerFailure | None:
         """Reports what ended the run on this rank, and makes its collectives fail instead of waiting."""
         failure = None
-        if self.calls is not None and not self._is_left_behind(error):
-            self.calls.decline(f"rank {self.identity.rank if self.identity else -1} cannot continue: {error}")
         for _ in range(_MOST_INTERRUPTIONS):
             try:
                 failure = self._explain(error)
@@ -477,6 +479,7 @@ class Reconciliation:
                 record = FailureRecord.of_identity(self.watch.identity, "", exception_type=kind)
                 self.watch.report(record, is_echo=False)
         if self.watch is not None:
+            self._fail(error)
             self.is_over = True
             abort_groups()
             self._wake_parent()  # if it is stopped, it would never hear of this failure
@@ -486,6 +489,12 @@ class Reconciliation:
             if failure is None and not goes_on and not self._is_left_behind(error):
                 self._tell_guard(True, self._own)
         return failure
+
+    def _fail(self, error: BaseException) -> None:
+        assert self.watch is not None
+        why = f"rank {self.watch.identity.rank} cannot continue: {error}"[:_LONGEST_WHY]
+        is_left_behind = self._is_left_behind(error)
+        self.watch.update(lambda state: state.fail(None if is_left_behind else why))
 
     def _is_left_behind(self, error: BaseException) -> bool:
         """Whether the others go on without this rank, whose code has raised."""
@@ -554,20 +563,36 @@ class Reconciliation:
             cause = cause.__cause__ or cause.__context__
         return None
 
-    def reached_step_boundary(self) -> bool:
-        """Whether all ranks stop here, because one was asked to by a signal. Called at each step boundary."""
+    def reached_step_boundary(self) -> Passage:
+        """What this rank does at a step boundary: it goes on, or all stop, or meet here. Called at each."""
         self.interrupt.check()
         self.interrupt.activity.advance()
-        with ExitStack() as stack:
-            if self.calls is not None and self.boundary.is_gathering:
-                stack.enter_context(self.calls.waiting())
-                stack.enter_context(tell_long_wait(self.calls.state.rank, lambda: "others to join"))
-            stops = self.boundary.reached(self.interrupt.check)
-        if not stops:
-            return False
-        if self.watch is not None:
-            self.watch.post(Stopped())
-        return True
+        if self.watch is None:
+            return Passage.GO
+        passage = self._look()
+        if passage is Passage.WAIT:
+            with ExitStack() as stack:
+                if self.calls is not None:
+                    stack.enter_context(self.calls.waiting())
+                    stack.enter_context(tell_long_wait(self.watch.state.rank, lambda: "others to join"))
+                while (passage := self._look()) is Passage.WAIT:
+                    self.watch.wait_for_order()
+                    self.interrupt.check()
+        return passage
+
+    def _look(self) -> Passage:
+        assert self.watch is not None
+        with self.watch.lock:
+            passage = self.watch.state.look()
+        if passage is Passage.STOP:
+            self.watch.update(lambda state: None)  # which reports it
+        return passage
+
+    @property
+    def stops_for(self) -> Wish | None:
+        """What all stop for, where they do."""
+        order = self.watch.state.order if self.watch is not None else None
+        return None if order is None else order.wish
 
     def fail(self, trace: str, cause: str | None = None) -> None:
         """Tells all ranks that this one has failed, as the text `trace` says; None for its last line."""

@@ -65,12 +65,13 @@ from lightning_ddp.launch.rendezvous import (
 )
 from lightning_ddp.launch.stop_signals import WaitSignals, describe_rank, tell_long_wait
 from lightning_ddp.supervise.client import ServerAddress
-from lightning_ddp.supervise.control import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, traceback_of
-from lightning_ddp.supervise.members import LocalProcesses
-from lightning_ddp.supervise.protocol import Stop
+from lightning_ddp.supervise.job_control import LocalProcesses
+from lightning_ddp.supervise.orders import Wish, WishKind
+from lightning_ddp.supervise.rank_state import Passage
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
@@ -561,18 +562,24 @@ class StepStop:
         # where the run goes on without ranks, the loop is wrapped, and calls it also on a rank alone
         at_step_boundaries(trainer, self.check if self._session.control.calls is None else lambda: None)
 
-    def check(self) -> None:
-        """A step boundary: raises SIGTERMException if all ranks stop here, `PeerFailure` if one has failed.
+    def check(self) -> bool:
+        """A step boundary; returns whether all ranks meet here, as others join or leave.
 
         All ranks pass the same ones; does not communicate.
+
+        Raises:
+            SIGTERMException: all ranks stop here.
+            PeerFailure: one has failed.
         """
         ours = self._session.control
-        if self._trainer is None or not ours.reached_step_boundary():
-            return
+        if self._trainer is None or (passage := ours.reached_step_boundary()) is Passage.GO:
+            return False
+        if passage is Passage.MEET:
+            return True
         note_sigterm(self._trainer)
-        if ours.boundary.is_requeue:
+        if (wish := ours.stops_for) is not None and wish.is_requeue:
             # all ranks save a checkpoint together, and rank 0 asks SLURM to start the job again
-            self._requeue(ours.boundary.signal, None)
+            self._requeue(wish.signal, None)
         raise sigterm_exception(self._trainer)
 
     def check_evaluation(self) -> None:
@@ -585,7 +592,7 @@ class StepStop:
         """Handler of the signal by which SLURM announces the end of a job."""
         watch = self._session.control.watch
         if watch is not None:
-            watch.post(Stop(int(number), is_requeue=True))
+            watch.ask(Wish(WishKind.STOP, int(number), is_requeue=True))
 
 
 def _leave_to_stop_signals(number: int, frame: types.FrameType | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.client import Watch
-from lightning_ddp.supervise.protocol import Message
+from lightning_ddp.supervise.orders import Wish
 from lightning_ddp.supervise.stop_main import Alarm
 
 __all__ = ["StopSignals", "WaitSignals", "describe_rank", "second_interrupt_ends", "tell_long_wait"]
@@ -146,7 +146,7 @@ class StopSignals:
         *,
         is_between: Callable[[], bool],
         is_ending: Callable[[], bool],
-        request: Callable[[int], Message],
+        request: Callable[[int], Wish],
         numbers: Iterable[int] = (),
     ) -> None:
         self._watch = watch
@@ -191,7 +191,7 @@ class StopSignals:
             os.write(2, f"lightning_ddp: rank {self._watch.identity.rank}: second {name}, ending\n".encode())
             sys.stdout.flush()
             os._exit(128 + number)
-        self._watch.post(self._request(int(number)))
+        self._watch.ask(self._request(int(number)))
         if callable(previous):
             previous(number, frame)
 

@@ -10,23 +10,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import lightning_ddp.supervise.protocol as protocol
-from lightning_ddp.errors import RendezvousError
+from lightning_ddp.errors import PeerFailure, RendezvousError
 from lightning_ddp.supervise.connections import Unpacker, explain_loss, keep_alive, pack
 from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT, silent
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import with_stack
+from lightning_ddp.supervise.orders import Order, Wish
 from lightning_ddp.supervise.protocol import Message
+from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
-from lightning_ddp.supervise.stop_main import StepBoundary
 
 __all__ = ["ServerAddress", "Watch", "ask"]
 
+_T = TypeVar("_T")
 _RECEIVE_BYTES = 64 * 1024
 _FLUSH_WAIT_S = 1.0
 _LOOK_AGAIN_S = 5.0
+_LOOK_EVERY_S = 0.05
+_FIRST_PERIOD_S = 1.0
+"""How often a rank reports that has not heard how often it is to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +58,10 @@ class Watch:
         server: where to connect.
         identity: this process.
         settings: times.
-        boundary: where this rank stops if all do.
         on_failure: called once, in the watching thread, with the first failure of the run.
-        where: tells what this rank is doing; asked by the watching thread, where stalls are looked for.
+        on_order: called in the watching thread, which holds `lock`, after each order: with what the main
+            thread is to be stopped with, if it is.
+        where: tells what this rank is doing; asked by the watching thread.
         parent: the process that started this one, if it is ours: its end is noticed.
         on_message: called in the watching thread with each message of a kind that is not the watch's own.
         start: number of the `Start` that this process follows, as in `Hello`.
@@ -70,30 +77,33 @@ class Watch:
         identity: Identity,
         settings: ReconcileSettings,
         *,
-        boundary: StepBoundary,
         on_failure: Callable[[FailureRecord], None],
+        on_order: Callable[[PeerFailure | None], None] = lambda error: None,
         where: Callable[[], Where] = Where,
         parent: Identity | None = None,
         on_message: Callable[[Message], None] = lambda message: None,
         start: int | None = None,
         is_launcher: bool = False,
     ) -> None:
-        self.identity = identity
+        self.state = RankState(identity.rank, is_new=start is not None)
+        """Read and changed while `lock` is held."""
+        self.lock = threading.RLock()
+        self._first_identity = identity
         self.failure: FailureRecord | None = None
         self.has_lost_server = False
         """Whether the failure is that the server's process is gone, which reports failures else."""
-        self._server, self._settings, self._boundary, self._parent = server, settings, boundary, parent
+        self._server, self._settings, self._parent = server, settings, parent
         self._on_failure, self._on_message, self._where = on_failure, on_message, where
-        self._last_beat = time.monotonic()
+        self._on_order = on_order
+        self._heard_at = time.monotonic()
         self._unpacker = Unpacker()
         self._outbox: deque[bytes] = deque()
-        self._num_posted = self._num_sent = 0
+        self._num_wakes = self._num_sent = 0
         self._sent = threading.Condition()
-        self._next_report = 0.0
-        self._report_every_s: float | None = None
+        self._next_report = time.monotonic() + _FIRST_PERIOD_S
         self._learned = threading.Event()
-        self._all_here = threading.Event()
-        self._all_left = threading.Event()
+        self._ordered = threading.Event()
+        """Set with each order, and when the run has failed."""
         self._when_all_left: Callable[[], None] = _do_nothing
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
@@ -128,21 +138,41 @@ class Watch:
 
     # ------------------------------------------------------------------ called by the main thread
 
+    @property
+    def identity(self) -> Identity:
+        """This process, with its present rank."""
+        return replace(self._first_identity, rank=self.state.rank)
+
     def post(self, message: Message) -> None:
         """Queues a message; returns at once. Also safe in a signal handler."""
         self._outbox.append(pack(message))
-        self._num_posted += 1
+        self._wake()
+
+    def update(self, change: Callable[[RankState], _T]) -> _T:
+        """Changes what this process is; returns what `change` does. The watching thread reports the news.
+
+        Raises what `change` raises.
+        """
+        with self.lock:
+            result = change(self.state)
+        self._wake()
+        return result
+
+    def ask(self, wish: Wish) -> None:
+        """A signal asks something of this process. Also safe in a signal handler."""
+        self.state.ask(wish)
         self._wake()
 
     def _wake(self) -> None:
+        self._num_wakes += 1
         with suppress(OSError):  # full of wake-ups: then the thread wakes anyway; or closed
             self._wake_sender.send(b"x")
 
     def flush(self, timeout_s: float = _FLUSH_WAIT_S) -> bool:
-        """Waits until all that was posted is handed to the kernel; returns whether it is."""
-        posted = self._num_posted
+        """Waits until all that is to be said is handed to the kernel; returns whether it is."""
+        wakes = self._num_wakes
         with self._sent:
-            return self._sent.wait_for(lambda: self._num_sent >= posted, timeout=timeout_s)
+            return self._sent.wait_for(lambda: self._num_sent >= wakes, timeout=timeout_s)
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
         """Tells the server of a failure of this process, and waits until that is on its way."""
@@ -165,7 +195,8 @@ class Watch:
             RendezvousError: not all came in time; names the missing ranks.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._all_here.wait(0.05):
+        while not self.has_met:
+            self.wait_for_order()
             check()
             if time.monotonic() > deadline:
                 raise RendezvousError(
@@ -173,6 +204,11 @@ class Watch:
                     f" connected are {self.who_is_here()}. Check that the program was started on every"
                     " node."
                 )
+
+    def wait_for_order(self) -> None:
+        """Waits a moment, or until an order comes. In the main thread, which looks what to do then."""
+        self._ordered.wait(_LOOK_EVERY_S)
+        self._ordered.clear()
 
     def who_is_here(self) -> list[int] | None:
         """Which ranks have connected, as the server says, or None. Not in the channel's thread."""
@@ -184,7 +220,7 @@ class Watch:
     @property
     def has_been_left(self) -> bool:
         """Whether the server has nothing more to say, although nothing has failed."""
-        return self._is_deaf and self.failure is None
+        return self.failure is None and (self._is_deaf or self.state.is_released)
 
     @property
     def server(self) -> Identity:
@@ -194,7 +230,7 @@ class Watch:
     @property
     def has_met(self) -> bool:
         """Whether every rank of the run has been connected."""
-        return self._all_here.is_set()
+        return self.state.has_met
 
     def leave_run(
         self, end: Callable[[], None], timeout_s: float, when_all_left: Callable[[], None] = _do_nothing
@@ -202,58 +238,68 @@ class Watch:
         """Wait until all ranks have ended a run (a fit, a test ...), or one of them has failed.
 
         Args:
-            end: tells the server that this rank has ended the run.
+            end: ends the run in the state of this process, with `RankState.end_run`.
             timeout_s: time limit, after which this rank leaves alone, and its end is no failure any more.
             when_all_left: called in the watching thread once all ranks have ended the run, and before that
                 thread can learn of a failure which comes after it.
         """
         deadline = time.monotonic() + timeout_s
-        self._all_left.clear()
-        self._when_all_left = when_all_left
+        looks_at = time.monotonic() + _LOOK_AGAIN_S
         try:
+            self._when_all_left = when_all_left
             end()
-            while self.failure is None and not self._all_left.wait(min(timeout_s, _LOOK_AGAIN_S)):
+            while self.failure is None and not self.state.has_ended_everywhere() and not self._is_deaf:
+                self.wait_for_order()
                 if time.monotonic() >= deadline:
-                    self.post(protocol.Bye())
+                    self.update(RankState.leave)
                     return
-                self.post(protocol.Look())  # whether a rank waits for what this rank will never call
+                if time.monotonic() >= looks_at:
+                    looks_at = time.monotonic() + _LOOK_AGAIN_S
+                    self.post(protocol.Look())  # whether a rank waits for what this rank will never call
         finally:
             self._when_all_left = _do_nothing
 
     def close(self) -> None:
         """Says goodbye: the end of this process is no failure any more."""
-        self.post(protocol.Bye())
+        self.update(RankState.leave)
         self.flush()
         self._is_closed = True
-        self.post(protocol.Bye())  # wakes the thread
+        self._wake()
         self._thread.join(timeout=_FLUSH_WAIT_S)
 
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         while not self._is_closed:
-            for key, _ in self._selector.select(self._report_progress()):
+            for key, _ in self._selector.select(self._report()):
                 if not self._is_deaf or key.fileobj is self._wake_receiver:
                     key.data()
         if self._is_closed:
             self.close_sockets()
 
-    def _report_progress(self) -> float | None:
-        """Tells the server what this rank is doing, if it is time; returns the seconds until then."""
-        if self._settings.stall_timeout_s is None or self._is_deaf:
-            return None
-        longest_s = self._settings.stall_timeout_s / REPORTS_A_TIMEOUT
+    def _report(self) -> float | None:
+        """Reports, if there are news or it is time; returns the seconds until then."""
         now = time.monotonic()
-        if now >= self._next_report:
-            is_late = now - self._next_report > longest_s  # this process was stopped itself
-            self._next_report = now + (self._report_every_s or longest_s)
-            self.post(protocol.Progress(self._where()))
-            if is_late:
-                self._last_beat = now
-        silent_at = self._last_beat + self._settings.stall_timeout_s + longest_s
+        is_due = now >= self._next_report and not self._is_deaf
+        with self.lock:
+            order = self.state.order
+            report = None if self._is_deaf else self.state.news(self._where, is_due=is_due)
+        if report is not None:
+            with suppress(OSError):  # the server is gone: reading says so too, and that is handled
+                self._connection.sendall(pack(report))
+        if self._is_deaf:
+            return None
+        period_s = order.period_s if order is not None else _FIRST_PERIOD_S
+        was_late = is_due and now - self._next_report > period_s  # this process was stopped itself
+        self._next_report = now + period_s if is_due else min(self._next_report, now + period_s)
+        stall_s = self._settings.stall_timeout_s
+        if stall_s is None:
+            return max(0.0, self._next_report - now)
+        if was_late:
+            self._heard_at = now
+        silent_at = self._heard_at + stall_s + stall_s / REPORTS_A_TIMEOUT
         if now >= silent_at:
-            record = silent(self._server.identity, self._settings.stall_timeout_s)
-            self._learn(with_stack(record), is_news=True)
+            self._learn(with_stack(silent(self._server.identity, stall_s)), is_news=True)
             return None
         return max(0.0, min(self._next_report, silent_at) - now)
 
@@ -267,13 +313,15 @@ class Watch:
 
     def _send_posted(self) -> None:
         self._wake_receiver.recv(4096)
+        wakes = self._num_wakes
         while self._outbox:
-            with suppress(OSError):  # the server is gone: reading says so too, and that is handled
+            with suppress(OSError):  # as of a report
                 self._connection.sendall(self._outbox[0])
             self._outbox.popleft()
-            with self._sent:
-                self._num_sent += 1
-                self._sent.notify_all()
+        self._report()
+        with self._sent:
+            self._num_sent = wakes
+            self._sent.notify_all()
 
     def _receive(self) -> None:
         try:
@@ -292,28 +340,22 @@ class Watch:
             self._learn(FailureRecord.of_identity(self._server.identity, text))
 
     def _handle(self, message: Message) -> None:
+        self._heard_at = time.monotonic()
         match message:
             case protocol.Failure(record):
                 self._learn(record)
-            case protocol.AllHere():
-                self._all_here.set()
-            case protocol.Left():
-                if self.failure is None:
-                    self._when_all_left()
-                self._all_left.set()
-            case protocol.Beat(next_s):
-                self._last_beat, self._report_every_s = time.monotonic(), next_s
-                if next_s is not None:
-                    self._next_report = min(self._next_report, self._last_beat + next_s)
+            case Order():
+                with self.lock:
+                    self._on_order(self.state.hear(message))
+                    if self.failure is None and self.state.has_ended_everywhere():
+                        self._when_all_left()
+                self._ordered.set()
             case protocol.Here(ranks):
                 self._here = list(ranks)
                 self._here_answered.set()
-            case protocol.Hold():
-                self.post(protocol.Position(self._boundary.hold()))
-            case protocol.StopAfter(position, signal, is_requeue):
-                self._boundary.release(position, signal, is_requeue)
             case protocol.Closing():
                 self._stop_listening()
+                self._ordered.set()
             case _:
                 self._on_message(message)
 
@@ -344,7 +386,7 @@ class Watch:
                 self.post(protocol.Failed(record.cut()))
             self._stop_listening()
             self._learned.set()
-            self._all_left.set()
+            self._ordered.set()
             self._on_failure(record)
 
     def close_sockets(self) -> None:

@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
+from enum import StrEnum
 from itertools import islice, takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -141,6 +142,10 @@ def _reader(hint: Any) -> _Reader:
         return lambda value: {int(key): part(of) for key, of in check(value).items()}
     if origin is tuple:
         return _reader_of_tuple(arguments)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        known = {member.value: member for member in hint}
+        check = _reader_of(lambda value: isinstance(value, str) and value in known)
+        return lambda value: known[check(value)]
     if hint is float:
         check = _reader_of(lambda value: type(value) in (int, float) and abs(value) < _LARGEST)
         return lambda value: float(check(value))
@@ -197,18 +202,8 @@ class Peer:
         self.events = selectors.EVENT_READ
         self.since = time.monotonic()
         self.identity: Identity | None = None
-        self.is_active = False
-        self.has_left = False
-        self.is_new = False
-        """Whether it is in the place of a lost process, and no member yet."""
-        self.is_ready = False
-        """Whether such a one stands before its first step."""
-        self.is_launcher = False
-        """Whether it starts the processes of its node."""
-        self.is_out = False
-        """Whether it was a member, and has left as it was asked to: what it says concerns nobody any more."""
-        self.num_ended = 0
-        """Runs that it has ended, such as a fit."""
+        self.reads_nothing = False
+        """Whether it was hung up on for that."""
 
     @property
     def is_closed(self) -> bool:
@@ -236,6 +231,8 @@ class Connections:
         """Processes of the run."""
         self.strangers: dict[Peer, None] = {}
         """Those that have not said who they are; the oldest first."""
+        self._packed: tuple[Message, bytes] | None = None
+        """What was sent last."""
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]
         self._restore_limit = _allow_descriptors(2 * num_ranks + _SPARE_CONNECTIONS)  # with the store's
@@ -311,8 +308,10 @@ class Connections:
         self.peers[peer] = None
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Sends a message, as soon as the connection takes it."""
-        self._send_packed(peer, pack(message))
+        """Sends a message, as soon as the connection takes it; the same object to many is packed once."""
+        if self._packed is None or self._packed[0] is not message:
+            self._packed = message, pack(message)
+        self._send_packed(peer, self._packed[1])
 
     def send_all(self, messages: Iterable[Message]) -> None:
         """Send messages to all processes of the run, last to this one, which may end once it knows them."""
@@ -326,7 +325,7 @@ class Connections:
             self._flush(peer)
         else:  # it reads nothing, and must not cost this process its memory
             peer.unsent.clear()
-            peer.has_left = True
+            peer.reads_nothing = True
             with suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_RDWR)  # which reading from it will say
 

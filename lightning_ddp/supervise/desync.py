@@ -105,12 +105,13 @@ class Inspection:
         if rank >= 0:
             self._present.add(rank)
 
-    def entered(self, rank: int, message: protocol.Active) -> None:
-        """A rank has begun or finished a run (a fit, a test ...)."""
-        if message.is_active:
-            self._finished.pop(rank, None)
-        else:
-            self._finished[rank] = (message.run, message.name)
+    def begun(self, rank: int) -> None:
+        """A rank has begun a run (a fit, a test ...)."""
+        self._finished.pop(rank, None)
+
+    def finished(self, rank: int, run: int, name: str) -> None:
+        """A rank has finished a run; `run` is how many it has begun."""
+        self._finished[rank] = (run, name)
 
     def left(self, rank: int, now: float) -> Outgoing:
         """A rank has disconnected."""

@@ -11,8 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 
-__all__ = ["Message", "Outgoing", "ProtocolError"]
+__all__ = ["VERSION", "Message", "Outgoing", "ProtocolError"]
 
+VERSION = 1
+"""Of the protocol: greater with each change of a message."""
 _MOST_GROUPS = 6
 
 
@@ -133,24 +135,13 @@ class Hello(Message):
     """Number of the `Start` that it follows; 0 for the launcher of a node that is back, None for others."""
     is_launcher: bool = False
     """True if it starts the processes of its node: `Start`."""
+    version: int = VERSION
+    """Of the protocol; a process of another one is refused."""
 
     @property
     def is_new(self) -> bool:
         """True if it is to join the run while that goes on."""
         return self.start is not None
-
-
-class Active(Message):
-    """A rank has begun or ended a run, such as a fit."""
-
-    is_active: bool
-    run: int
-    """How many it has begun."""
-    name: Text
-
-
-class Bye(Message):
-    """The end of this connection is no failure."""
 
 
 class Who(Message):
@@ -161,12 +152,6 @@ class Dismiss(Message):
     """A node is to leave: `Dismissed`. Also of a process that is no rank."""
 
     node: int
-
-
-class Progress(Message):
-    """What a rank is doing, where stalls are looked for; answered by `Beat`."""
-
-    where: Where
 
 
 class Failed(Message):
@@ -199,71 +184,6 @@ class Saved(Message):
     path: Annotated[str, 4000]
 
 
-class Stop(Message):
-    """A signal asks for the end of the run at a step boundary."""
-
-    signal: int
-    is_requeue: bool
-    """Whether the cluster starts the run again."""
-
-
-class Position(Message):
-    """Answers `Hold`: the step boundaries that this rank has passed."""
-
-    position: int
-
-
-class Stopped(Message):
-    """This rank has stopped at the boundary."""
-
-
-class Present(Message):
-    """Answers `Muster`: this process has stopped, and commits nothing more in its generation."""
-
-    call: int
-    step: int
-    """Optimizer steps that it has committed."""
-    is_clean: bool
-    """Whether its state is that after this step."""
-    is_trying: bool
-    """Whether the next step had begun."""
-    phase: int
-    """Parts of the loops (batches, validations, ends of epochs ...) that it has finished."""
-    generation: int
-    """The last that it has entered."""
-    has_state: bool
-    """Whether it has ever had the state of a generation: a process that was to join may not."""
-
-
-class Joined(Message):
-    """This process is in a generation, and has its state."""
-
-    generation: int
-
-
-class Begun(Message):
-    """This process begins again what a failure has interrupted; told before it does anything of it."""
-
-    generation: int
-
-
-class Declined(Message):
-    """Answers `Muster`: this process cannot go on."""
-
-    call: int
-    why: Text
-
-
-class Ready(Message):
-    """A new process asks to join before its first step: `Form`."""
-
-
-class Leave(Message):
-    """This process, or its node, is asked to end; the others go on from a step boundary on: `Form`."""
-
-    is_node: bool
-
-
 class Ask(Message):
     """Asks where the ranks disagree about a collective, of a process group and a number: `Found`."""
 
@@ -292,7 +212,7 @@ class Announce(Message):
     text: Text
     """What it is, with shapes and dtypes."""
     run: int
-    """In which run, as `Active` counts them."""
+    """In which run, as `Report` counts them."""
 
 
 class Tell(Message):
@@ -313,10 +233,6 @@ class Failure(Message):
     record: FailureRecord
 
 
-class AllHere(Message):
-    """All ranks have connected."""
-
-
 class Here(Message):
     """Answers `Who`."""
 
@@ -330,81 +246,8 @@ class Dismissed(Message):
     why: Text | None
 
 
-class Left(Message):
-    """All ranks have ended a run."""
-
-
-class Beat(Message):
-    """Answers `Progress`: the server lives, and expects the next in `next_s` seconds; None: none."""
-
-    next_s: float | None
-
-
 class Closing(Message):
     """The server's process ends, and that is no failure."""
-
-
-class Hold(Message):
-    """No boundary is passed until `StopAfter`; answered by `Position`."""
-
-
-class StopAfter(Message):
-    """All ranks stop at the boundary after this one."""
-
-    position: int
-    signal: int
-    is_requeue: bool
-
-
-class Gather(Message):
-    """Others are to join, or to leave: no boundary is passed until `MeetAfter`; answered by `Position`."""
-
-
-class MeetAfter(Message):
-    """All members stop at the boundary after this one, where others join or leave; answered by `Present`."""
-
-    call: int
-    """Its number, as of `Muster`."""
-    position: int
-    has_new: bool
-    """Whether others join, to whom the state is to be given."""
-
-
-class Muster(Message):
-    """A process is lost: the others stop, and say where; answered by `Present` or `Declined`."""
-
-    call: int
-    """From 1; a later one makes the earlier ones void."""
-    record: FailureRecord
-
-
-class Form(Message):
-    """The next generation; its members answer with `Joined`. Processes are named by their places."""
-
-    call: int
-    """The call that they have answered."""
-    generation: int
-    members: tuple[int, ...]
-    """By their new ranks."""
-    lost: tuple[int, ...]
-    before: tuple[int, ...]
-    """The members of the generation before, by their ranks there."""
-    step: int
-    """Optimizer steps that are committed."""
-    source: int
-    """Who has that state."""
-    behind: tuple[int, ...]
-    """Who copies it."""
-    is_retried: bool
-    """Whether the next step had begun, and is done again."""
-    phase: int = 0
-    """The most that a member has finished: the others finish theirs alone, and then all go on together."""
-    joined: tuple[int, ...] = ()
-    """Members that were not in the generation before: they take over all that `source` has."""
-    is_met: bool = False
-    """Whether all stand at one boundary, and not where a failure has interrupted them."""
-    left: tuple[int, ...] = ()
-    """Those that have asked to leave since a generation was whole; they are told, and end."""
 
 
 class Start(Message):

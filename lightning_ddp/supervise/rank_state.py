@@ -1,193 +1,285 @@
-"""What a process knows of the generations of its run, and what it says of that. Pure: it reads no clock.
+"""What a process is in its run, and what it is to do. Pure: it reads no clock, and sends nothing.
 
-The thread of the control channel brings messages (`hear`), the main thread says where it is; what is returned
-is posted by whoever calls. `elastic/recovery.py` has the main thread's part, `launch/calls.py` the threads.
+The thread of the control channel brings orders (`hear`), the main thread says where it is; after each of both
+`news` has the report that is to be sent, if any.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from enum import Enum, auto
 
 from lightning_ddp.errors import PeerFailure
-from lightning_ddp.supervise.protocol import (
-    Form,
-    Gather,
-    Joined,
-    Leave,
-    MeetAfter,
-    Message,
-    Muster,
-    Position,
-    Present,
-    Ready,
-    Stop,
+from lightning_ddp.supervise.failure_record import Where
+from lightning_ddp.supervise.orders import (
+    NewGeneration,
+    Order,
+    Progress,
+    RankPhase,
+    Report,
+    Task,
+    Wish,
+    WishKind,
 )
-from lightning_ddp.supervise.stop_main import StepBoundary
 
-__all__ = ["Heard", "RankState"]
+__all__ = ["Passage", "RankState"]
+
+_STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING, RankPhase.STANDING})
+"""In which a rank commits nothing."""
+_OVER = frozenset({RankPhase.FINISHED, RankPhase.FAILED, RankPhase.ENDED})
 
 
-@dataclass(frozen=True)
-class Heard:
-    """What follows from a message."""
+class Passage(Enum):
+    """What a rank does at a boundary."""
 
-    replies: tuple[Message, ...] = ()
-    stops: PeerFailure | None = None
-    """What the main thread is to be stopped with, unless it has stopped."""
+    GO = auto()
+    """It passes."""
+    WAIT = auto()
+    """It waits for the next order."""
+    MEET = auto()
+    """It stays, as others join or leave here."""
+    STOP = auto()
+    """It stays, as all stop here."""
 
 
 class RankState:
-    """A process's side of `Membership`.
+    """A process's side of `JobState`. Not thread-safe: whoever shares it has a lock.
 
     Args:
         place: the rank that this process had in the beginning.
-        boundary: counts the step boundaries of a generation.
         is_new: whether this process is in the place of a lost one.
     """
 
-    def __init__(self, place: int, boundary: StepBoundary, *, is_new: bool) -> None:
-        self.place = place
+    def __init__(self, place: int, *, is_new: bool) -> None:
+        self.place = self.rank = place
+        self.phase = RankPhase.STARTING
         self.generation = 0
-        self.rank = place
-        """In this generation."""
-        self.error: PeerFailure | None = None
-        """What the main thread is stopped by, from a call until the generation that it leads to."""
-        self._boundary = boundary
-        self._has_stopped = False
-        self._heard = 0
-        self._answer: Present | None = None
-        self._entered: Form | None = None
-        self._form: Form | None = None
-        """Heard of last."""
-        self._asked: tuple[int, int] | None = None
-        """Last call and last generation as it has asked to join, since it has stopped."""
+        """The last that it has entered."""
         self.state_of = -1 if is_new else 0
         """The last generation of which this process has the state; -1 for none."""
-        self._wish: Leave | None = None
-        """What it has asked for, and asks for again in each generation until it is let go."""
-        self._signal = 0
-        """By which signal it was asked to."""
+        self.order: Order | None = None
+        """The last that was heard."""
+        self.members: tuple[int, ...] | None = None
+        """Places of the last generation that was heard of; None for the first one."""
+        self.position = 0
+        """Boundaries that were passed."""
+        self.may_meet = True
+        """Whether ranks may join or leave at the boundary that comes next."""
+        self.wish: Wish | None = None
+        self.begun = self.ended = 0
+        self._is_new = is_new
+        self._base = 0
+        self._run = ""
+        self._progress: Progress | None = None
+        self._why: str | None = None
+        self._num_reports = 0
+        self._facts: object = self._know()
+        """Of the last report."""
 
     # ------------------------------------------------------------------ the thread of the channel
 
-    def hear(self, message: Message) -> Heard | None:
-        """A message of the server; None for one of another subject."""
-        match message:
-            case Muster():
-                if self._is_news(message):
-                    self.error = message.record.to_error(self.rank)
-                    return Heard(stops=None if self._has_stopped else self.error)
-                return Heard(() if self._answer is None else (self._answer,))
-            case Gather():
-                return Heard((Position(self._boundary.gather()),))
-            case MeetAfter(position=position, has_new=has_new):
-                if self._is_news(message):
-                    self._boundary.meet_after(position, has_new=has_new)
-            case Form(generation=generation):
-                if self._form is None or generation > self._form.generation:
-                    self._boundary.restart()  # on all ranks before the server asks for anything else
-                self._form = message
-                if generation == self.state_of:  # the server has not heard so
-                    return Heard((Joined(generation),))
-            case _:
-                return None
-        return Heard()
+    def hear(self, order: Order) -> PeerFailure | None:
+        """An order has come; returns what the main thread is to be stopped with, if it is."""
+        if self.order is not None and order.number <= self.order.number:
+            return None
+        was_called = self.is_called
+        self.order = order
+        if order.generation is not None:
+            self.members = order.generation.members
+        return self.error if self.is_called and not was_called else None
 
-    def _is_news(self, call: Muster | MeetAfter) -> bool:
-        if call.call <= self._heard:
-            return False
-        self._heard, self._answer = call.call, None
-        return True
+    def news(self, where: Callable[[], Where], *, is_due: bool = False) -> Report | None:
+        """The report that is to be sent: all facts, if one of them has changed, or it is time."""
+        facts = self._know()
+        if facts == self._facts and not is_due:
+            return None
+        self._facts = facts
+        self._num_reports += 1
+        return Report(
+            number=self._num_reports,
+            heard=0 if self.order is None else self.order.number,
+            phase=self.phase,
+            generation=self.generation,
+            state_of=self.state_of,
+            position=self.position,
+            begun=self.begun,
+            ended=self.ended,
+            run=self._run,
+            progress=self._progress,
+            wish=self.wish,
+            why=self._why,
+            where=where(),
+        )
 
-    def goes_on_without(self, place: int) -> bool:
-        """Whether the last generation that was heard of has nobody in a place."""
-        return self._form is not None and place not in self._form.members
+    def say_again(self) -> None:
+        """What was reported last is to be reported once more: the answer is needed soon."""
+        self._facts = None
 
-    # ------------------------------------------------------------------ the main thread
+    def _know(self) -> object:
+        """The facts that are news: but for a HOLD the position is none, nor that nothing is to be done."""
+        heard = 0 if self.order is None or self.task in (Task.WAIT, Task.RUN) else self.order.number
+        position = self.position if self.task is Task.HOLD else -1
+        return (
+            heard, position, self.phase, self.generation, self.state_of, self.begun, self.ended, self._run,
+            self._progress, self.wish, self._why,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ what is known
+
+    @property
+    def task(self) -> Task:
+        """What this process is to do."""
+        return Task.WAIT if self.order is None else self.order.task
+
+    @property
+    def has_met(self) -> bool:
+        """Whether every rank of the run has been connected."""
+        return self.order is not None and (self._is_new or self.order.task is not Task.WAIT)
 
     @property
     def is_called(self) -> bool:
-        """Whether it has to stop: there is a call that has led to no generation that it is in."""
-        return self._heard > (self._entered.call if self._entered is not None else 0)
+        """Whether the main thread has to stop, as a rank is lost."""
+        return self.task is Task.RECOVER and self.phase not in _STOPPED and self.phase not in _OVER
+
+    @property
+    def error(self) -> PeerFailure | None:
+        """What the main thread is stopped with, from a call until the generation that it leads to."""
+        record = self.order.record if self.order is not None else None
+        return record.to_error(self.rank) if record is not None and self.task is Task.RECOVER else None
 
     @property
     def is_entering(self) -> bool:
         """Whether it is in a generation of which it has not the state: others may not get into it either."""
-        return self._entered is not None and self.generation > self.state_of and not self._has_stopped
+        return self.phase is RankPhase.ENTERING
+
+    def has_ended_everywhere(self) -> bool:
+        """Whether this process has ended its run, and all members have."""
+        has_ended = self.order is not None and self.ended == self.begun
+        return has_ended and self.order.all_ended >= self.ended  # type: ignore[union-attr]
+
+    def goes_on_without(self, place: int) -> bool:
+        """Whether the last generation that was heard of has nobody in a place."""
+        return self.members is not None and place not in self.members
+
+    # ------------------------------------------------------------------ runs
+
+    def begin_run(self, name: str) -> None:
+        """A run, such as a fit, begins."""
+        self.begun, self._run = self.begun + 1, name
+        is_outside = self.phase in (RankPhase.IDLE, RankPhase.STARTING, RankPhase.FINISHED, RankPhase.ENDED)
+        if is_outside and not self._is_stateless:
+            self.phase = RankPhase.RUNNING
+
+    def end_run(self) -> None:
+        """The run has ended here."""
+        self.ended = self.begun
+        if self.phase in (RankPhase.RUNNING, RankPhase.STARTING):
+            self.phase = RankPhase.IDLE
 
     @property
-    def last_call(self) -> int:
-        """The number of the last call."""
-        return self._heard
+    def _is_stateless(self) -> bool:
+        return self.state_of < 0
 
-    def ask_to_leave(self, signal: int, *, is_node: bool) -> Message:
-        """This process, or its node, is to leave the others; what is to be said. Also in a signal handler."""
-        self._signal, self._wish = signal, Leave(is_node)
-        return self._wish
+    def fail(self, why: str | None) -> None:
+        """This process ends because of a failure; `why` the others cannot go on without it, if so."""
+        if self.phase is not RankPhase.ENDED:
+            self.phase, self._why = RankPhase.FAILED, why
 
-    def stop_instead(self) -> list[Message]:
-        """No boundary comes any more at which this process may leave: what it says if it was asked to."""
-        wish, self._wish = self._wish, None
-        return [] if wish is None else [Stop(self._signal, is_requeue=False)]
+    def leave(self) -> None:
+        """From now on the end of this process is no failure."""
+        self.phase = RankPhase.ENDED
 
-    def stop(self) -> None:
-        """The main thread has stopped; it commits nothing until `enter`."""
-        self._has_stopped, self._asked = True, None
+    # ------------------------------------------------------------------ boundaries
 
-    def answer(self, step: int, *, is_clean: bool, is_trying: bool, phase: int = 0) -> Present:
-        """The answer to the last call, which is given once: until `enter` nothing may be committed."""
-        if self._answer is None:
-            has_state = self.state_of >= 0
-            self._answer = Present(
-                self._heard, step, is_clean and has_state, is_trying, phase, self.generation, has_state
-            )
-        return self._answer
+    def begin_fit(self) -> None:
+        """A fit begins, in which boundaries have places; all ranks have passed equally many."""
+        self._base = self.position
 
-    def next_form(self) -> Form | None:
-        """The generation that answers the last call, which this process enters, or is released from."""
-        form = self._form
-        if form is None or self._answer is None or form.call != self._heard:
-            return None
-        is_mine = self.place in form.members or self.place in form.left
-        return form if is_mine and form.generation > self.generation else None
+    def place_boundary(self, number: int, *, may_meet: bool) -> None:
+        """Says how many boundaries of the fit lie before the one that comes next.
 
-    def ask_to_join(self) -> list[Message]:
-        """What a new process says until `invitation` has one; called again and again.
-
-        If it was taken for a member meanwhile it answers the calls to those, without a state.
+        Where ranks are lost some take a step again and others do not, and new ones have taken none: nobody
+        can count what it has passed, and all give the same boundary the same number.
         """
-        now = self._heard, 0 if self._form is None else self._form.generation
-        if self._asked == now:
-            return []
-        self._asked = now
+        self.position, self.may_meet = self._base + number, may_meet
+
+    def look(self) -> Passage:
+        """What the main thread does at a boundary that it has come to; it looks again while it waits."""
+        order = self.order
+        match self.task:
+            case Task.MEET if order is not None and self.position >= order.position and self.may_meet:
+                return Passage.MEET
+            case Task.STOP if order is not None and self.position >= order.position:
+                self.phase = RankPhase.FINISHED
+                return Passage.STOP
+            case Task.HOLD | Task.ENTER | Task.RECOVER:
+                return Passage.WAIT
+        self.position += 1
+        return Passage.GO
+
+    @property
+    def has_new(self) -> bool:
+        """Whether others join at the boundary where all meet."""
+        return self.order is not None and self.order.has_new
+
+    # ------------------------------------------------------------------ leaving
+
+    def ask(self, wish: Wish) -> None:
+        """A signal asks something of this process. Also in a signal handler."""
+        if self.wish is None or wish.kind is WishKind.STOP:
+            self.wish = wish
+
+    def end_boundaries(self) -> None:
+        """No boundary comes any more in this fit at which ranks meet: if this one was to leave, all stop."""
+        self.may_meet = False
+        if self.wish is not None and self.wish.kind is not WishKind.STOP:
+            self.wish = Wish(WishKind.STOP, self.wish.signal)
+
+    # ------------------------------------------------------------------ generations
+
+    def stand(self) -> None:
+        """This process, which has no state, waits before its first step to be let in."""
+        self.phase, self._progress = RankPhase.STANDING, None
         self.rank = self.place
-        said: list[Message] = [] if self._wish is None else [self._wish]
-        if self.is_called or self._entered is not None:
-            said.append(self.answer(0, is_clean=False, is_trying=False))
-        return [*said, Ready()]
 
-    def invitation(self) -> Form | None:
-        """The generation that this process joins, as it has asked for."""
-        form = self._form
-        if form is None or form.generation <= self.generation or form.call < self._heard:
+    def stop(self, *, has_met: bool = False) -> None:
+        """The main thread has stopped; it commits nothing until it enters another generation.
+
+        Args:
+            has_met: whether it stands at the boundary on which all have agreed.
+        """
+        if self._is_stateless:
+            self.stand()
+        else:
+            is_meeting = has_met and self.task is Task.MEET
+            self.phase, self._progress = RankPhase.MEETING if is_meeting else RankPhase.STOPPED, None
+
+    def answer(self, progress: Progress) -> None:
+        """Says where this process has stopped: the same until it enters another generation."""
+        if self._progress is None and self.phase in (RankPhase.STOPPED, RankPhase.MEETING):
+            self._progress = progress
+
+    def enter_next(self) -> NewGeneration | None:
+        """Enters the generation that this process is to enter, if there is one; it has stopped before."""
+        new = self.order.generation if self.order is not None and self.task is Task.ENTER else None
+        if new is None or self.place not in new.members or new.number <= self.generation:
             return None
-        return form if self.place in form.joined else None
+        self.generation, self.rank = new.number, new.members.index(self.place)
+        self.phase, self._progress = RankPhase.ENTERING, None
+        self.position = self._base = 0
+        return new
 
-    def enter(self, form: Form) -> None:
-        """From now on this process belongs to a generation; raises `PeerFailure` if it is void already."""
-        self._heard = max(self._heard, form.call)
-        self.generation, self.rank = form.generation, form.members.index(self.place)
-        self._entered, self._answer = form, None
-        self._check_called()
-        self.error, self._has_stopped = None, False
+    @property
+    def is_released(self) -> bool:
+        """Whether this process is to end with code 0."""
+        return self.task is Task.LEAVE
 
-    def go_on(self) -> list[Message]:
-        """This process has the state of its generation; raises `PeerFailure` if that is void already."""
-        self._check_called()
-        self.state_of = self.generation
-        return [Joined(self.generation), *([] if self._wish is None else [self._wish])]
+    def settle(self) -> None:
+        """This process has the state of its generation.
 
-    def _check_called(self) -> None:
-        if self.is_called:
-            assert self.error is not None
+        Raises:
+            PeerFailure: another rank is lost already.
+        """
+        if self.is_called and self.error is not None:
             raise self.error
+        self.state_of, self.phase = self.generation, RankPhase.RUNNING

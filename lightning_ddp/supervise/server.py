@@ -12,14 +12,12 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import replace
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.supervise.connections import Connections, Peer
-from lightning_ddp.supervise.control import RunControl
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.guard import with_stack
-from lightning_ddp.supervise.members import LocalProcesses
+from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
 from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import ReconcileSettings
 
@@ -57,7 +55,7 @@ class ControlServer:
         self._processes = processes or LocalProcesses()
         self._connections = Connections("" if any_interface else address, world_size)
         self.port = self._connections.port
-        self._control = RunControl(
+        self._control = JobControl(
             self._connections,
             token=token,
             world_size=world_size,
@@ -67,7 +65,8 @@ class ControlServer:
             with_stack=with_stack,
             pid=os.getpid(),
         )
-        self._members = self._control.members
+        self._job = self._control.job
+        self._num_ranks = world_size
         self._injected: deque[Message] = deque()
         self._is_closed = False
         self._decided = threading.Event()
@@ -84,24 +83,22 @@ class ControlServer:
     @property
     def has_met(self) -> bool:
         """Whether all ranks have been connected."""
-        return self._members.has_met
+        return self._job.has_met
 
     @property
     def identities(self) -> list[Identity]:
         """The ranks that have connected, and belong to the run."""
-        return list(self._members.identities.values())
+        return [member.who for member in self._job.roster.remaining]
 
     @property
     def goes_on(self) -> bool:
         """Whether the run goes on without ranks that it loses, so that each end is told, however it came."""
-        return self._members.goes_on
+        return self._job.goes_on
 
     def member(self, pid: int, node_rank: int) -> Identity | None:
         """A process as launchers know it, with the rank that it had in the beginning; None for a stranger."""
-        for place, who in list(self._members.identities.items()):
-            if (who.pid, who.node_rank) == (pid, node_rank):
-                return replace(who, rank=place)
-        return None
+        members = [member.identity for member in self._job.roster.remaining]
+        return next((who for who in members if (who.pid, who.node_rank) == (pid, node_rank)), None)
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
         """The first failure, waiting up to `timeout_s` seconds for it to be certain."""
@@ -110,7 +107,7 @@ class ControlServer:
 
     def goes_on_without(self, place: int) -> bool:
         """Whether there is a generation of ranks without the one that had the rank `place` at first."""
-        return self.goes_on and place not in self._members.membership.members
+        return self.goes_on and all(member.place != place for member in self._job.roster.members)
 
     def tell(self, message: Message) -> None:
         """Handles a message of this very process, as if a peer had sent it."""
@@ -130,9 +127,9 @@ class ControlServer:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        control, members = self._control, self._members
+        control, job = self._control, self._job
         while not self._is_closed:
-            num_awaited = members.world_size - len(members.ranks)
+            num_awaited = self._num_ranks - len(job.roster.members)
             for peer, data, error in self._connections.wait(control.deadline(time.monotonic()), num_awaited):
                 if data:
                     self._hear(peer, data)
@@ -144,7 +141,7 @@ class ControlServer:
             if first is not None:
                 self._decided.set()
                 self._processes.failed(first)
-        _say(members.history.tell())
+        _say(job.history.tell())
         self._connections.send_all([protocol.Closing()])
         self.close_sockets()
 
@@ -156,7 +153,7 @@ class ControlServer:
             _log.debug(
                 "control channel: closed the connection to %s", peer.identity or "a stranger", exc_info=True
             )
-            self._members.hang_up(peer, time.monotonic())
+            self._control.hang_up(peer, time.monotonic())
 
 
 def _say(text: str) -> None:

@@ -591,7 +591,7 @@ class MeetingStore(dist.Store):
         """The fault, when all others have come."""
         deadline = time.monotonic() + 60
         if has_fault(moment, self.step):
-            while len(self.waiting()) < len(session_of_process().control.calls.state._form.members) - 1:
+            while len(self.waiting()) < len(session_of_process().control.calls.state.members) - 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             die_if(moment, self.step)

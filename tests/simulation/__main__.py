@@ -65,7 +65,7 @@ def main() -> int:
         try:
             world.play()
         except Violation as error:
-            print(error)
+            print(f"{seed}: {error}")
             num_failed += 1
             if num_failed >= options.most:
                 break

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
-import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.supervise.connections import Peer
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.protocol import Message
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from simulation.rank import Process
     from simulation.world import World
 
-__all__ = ["Collective", "Connections", "Socket", "describe", "moment_of"]
+__all__ = ["Collective", "Connections", "Socket", "describe"]
 
 
 class Socket:
@@ -39,7 +39,6 @@ class Connections:
 
     def send_all(self, messages: list[Message]) -> None:
         for message in messages:
-            self._world.check_left(message)
             for peer in list(self.peers):
                 self.send(peer, message)
 
@@ -91,12 +90,6 @@ class Collective:
                 other.poke()
 
 
-def moment_of(message: Message) -> str:
-    """Name the kind of a message, after which a fault may come."""
-    is_end = isinstance(message, protocol.Active) and not message.is_active
-    return "ended" if is_end else type(message).__name__
-
-
 def describe(message: Message) -> str:
     """A message in few words."""
     fields = []
@@ -104,6 +97,8 @@ def describe(message: Message) -> str:
         value = getattr(message, name)
         if isinstance(value, FailureRecord):
             value = f"rank {value.rank}: {value.message[:40]}"
-        if name != "token":
+        if isinstance(value, Enum):
+            value = value.value
+        if name != "token" and value not in (None, 0, False, "", ()):
             fields.append(f"{name}={value}")
     return f"{type(message).__name__}({', '.join(fields)})"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
-from lightning_ddp.supervise.protocol import Form, Message
-from lightning_ddp.supervise.rank_state import RankState
-from lightning_ddp.supervise.stop_main import Passage, StepBoundary
+from lightning_ddp.supervise.orders import NewGeneration, Order, Progress, Wish, WishKind
+from lightning_ddp.supervise.protocol import Message
+from lightning_ddp.supervise.rank_state import Passage, RankState
 from simulation.network import describe
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __all__ = ["Process"]
 ALL_HERE_WITHIN_S = 20.0
 CALL_WITHIN_S = 3.0
 EXPLAINED_WITHIN_S = 0.5
+ASKS_EVERY_S = 0.5
 NUM_TESTS = 80
 VALIDATES_EVERY = 3
 LOOK_EVERY_S = 0.05
@@ -82,13 +83,12 @@ class Process:
         self.world, self.kernel, self.pid, self.node = world, world.kernel, pid, node
         self.place, self.is_launcher = place, is_launcher
         self.start_number, self.is_new = start, start is not None
-        self.boundary = StepBoundary()
-        self.state = RankState(place, self.boundary, is_new=self.is_new)
+        self.state = RankState(place, is_new=self.is_new)
         self.lane = f"p{pid}"
         self.is_alive, self.is_frozen, self.exit_code = True, False, None
         self.cause: FailureRecord | None = None
         """What this process knows to be the first failure."""
-        self.is_connected = self.is_deaf = self.all_here = self.all_left = False
+        self.is_connected = self.is_deaf = False
         self.failed_at: float | None = None
         self.inbox: list[Message] = []
         """What has come while it was stopped."""
@@ -114,10 +114,11 @@ class Process:
         self._is_deferred = False
         self._may_leave = False
         self._mark_step = -1
+        self._is_meeting = False
         self._last_phase = 0
         self._has_handover = False
         """Whether it has put together what those that join take over."""
-        self._form: Form | None = None
+        self._form: NewGeneration | None = None
         self._main: Main | None = None
         self._wait: Wait | None = None
         self._is_resuming = False
@@ -162,20 +163,32 @@ class Process:
 
     def sigterm(self) -> None:
         """As `Reconciliation._requested_by` answers it; `WaitSignals` ends one that waits for others."""
-        if not self.is_new and not self.all_here:
+        if not self.state.has_met:
             self.post(protocol.Failed(FailureRecord.of_identity(self.identity, "SIGTERM before all had met")))
             self.end(143)
         elif not self.world.plan.leaves or not self._may_leave or self.world.is_host(self):
-            self.post(protocol.Stop(15, is_requeue=False))
+            self.state.ask(Wish(WishKind.STOP, 15))
+            self.post_news()
         else:
             self.was_asked_to_leave = True
-            self.post(self.state.ask_to_leave(15, is_node=self.is_launcher and self.node != 0))
+            is_node = self.is_launcher and self.node != 0
+            self.state.ask(Wish(WishKind.LEAVE_NODE if is_node else WishKind.LEAVE, 15))
+            self.post_news()
 
     def post(self, message: Message) -> None:
         if self.is_connected:
             self.world.to_server(self, message)
         else:
             self._outbox.append(message)
+
+    def post_news(self, *, is_due: bool = False) -> None:
+        """Reports, if there is something to report."""
+        if self.is_connected and self.is_alive and not self.is_deaf and not self.is_frozen:
+            waits = "the others" if self._wait is not None and self._wait.until is not None else None
+            where = Where(step=self.committed, waits_for=waits, count=self.kernel.num_events)
+            report = self.state.news(lambda: where, is_due=is_due)
+            if report is not None:
+                self.post(report)
 
     # ------------------------------------------------------------------ the thread of the channel
 
@@ -189,27 +202,15 @@ class Process:
         match message:
             case protocol.Failure(record):
                 self.learn(record)
-            case protocol.AllHere():
-                self.all_here = True
-            case protocol.Left():
-                self.all_left = True
-            case protocol.Closing():
-                self.is_deaf = True
-            case protocol.Hold():
-                self.post(protocol.Position(self.boundary.hold()))
-            case protocol.StopAfter(position, signal, is_requeue):
-                self.boundary.release(position, signal, is_requeue)
             case protocol.Start(place, number):
-                self.world.start_again(place, number)
-            case protocol.Beat():
-                pass
+                self.world.asked_to_start(self, place, number)
+            case Order():
+                error = self.state.hear(message)
+                if error is not None:
+                    self._error, self._interrupted_at = error, self.kernel.now
+                self.post_news()
             case _:
-                heard = self.state.hear(message)
-                assert heard is not None, message
-                if heard.stops is not None:
-                    self._error, self._interrupted_at = heard.stops, self.kernel.now
-                for reply in heard.replies:
-                    self.post(reply)
+                raise AssertionError(message)
         self.poke()
 
     def learn(self, record: FailureRecord) -> None:
@@ -224,14 +225,11 @@ class Process:
         elif not self.is_deaf:
             self.learn(self.world.server_gone)
 
-    def report_progress(self) -> None:
-        """Where stalls are looked for."""
+    def report_now_and_then(self) -> None:
         if self.is_alive and self.is_connected and not self.is_deaf:
-            if not self.is_frozen:
-                waits = "the others" if self._wait is not None and self._wait.until is not None else None
-                where = Where(step=self.committed, waits_for=waits, count=self.kernel.num_events)
-                self.post(protocol.Progress(where))
-            self.kernel.at(self.kernel.now + self.world.report_every_s, self.report_progress)
+            self.post_news(is_due=True)
+            period = 1.0 if self.state.order is None else self.state.order.period_s
+            self.kernel.at(self.kernel.now + period, self.report_now_and_then)
 
     # ------------------------------------------------------------------ the main thread
 
@@ -273,6 +271,7 @@ class Process:
         except StopIteration:
             self._wait = None
             return
+        self.post_news()
         wait = self._wait
         if wait.until is not None:
             self.poke()
@@ -300,9 +299,14 @@ class Process:
         yield Wait(condition, self.kernel.now + within_s, is_interruptible=True)
         return (then or condition)()
 
-    def _wait_beyond_calls(self, condition: Callable[[], Any], within_s: float = float("inf")) -> Main:
+    def _wait_beyond_calls(
+        self,
+        condition: Callable[[], Any],
+        within_s: float = float("inf"),
+        then: Callable[[], Any] | None = None,
+    ) -> Main:
         yield Wait(condition, self.kernel.now + within_s, is_interruptible=False)
-        return condition()
+        return (then or condition)()
 
     def _run(self) -> Main:
         """The script, from its start to its end."""
@@ -313,13 +317,12 @@ class Process:
                 code = 0
             except (Leaves, Stops):
                 code, self.is_training = 0, False
-                self.post(protocol.Active(False, 1, "fit"))
+                self.state.end_run()
             except RunFailed:
                 pass
             except UserError:
                 self.is_sound = False
-                if not self.world.plan.exceptions:
-                    self._decline("user error")
+                self._decline(None if self.world.plan.exceptions else "cannot continue: bad sample")
                 record = FailureRecord.of_identity(
                     self._ranked(), "bad sample", exception_type="ValueError", exception_class="ValueError"
                 )
@@ -336,8 +339,7 @@ class Process:
                         f"{self} loses a connection while it trains, and ends"
                     ) from None
                 self.is_sound = False
-                if not self.world.plan.exceptions:
-                    self._decline("lost a connection")
+                self._decline(None if self.world.plan.exceptions else "cannot continue: lost a connection")
                 record = FailureRecord.of_identity(
                     self._ranked(), "reset", exception_type="RuntimeError", exception_class="RuntimeError"
                 )
@@ -354,16 +356,17 @@ class Process:
     def _end_script(self, code: int) -> Main:
         """`Session._leave`."""
         if code == 0 and not self.world.is_host(self):
-            self.post(protocol.Bye())
+            self.state.leave()
             yield Wait(None, self.kernel.now + 0.01, is_interruptible=False)
         while self.world.waits_for_children(self):
             yield from self._wait_beyond_calls(lambda: not self.world.waits_for_children(self), 1.0)
 
-    def _decline(self, why: str) -> None:
-        """As `Calls.decline`."""
-        self.world.note_decline(self)
-        if self.state.error is not None:
-            self.post(protocol.Declined(self.state.last_call, why))
+    def _decline(self, why: str | None) -> None:
+        """This process fails; `why` the others cannot go on without it."""
+        if why is not None:
+            self.world.note_decline(self)
+        self.state.fail(why)
+        self.post_news()
 
     def _ranked(self) -> Identity:
         return Identity(rank=self.state.rank, node_rank=self.node, host=f"node{self.node}", pid=self.pid)
@@ -374,15 +377,14 @@ class Process:
         self.is_connected = True
         for message in self._outbox:
             self.post(message)
-        if self.world.report_every_s:
-            self.report_progress()
-        self.post(protocol.Active(True, 1, "fit"))
+        self.report_now_and_then()
+        self.state.begin_run("fit")
         if self.is_new:
             yield from self._sleep(0.05)
             self._may_leave = True
             yield from self._join()
         else:
-            if not (yield from self._until(lambda: self.all_here, ALL_HERE_WITHIN_S)):
+            if not (yield from self._until(lambda: self.state.has_met, ALL_HERE_WITHIN_S)):
                 self.post(
                     protocol.Failed(FailureRecord.of_identity(self.identity, "not all ranks have arrived"))
                 )
@@ -395,29 +397,27 @@ class Process:
             yield from self._batch()
             if self.committed % VALIDATES_EVERY == 0 and self._form is None:
                 yield from self._repeat(("validation", self.committed))
-        self._may_leave = self.boundary.may_meet = False
-        for message in self.state.stop_instead():
-            self.post(message)
+        self._may_leave = False
+        self.state.end_boundaries()
         yield from self._repeat("end of fit")
-        self._is_deferred = self.is_training = self.all_left = False
+        self._is_deferred = self.is_training = False
         self.has_ended_fit = True
-        self.post(protocol.Active(False, 1, "fit"))
-        yield from self._until(lambda: self.all_left)
+        self.state.end_run()
+        yield from self._until(self.state.has_ended_everywhere)
         if self.world.plan.tests_after:
             yield from self._test()
 
     def _test(self) -> Main:
         """`Trainer.test`: another run, at whose boundaries all may stop, and nobody joins or leaves."""
         was_asked = self.was_asked_to_leave
-        self.post(protocol.Active(True, 2, "test"))
+        self.state.begin_run("test")
         for _ in range(NUM_TESTS):
             yield from self._boundary()
             yield from self._sleep(0.1)
         if was_asked:
             raise self.world.violation(f"{self} was asked to leave, and went on to its end")
-        self.all_left = False
-        self.post(protocol.Active(False, 2, "test"))
-        yield from self._until(lambda: self.all_left)
+        self.state.end_run()
+        yield from self._until(self.state.has_ended_everywhere)
 
     # ------------------------------------------------------------------ steps
 
@@ -427,10 +427,11 @@ class Process:
             form, self._form = self._form, None
             self.phase = self._last_phase = form.phase
         while True:
+            self._is_meeting = False
             is_through = yield from self._is_through(self._attempt)
-            if is_through and not self.boundary.is_meeting:
+            if is_through and not self._is_meeting:
                 break
-            is_finished = yield from self._go_on()
+            is_finished = yield from self._go_on(is_meeting=is_through)
             if is_finished:
                 break
         self._end_phase()
@@ -444,11 +445,11 @@ class Process:
 
     def _attempt(self) -> Main:
         self._is_deferred, self._mark_step = False, self.committed
-        self.boundary.place(self.committed << 32)
-        self.boundary.may_meet = True
+        self.state.place_boundary(self.committed << 32, may_meet=True)
         passage = yield from self._boundary()
         if passage is Passage.MEET:
-            self._is_deferred, self._has_handover = True, self.boundary.has_new
+            self._is_deferred, self._has_handover = True, self.state.has_new
+            self._is_meeting = True
             return
         yield from self._sleep(0.1)
         if self.user_error:
@@ -465,17 +466,16 @@ class Process:
         """`Reconciliation.reached_step_boundary`."""
         if self._error is not None:
             raise self._error
-        passages = [self.boundary.look()]
+        passages = [self.state.look()]
 
         def looks_again() -> bool:
-            passages[0] = self.boundary.look()
+            passages[0] = self.state.look()
             return passages[0] is not Passage.WAIT
 
         if passages[0] is Passage.WAIT:
             yield from self._until(looks_again, then=lambda: True)
         passage = passages[0]
         if passage is Passage.STOP:
-            self.post(protocol.Stopped())
             raise Stops
         return passage
 
@@ -524,37 +524,41 @@ class Process:
 
     def _is_call(self, error: Exception) -> Main:
         if isinstance(error, PeerFailure):
-            return self.state.error is not None
+            return self.state.is_called
         is_entering = self.state.is_entering
         within_s = CALL_WITHIN_S + (self.world.settings.heartbeat_timeout_s if self.node else 0.0)
         within_s = EXPLAINED_WITHIN_S if is_entering else within_s
-        yield from self._wait_beyond_calls(lambda: self.state.error is not None, within_s)
-        return self.state.error is not None or is_entering
+        for _ in range(int(within_s / ASKS_EVERY_S)):  # a time in which it is stopped does not count
+            if self.state.is_called:
+                break
+            self.state.say_again()
+            yield from self._wait_beyond_calls(lambda: self.state.is_called, ASKS_EVERY_S)
+        return self.state.is_called or is_entering
 
-    def _stop(self) -> None:
-        self.state.stop()
+    def _stop(self, *, has_met: bool = False) -> None:
+        self.state.stop(has_met=has_met)
+        self.post_news()
         self.is_stopped, self._error = True, None
         self.world.let_go(self)
 
-    def _go_on(self) -> Main:
+    def _go_on(self, *, is_meeting: bool = False) -> Main:
         """`Recovery._go_on`; returns whether the step is finished."""
-        step, is_meeting = self.committed, self.boundary.is_meeting
+        step = self.committed
         is_over = self._mark_step < step
-        form: Form = yield from self._regroup(is_trying=not is_over and not is_meeting)
+        form: NewGeneration = yield from self._regroup(
+            is_trying=not is_over and not is_meeting, has_met=is_meeting
+        )
         is_lifted = form.step > step
         self._last_phase = form.phase
         if self.committed != form.step:
             raise self.world.violation(f"{self} goes on at step {self.committed}, and not {form.step}")
         return is_over or is_lifted
 
-    def _regroup(self, *, is_trying: bool) -> Main:
-        entered: list[Form] = []
+    def _regroup(self, *, is_trying: bool, has_met: bool) -> Main:
+        entered: list[NewGeneration] = []
 
         def attempt() -> Main:
-            form = yield from self._wait_for_form(is_trying=is_trying)
-            if self.state.place in form.left:
-                raise Leaves
-            self._enter(form)
+            form = yield from self._wait_for_generation(is_trying=is_trying)
             yield from self._meet(form)
             if form.behind:
                 yield from self._sleep(0.05)
@@ -572,36 +576,34 @@ class Process:
             entered.append(form)
 
         while not entered:
-            self._stop()
+            self._stop(has_met=has_met)
+            has_met = False
             yield from self._is_through(attempt)
         self._has_handover = False
         return entered[0]
 
-    def _wait_for_form(self, *, is_trying: bool) -> Main:
-        """`Calls.wait_for_form`."""
-        posted = None
+    def _wait_for_generation(self, *, is_trying: bool) -> Main:
+        """Answers, and waits for the generation that follows."""
+        self.state.answer(Progress(self.committed, self.is_clean, is_trying, self.phase))
+        found: list[NewGeneration] = []
 
-        def look() -> Form | None:
-            nonlocal posted
-            answer = self.state.answer(
-                self.committed, is_clean=self.is_clean, is_trying=is_trying, phase=self.phase
-            )
-            form = self.state.next_form()
-            if answer is not posted:
-                posted = answer
-                self.post(answer)
-            return form
+        def look() -> bool:
+            new = self.state.enter_next()
+            if new is not None:
+                self._entered(new)
+                found.append(new)
+            return bool(found) or self.state.is_released or self.is_deaf
 
-        while (form := look()) is None:
-            yield from self._wait_beyond_calls(look, 10.0)
-        return form
+        yield from self._wait_beyond_calls(look, then=lambda: True)
+        if not found:
+            raise Leaves
+        return found[0]
 
     def _join(self) -> Main:
         self._is_deferred = True
 
         def attempt() -> Main:
-            form = yield from self._wait_for_invitation()
-            self._enter(form)
+            form = yield from self._wait_for_generation(is_trying=False)
             yield from self._meet(form)
             yield from self._collective("hand over", form.members)
             self.world.copy(self, form)
@@ -612,34 +614,18 @@ class Process:
             self._stop()
             yield from self._is_through(attempt)
 
-    def _wait_for_invitation(self) -> Main:
-        """`Calls.wait_for_invitation`."""
-
-        def look() -> bool:
-            for message in self.state.ask_to_join():
-                self.post(message)
-            return self.state.invitation() is not None or self.is_deaf
-
-        while True:
-            yield from self._wait_beyond_calls(look)
-            form = self.state.invitation()
-            if form is not None:
-                return form
-            raise Leaves  # the others have ended their run
-
-    def _enter(self, form: Form) -> None:
-        self.state.enter(form)
+    def _entered(self, form: NewGeneration) -> None:
         self.is_stopped, self._error = False, None
         self.world.entered(self, form)
 
-    def _meet(self, form: Form) -> Main:
+    def _meet(self, form: NewGeneration) -> Main:
         """`meet_again`: all members come, and connect to each other."""
         yield from self._collective("meet", form.members)
         yield from self._sleep(0.02)
         yield from self._collective("connect", form.members)
 
-    def _go_on_in(self, form: Form) -> None:
+    def _go_on_in(self, form: NewGeneration) -> None:
         if not self.is_clean:
             raise self.world.violation(f"{self} goes on without its state")
-        for message in self.state.go_on():
-            self.post(message)
+        self.state.settle()
+        self.post_news()

@@ -8,14 +8,14 @@ from typing import Any
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.supervise.connections import Peer
-from lightning_ddp.supervise.control import RunControl
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
-from lightning_ddp.supervise.members import LocalProcesses
-from lightning_ddp.supervise.membership import Phase
-from lightning_ddp.supervise.protocol import Form, Message
+from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
+from lightning_ddp.supervise.orders import JobPhase, NewGeneration, Order, RankPhase, Report, Task
+from lightning_ddp.supervise.processes import ProcessState
+from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
 from simulation.kernel import Kernel, Violation
-from simulation.network import Collective, Connections, Socket, describe, moment_of
+from simulation.network import Collective, Connections, Socket, describe
 from simulation.plan import Fault, Plan
 from simulation.rank import Process
 
@@ -67,7 +67,7 @@ class World:
             recovery=recovery,
         )
         connections: Any = Connections(self)
-        self.control = RunControl(
+        self.control = JobControl(
             connections,
             token="t",
             world_size=plan.num_ranks,
@@ -77,7 +77,7 @@ class World:
             with_stack=lambda record: record,
             pid=100 if plan.is_hosted_by_rank_0 else 1,
         )
-        self.report_every_s = 0.75 if plan.stall_timeout_s else 0.0
+        self.job = self.control.job
         self.last_step = plan.last_step if plan.last_step is not None else 10**9
         self.server_gone = FailureRecord.of_identity(_SERVER, GONE)
         self.has_server = True
@@ -91,6 +91,11 @@ class World:
         self._calls: dict[tuple[int, Any], Collective] = {}
         self._offered: dict[int, list[tuple[int, int]]] = {}
         self._num_exits = 0
+        self._reports: dict[int, Report] = {}
+        """Process id -> its last report that was heard."""
+        self._num_all_ended = 0
+        self._asked: dict[int, list[int]] = {}
+        """Place -> process ids of those that were started there, in turn."""
         self._parents: dict[int, Process] = {}
         """Process id -> the launcher that has started it, on another node than the server's."""
         self._timer_at: float | None = None
@@ -122,14 +127,31 @@ class World:
         peer = self.peers.get(process.pid)
         if peer is None or process.node in self.isolated or not self.has_server:
             return
-        self.later(process.lane + ">", 0.001, lambda: self._server_hears(peer, message))
+        self._transmit(process.lane + ">", message, lambda: self._server_hears(peer, message))
+
+    def _transmit(self, lane: str, message: Message, arrives: Callable[[], None]) -> None:
+        """A message is under way: it may be lost, come twice, or behind others that were sent later."""
+        draw = self.kernel.random("network").random() if self.plan.is_random else 1.0
+        if draw < 0.03 and not self.kernel.is_calm:
+            self.kernel.note(lambda: f"lost: {describe(message)}")
+            return
+        if draw < 0.12:
+            delay = self.kernel.delay(lane, 0.05)
+            self.kernel.at(self.kernel.now + delay, arrives)
+            if draw >= 0.06:
+                return
+        self.later(lane, 0.001, arrives)
 
     def _server_hears(self, peer: Peer, message: Message) -> None:
         process = self.processes[self._pid_of[peer]]
         if not peer.connection.is_open or not self.has_server or process.node in self.isolated:  # type: ignore[attr-defined]
             return
+        if peer.identity is None:  # the first message of a connection is the first
+            self.kernel.at(self.kernel.now + 0.01, lambda: self._server_hears(peer, message))
+            return
         self.kernel.note(lambda: f"server hears of {process}: {describe(message)}")
-        self.occurs(moment_of(message))
+        for name in self._moments_of_report(process, message):
+            self.occurs(name)
         try:
             self.control.hear(peer, message, self.kernel.now)
         except Violation:
@@ -146,8 +168,8 @@ class World:
         except KeyError as error:
             raise self.violation(f"the server fails: {error!r}") from error
         self._check_forming()
-        if self.control.members.membership.generation > self._loaded:
-            self._load_faults(self.control.members.membership.generation)
+        if self.job.generation > self._loaded:
+            self._load_faults(self.job.generation)
             self._check_excluded()
         if first is not None:
             self.kernel.note(lambda: f"the run has failed: {first.message}")
@@ -167,9 +189,42 @@ class World:
 
     def to_rank(self, peer: Peer, message: Message) -> None:
         process = self.processes[self._pid_of[peer]]
-        self.occurs(moment_of(message))
+        for name in self._moments_of_order(message):
+            self.occurs(name)
         if process.node not in self.isolated:
-            self.later(process.lane + "<", 0.001, lambda: self._arrives(process, message))
+            self._transmit(process.lane + "<", message, lambda: self._arrives(process, message))
+
+    def _moments_of_report(self, process: Process, message: Message) -> list[str]:
+        """What a report tells that is new: faults come after it."""
+        if not isinstance(message, Report):
+            return [type(message).__name__]
+        before, names = self._reports.get(process.pid), []
+        if before is not None and message.number <= before.number:
+            return []
+        self._reports[process.pid] = message
+        if before is None or message.phase is not before.phase:
+            kinds = {
+                RankPhase.FINISHED: "Stopped", RankPhase.STANDING: "Ready", RankPhase.IDLE: "ended",
+                RankPhase.STOPPED: "Present", RankPhase.MEETING: "Present",
+            }  # fmt: skip
+            names += [kinds[message.phase]] if message.phase in kinds else []
+        if before is not None and message.state_of > before.state_of:
+            names.append("Joined")
+        if before is not None and message.heard > before.heard and self.job.phase is JobPhase.HOLDING:
+            names.append("Position")
+        return names
+
+    def _moments_of_order(self, message: Message) -> list[str]:
+        if not isinstance(message, Order):
+            return [type(message).__name__]
+        self.check_left(message)
+        kinds = {
+            Task.HOLD: ["Hold"] if self.job.stopping is not None else ["Gather"], Task.MEET: ["MeetAfter"],
+            Task.STOP: ["StopAfter"], Task.RECOVER: ["Muster"], Task.ENTER: ["Form"],
+        }  # fmt: skip
+        has_ended = message.all_ended > self._num_all_ended
+        self._num_all_ended = max(self._num_all_ended, message.all_ended)
+        return kinds.get(message.task, []) + ["Left"] * has_ended
 
     def _arrives(self, process: Process, message: Message) -> None:
         if process.node not in self.isolated:
@@ -199,6 +254,8 @@ class World:
         if (parent := self.launcher_of(process.node)) is not None and not is_launcher:
             self._parents[pid] = parent
         self.processes[pid] = process
+        if start:
+            self._asked.setdefault(place, []).append(pid)
         self.kernel.note(lambda: f"{process} is started")
         process.start()
 
@@ -207,9 +264,20 @@ class World:
             (p for p in self.processes.values() if p.is_launcher and p.node == node and p.is_alive), None
         )
 
+    def asked_to_start(self, launcher: Process, place: int, number: int) -> None:
+        """A launcher of another node hears `Start`: maybe once more, and it has told of the end."""
+        for process in self.processes.values():
+            if process.place == place and process.start_number == number and number:
+                if not process.is_alive:
+                    self._reaped(process)
+                return
+        self.start_again(place, number)
+
     def start_again(self, place: int, number: int) -> None:
         """As `Children.start_again`."""
         node = self.node_of(place)
+        if any(p.place == place and p.start_number == number for p in self.processes.values()):
+            return  # asked once more
         if self.is_failing or (self.plan.is_hosted_by_rank_0 and node == 0 and not self.has_server):
             return
         for process in list(self.processes.values()):
@@ -238,9 +306,11 @@ class World:
         try:
             self.control.hear(peer, hello, self.kernel.now)
         except protocol.ProtocolError as error:  # nobody has asked for it any more
-            members = self.control.members
-            is_taken = process.place in members._new  # by one whose end is not known yet
-            is_orphan = process.node and members._launcher_of(process.place) is None  # of one that is lost
+            others = [p for p in self.job.roster.living.values() if p.place == process.place]
+            is_taken = any(p.state is ProcessState.STANDING for p in others)  # its end is not known yet
+            is_orphan = (
+                process.node and self.job.roster.launcher_of(process.place) is None
+            )  # of one that is lost
             is_known = is_taken or is_orphan
             if process.is_alive and process.is_sound and self.is_running() and not is_known:
                 raise self.violation(f"{process} is sound, and is refused") from error
@@ -304,7 +374,7 @@ class World:
         """Whether a launching process that has ended its script waits for its children."""
         if self.is_host(process) and self.has_server:
             for other in list(self.processes.values()):  # `Children.end_new`
-                is_left_out = other.place not in self.control.members.membership.members
+                is_left_out = other.place not in [p.place for p in self.job.roster.members]
                 if other.is_alive and other.is_new and other.node == 0 and is_left_out:
                     other.end(-9)
         elif not process.is_launcher:
@@ -338,14 +408,14 @@ class World:
             if generation == process.state.generation and not call.is_broken:
                 call.lose(process)
 
-    def entered(self, process: Process, form: Form) -> None:
-        self.members_of[form.generation], self.source = form.members, form.source
+    def entered(self, process: Process, form: NewGeneration) -> None:
+        self.members_of[form.number], self.source = form.members, form.source
         if process.state.place == form.source:
-            self._offered[form.generation] = list(process.log)
+            self._offered[form.number] = list(process.log)
 
-    def copy(self, process: Process, form: Form) -> None:
+    def copy(self, process: Process, form: NewGeneration) -> None:
         if process.state.place in (*form.behind, *form.joined):
-            process.log = list(self._offered[form.generation])
+            process.log = list(self._offered[form.number])
             process.is_clean = True
         if process.committed != form.step:
             raise self.violation(f"{process} has copied step {process.committed}, and not {form.step}")
@@ -490,7 +560,7 @@ class World:
             or "min_world_size" in text
             or "in the same way" in text
             or "holds a whole state" in text
-            or not self.control.members.has_met
+            or not self.job.has_met
             or not any(p.is_alive for p in self.processes.values())
             or ("cannot continue" in text and self._has_declined)
         )
@@ -504,35 +574,35 @@ class World:
 
     def is_running(self) -> bool:
         """Whether the run has neither failed nor ended on a rank."""
-        has_begun = self.control.members.has_met and not self.is_failing
+        has_begun = self.job.has_met and not self.is_failing
         return has_begun and not any(p.has_ended_fit for p in self.processes.values())
 
     def _check_forming(self) -> None:
         """A new process that is stopped while it joins holds up the others for a while, and not longer."""
-        membership, now = self.control.members.membership, self.kernel.now
+        now = self.kernel.now
         frozen = [p for p in self.processes.values() if p.is_frozen and p.is_alive]
         is_held = bool(frozen) and all(p.is_new and not p.is_training for p in frozen)
-        is_same = membership.phase is Phase.FORMING and membership.generation == self._forming[0]
+        is_same = self.job.phase is JobPhase.FORMING and self.job.generation == self._forming[0]
         if not (is_held and is_same):
-            self._forming = membership.generation, now
+            self._forming = self.job.generation, now
         if now - self._forming[1] > GRACE_S + 5.0:
             raise self.violation(f"a process that is to join is stopped, and holds up all: {self.state()}")
 
     def _check_excluded(self) -> None:
         """No process that may still commit a step is left out of a generation, where its end can be known."""
-        membership = self.control.members.membership
+        places = [member.place for member in self.job.roster.members] + self.job.left
         for other in self.processes.values():
             is_there = other.is_alive and other.node == 0 and other.is_training and not other.is_stopped
-            if is_there and other.place not in (*membership.members, *membership._left):
+            if is_there and other.place not in places:
                 raise self.violation(f"{other} still trains, while a generation is formed without it")
 
-    def check_left(self, message: Message) -> None:
+    def check_left(self, order: Order) -> None:
         """All may leave a fit only when all have ended it."""
-        if isinstance(message, protocol.Left):
-            for other in self.processes.values():
-                is_there = other.is_alive and other.is_sound and other.node not in self.isolated
-                if is_there and other.is_training and other.place in self.control.members.membership.members:
-                    raise self.violation(f"all may leave, and {other} trains")
+        for other in self.processes.values() if order.all_ended > self._num_all_ended else ():
+            is_there = other.is_alive and other.is_sound and other.node not in self.isolated
+            is_member = other.place in [member.place for member in self.job.roster.members]
+            if is_there and other.is_training and is_member:
+                raise self.violation(f"all may leave, and {other} trains")
 
     def is_whole(self) -> bool:
         """Whether every place that may be filled is filled, and all train."""
@@ -543,7 +613,7 @@ class World:
         members = self.members_of[generation]
         if sorted(p.state.place for p in alive) != list(members):
             return False
-        if self.control.members.membership.phase is not Phase.RUNNING:
+        if self.job.phase is not JobPhase.RUNNING:
             return False
         return not self.plan.replaces or all(p in members for p in self._fillable())
 
@@ -612,14 +682,17 @@ class World:
 
     def state(self) -> str:
         """Where all are, for a report."""
-        membership = self.control.members.membership
-        lines = [f"phase {membership.phase.name}, members {membership.members}"]
+        members = [
+            str(member.place) + ("" if member.is_member else "!") for member in self.job.roster.members
+        ]
+        lines = [f"phase {self.job.phase.name}, members {members}"]
         for process in self.processes.values():
             if process.is_alive:
                 wait = process._wait
                 lines.append(
-                    f"{process}: generation {process.state.generation}, step {process.committed},"
-                    f" heard call {process.state.last_call}, {'frozen, ' if process.is_frozen else ''}"
+                    f"{process}: {process.state.phase.value}, generation {process.state.generation}, step"
+                    f" {process.committed}, order {process.state.order and process.state.order.task.value},"
+                    f" {'frozen, ' if process.is_frozen else ''}"
                     f"{'deaf, ' if process.is_deaf else ''}waits {wait is not None}"
                 )
         return "\n    ".join(lines)

@@ -1,0 +1,402 @@
+"""What the control server decides: which failure was first, who goes on. Pure: told who says what, and when.
+
+`JobState` has the processes and their orders; here its actions meet the connections, the verdict and the
+questions of ranks about each other. `server.py` carries it: the thread, the sockets and the clock.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from dataclasses import replace
+
+import lightning_ddp.supervise.protocol as protocol
+from lightning_ddp.errors import one_of
+from lightning_ddp.supervise.actions import Accuse, HangUp, Kill, Say, Send, StartProcess
+from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
+from lightning_ddp.supervise.desync import Inspection, StallWatch
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
+from lightning_ddp.supervise.job_state import JobState
+from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report, Wish, WishKind
+from lightning_ddp.supervise.processes import Process, ProcessState
+from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
+from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.verdict import Verdict
+
+__all__ = ["JobControl", "LocalProcesses"]
+
+
+class LocalProcesses:
+    """What the server asks of whoever has started the processes of its node, in its thread; here nothing."""
+
+    def failed(self, record: FailureRecord) -> None:
+        """The first failure is certain. Called once."""
+
+    def kill_one(self, pid: int) -> None:
+        """Ends a rank that the others go on without. Its end is to be told as of any child."""
+
+    def start_again(self, place: int, number: int) -> None:
+        """Starts a process in the place of one that is lost, to join the run: the `number`-th there.
+
+        It may be asked for once more, which starts nothing.
+        """
+
+
+class JobControl:
+    """The state of one run as its control server knows it.
+
+    Args:
+        connections: of the server; what is sent goes there.
+        token: the run's secret; a connection that does not begin with it is closed.
+        world_size: number of ranks.
+        settings: times, and whether the run goes on without ranks that it loses.
+        processes: those of the server's node.
+        say: prints a text for people.
+        with_stack: adds the stack of a process that says nothing, where it can be had.
+        pid: of the server's process: if a rank is there, the others do not go on without it.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        *,
+        token: str,
+        world_size: int,
+        settings: ReconcileSettings,
+        processes: LocalProcesses,
+        say: Callable[[str], None],
+        with_stack: Callable[[FailureRecord], FailureRecord],
+        pid: int,
+    ) -> None:
+        self._connections, self._settings, self._processes = connections, settings, processes
+        self._say, self._with_stack = say, with_stack
+        self._token, self._pid = token, pid
+        self._stall = StallWatch(settings.stall_timeout_s, world_size)
+        self.job = JobState(world_size, settings, self._stall.interval_s)
+        self._verdict = Verdict()
+        self._peers: dict[int, Peer] = {}
+        """Number of a process -> its connection."""
+        self._process_of: dict[Peer, Process] = {}
+        self._members: dict[int, Process] = {}
+        """By rank."""
+        self._inspection = Inspection(world_size)
+        self._seen = -1
+        """The last generation that these two were made for."""
+        self._gone_between: list[FailureRecord] = []
+        """Processes that were gone between two runs: a failure if another run begins."""
+        self._is_told = False
+        self._checkpoint: str | None = None
+
+    @property
+    def first_failure(self) -> FailureRecord | None:
+        """The first failure of the run, once it is certain, with the checkpoint that was saved then."""
+        first = self._verdict.first if self._is_told else None  # before, the others may go on without it
+        return first if first is None else replace(first, checkpoint=self._checkpoint)
+
+    def deadline(self, now: float) -> float | None:
+        """When to `decide` at the latest; None if nothing is pending."""
+        deadlines = [self._verdict.deadline(), self._inspection.deadline()]
+        if self._verdict.first is None:
+            deadlines.append(self._stall.next_look(now))
+        if not self._is_told:
+            deadlines.append(self.job.deadline())
+        return min((at for at in deadlines if at is not None), default=None)
+
+    # ------------------------------------------------------------------ what is heard
+
+    def hear(self, peer: Peer, message: Message, now: float) -> None:
+        """A message of a process, or of a stranger.
+
+        Raises:
+            ProtocolError: it is none that may come from there: the connection is to be closed.
+        """
+        if peer.identity is None:
+            self._greet(peer, message, now)
+            return
+        process = self._process_of.get(peer)
+        match message:
+            case protocol.Dismiss(node):
+                self._connections.send(peer, self._dismiss(node, now))
+            case protocol.Exited() | protocol.Vanished() | protocol.Failed() | protocol.Echoed():
+                self.report(message, now)
+            case Report() if process is not None:
+                self._heard(process, message, now)
+                if self._is_told and self._verdict.first is not None:  # it may not have heard so
+                    self._connections.send(peer, protocol.Failure(self._verdict.first.cut()))
+            case protocol.Saved(path):
+                self._checkpoint = path
+            case protocol.Who():
+                ranks = [member.rank for member in self.job.roster.remaining if member.is_connected]
+                self._connections.send(peer, protocol.Here(tuple(sorted(ranks))))
+            case _ if process is not None and process.is_member:
+                self._deliver(self._inspection.handle(process.rank, message, now))
+
+    def _heard(self, process: Process, report: Report, now: float) -> None:
+        before = process.report
+        self.job.reported(process, report, now)
+        if process.report is not report or not process.is_member:
+            return
+        if report.begun > (0 if before is None else before.begun):
+            for record in self._gone_between:
+                self._verdict.vanished(record, now)
+            self._gone_between.clear()
+            self._inspection.begun(process.rank)
+        if report.ended > (0 if before is None else before.ended):
+            self._inspection.finished(process.rank, report.ended, report.run)
+        if process.is_active:
+            self._stall.report(process.who, report.where, now)
+        else:
+            self._stall.forget(process.rank)
+
+    def _greet(self, peer: Peer, message: Message, now: float) -> None:
+        if not isinstance(message, protocol.Hello):
+            raise ProtocolError("no hello")
+        if not hmac.compare_digest(message.token.encode(), self._token.encode()):
+            raise ProtocolError("another token")
+        if message.version != protocol.VERSION:
+            text = (
+                f"it speaks version {message.version} of the control protocol, and the server version"
+                f" {protocol.VERSION}. Install the same lightning_ddp on all nodes"
+            )
+            self._connections.send(peer, protocol.Failure(FailureRecord.of_identity(message.identity, text)))
+            raise ProtocolError(text)
+        who = message.identity
+        process = None
+        if who.rank >= 0:
+            process = self.job.connected(who, now, start=message.start, is_launcher=message.is_launcher)
+            self._peers[process.number], self._process_of[peer] = peer, process
+            if process.is_member:
+                self._members[process.rank] = process
+                self._inspection.joined(process.rank)
+        peer.identity = who
+        self._connections.admit(peer, self._settings.heartbeat_timeout_s)
+        is_known = self._is_told if message.is_new else self._verdict.first is not None
+        if self._verdict.first is not None and is_known and who.rank >= 0:
+            self._connections.send(peer, protocol.Failure(self._verdict.first.cut()))
+
+    def report(self, message: Message, now: float) -> None:
+        """What a process says of a failure; also one that runs in the server's own process."""
+        match message:
+            case protocol.Failed(record):
+                self._accuse(record, now)
+            case protocol.Echoed(record):
+                if self._is_of_member(record):
+                    self._verdict.echo(record, now)
+                    self._end_with_echoes()
+            case protocol.Vanished(record):
+                process = self.job.roster.of(record) if self.job.goes_on else None
+                if process is None or process.is_member:
+                    self._verdict.vanished(self._ranked(record), now)
+            case protocol.Exited(record):
+                self._exited(record, now)
+
+    def _accuse(self, record: FailureRecord, now: float) -> None:
+        """A failure that explains itself; that of a process which is to join concerns itself alone."""
+        if self._is_of_member(record):
+            self._verdict.accuse(record)
+            return
+        process = self.job.roster.of(record)
+        if process is not None and process.number in self._peers:
+            self._connections.send(self._peers[process.number], protocol.Failure(record.cut()))
+
+    def _is_of_member(self, record: FailureRecord) -> bool:
+        process = self.job.roster.of(record)
+        return process is None or process.state is ProcessState.MEMBER or not self.job.goes_on
+
+    def _exited(self, record: FailureRecord, now: float) -> None:
+        is_early = self.job.goes_on and self.job.has_met and self.job.roster.of(record) is None
+        member = self.job.exited(record, now)
+        if member is None and (is_early or self.job.roster.of(record) is not None):
+            return
+        is_news = member is None or record.exit_code != 0 or not self.job.has_met or not self.job.goes_on
+        if is_news:  # else what its connection says counts
+            self._verdict.exited(self._ranked(record), record.message, now)
+
+    def _ranked(self, record: FailureRecord) -> FailureRecord:
+        """The record with the present rank of its process."""
+        process = self.job.roster.of(record) if self.job.goes_on else None
+        return record if process is None else replace(record, rank=process.rank)
+
+    def lost(self, peer: Peer, error: OSError | None, now: float) -> None:
+        """A connection has ended."""
+        process = self._process_of.get(peer)
+        self.hang_up(peer, now)
+        if process is None or not process.is_member:
+            return  # if it is one of the run its launcher tells of its end
+        if process.phase is RankPhase.ENDED or (peer.reads_nothing and not self.job.goes_on):
+            return  # what it has missed it says itself, or its launcher
+        members = self.job.roster.remaining
+        is_in_run = process.phase is not RankPhase.IDLE or process.num_ended > self.job.all_ended
+        if not is_in_run and not any(other.is_active for other in members):
+            self._gone_between.append(FailureRecord.of_identity(process.who, GONE))
+            return
+        message = explain_loss(error, process.who, self._settings.heartbeat_timeout_s)
+        record = FailureRecord.of_identity(process.who, message)
+        if message == GONE:
+            self._verdict.vanished(record, now)
+        elif not self._lose(process, record, now, has_ended=True):
+            self._verdict.accuse(record)
+        else:
+            for other in [member for member in members if member.node == process.node]:
+                self._lose(other, FailureRecord.of_identity(other.who, message), now, has_ended=True)
+
+    def hang_up(self, peer: Peer, now: float) -> None:
+        """Closes a connection, and has its process connected no more."""
+        process = self._process_of.pop(peer, None)
+        if not peer.is_closed:
+            self._connections.hang_up(peer)
+        if process is None:
+            return
+        self._peers.pop(process.number, None)
+        self.job.disconnected(process, now)
+        if process.is_member:
+            self._stall.forget(process.rank)
+            self._deliver(self._inspection.left(process.rank, now))
+
+    def _lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
+        """A rank is lost; returns whether the others may go on without it."""
+        if self._is_told or not self.job.lose(process, record, now, has_ended=has_ended):
+            return False
+        self._stall.forget(process.rank)
+        self._end_with_echoes()
+        return True
+
+    def _end_with_echoes(self) -> None:
+        """Has the run end if a process has failed that is called: it does not answer."""
+        if self._settings.recovery is not None and not self._settings.recovery.exceptions:
+            for echo in self._verdict.echoes:
+                process = self.job.roster.of(echo)
+                if process is not None:
+                    self.job.gave_up(process, f"rank {echo.rank} cannot continue: {echo.message}")
+
+    def _deliver(self, outgoing: Outgoing) -> None:
+        """Sends messages to ranks."""
+        for rank, message in outgoing:
+            if rank in self._members and self._members[rank].number in self._peers:
+                self._connections.send(self._peers[self._members[rank].number], message)
+
+    # ------------------------------------------------------------------ what is to be done
+
+    def decide(self, now: float) -> FailureRecord | None:
+        """Does what is due; returns the first failure of the run once, when it is certain."""
+        job = self.job
+        self._renew(now)
+        is_meeting = job.phase not in (JobPhase.RUNNING, JobPhase.OVER)
+        stalled = self._stall.find(now, may_all_wait=is_meeting)
+        if stalled is not None and not self._is_told:
+            stalled = self._with_stack(stalled)
+            process = job.roster.of(stalled)
+            if process is None or not self._lose(process, stalled, now, has_ended=False):
+                self._verdict.accuse(stalled)
+        self._deliver(self._inspection.due(now))
+        stranded = self._inspection.stranded(self._leaving_ranks)
+        if stranded is not None and stranded[0] in self._members:
+            self._verdict.accuse(FailureRecord.of_identity(self._members[stranded[0]].who, stranded[1]))
+        if not self._is_told:
+            self._go_on(now)
+        first = self._verdict.decide(now)
+        if first is not None and not self._is_told:
+            self._is_told = True
+            self._say(job.history.tell())
+            self._connections.send_all([protocol.Failure(first.cut())])
+            return first
+        return None
+
+    def _go_on(self, now: float) -> None:
+        """Takes what the ranks may go on without out of the verdict, and does what is due then."""
+        job = self.job
+        while job.phase is not JobPhase.OVER:
+            first = self._verdict.decide(now)
+            if first is None or not self._is_of_one_rank(first):
+                break
+            process = job.roster.of(first)
+            is_settled = job.goes_on and process is not None and not process.is_member
+            has_ended = first.exit_code is not None
+            if not is_settled and (
+                process is None or not self._lose(process, first, now, has_ended=has_ended)
+            ):
+                break
+            self._verdict.set_aside(first)
+        job.is_pending = self._verdict.deadline() is not None
+        while actions := job.tick(now):
+            for action in actions:
+                self._act(action, now)
+            self._renew(now)
+        if job.phase is JobPhase.OVER and job.reason is not None and self._verdict.first is None:
+            cause = job.cause or FailureRecord(rank=0, message=job.reason)
+            message = f"{cause.message}\n  The other ranks did not continue: {job.reason}"
+            self._verdict.settle(replace(cause, message=message))
+
+    def _act(self, action: object, now: float) -> None:
+        match action:
+            case Send(process, order):
+                if process.number in self._peers:
+                    self._connections.send(self._peers[process.number], order)
+            case Kill(process):
+                self._processes.kill_one(process.identity.pid)
+            case HangUp(process):
+                if process.number in self._peers:
+                    self.hang_up(self._peers[process.number], now)
+            case StartProcess(None, place, number):
+                self._processes.start_again(place, number)
+            case StartProcess(launcher, place, number) if launcher is not None:
+                if launcher.number in self._peers:
+                    self._connections.send(self._peers[launcher.number], protocol.Start(place, number))
+            case Say(text):
+                self._say(text)
+            case Accuse(record):
+                self._verdict.accuse(record)
+
+    def _renew(self, now: float) -> None:
+        """What is kept by rank begins anew with each generation, and when all have connected."""
+        if not self.job.has_met or self.job.generation == self._seen:
+            return
+        self._members = {member.rank: member for member in self.job.roster.members}
+        if self._seen >= 0:
+            self._inspection = Inspection(len(self.job.roster.members))
+            self._stall = StallWatch(self._settings.stall_timeout_s, len(self.job.roster.members))
+            for member in self.job.roster.members:
+                self._inspection.joined(member.rank)
+        self._seen = self.job.generation
+        self._stall.begin([member.who for member in self.job.roster.members], now)
+
+    def _is_of_one_rank(self, record: FailureRecord) -> bool:
+        """Whether the others may go on: a process has ended, or its code has raised where that is allowed."""
+        recovery, kind = self._settings.recovery, record.exception_type
+        if record.exception_class is None or recovery is None or not recovery.exceptions:
+            has_ended = record.exit_code is not None or record.message == GONE
+            return kind == "SystemExit" or (kind is None and has_ended)
+        is_of_user = not record.exception_class.startswith("lightning_ddp.")
+        return is_of_user and kind != "KeyboardInterrupt" and record.pid != self._pid
+
+    def _dismiss(self, node: int, now: float) -> protocol.Dismissed:
+        """Asks the members of a node to leave; returns which do, or why not."""
+        job, why = self.job, None
+        there = {member.node for member in job.roster.remaining}
+        nodes = map(str, sorted(job.roster.nodes.values()) if not there else sorted(there))
+        if not job.goes_on:
+            why = "the other ranks of this run would not continue, because it has on_failure='stop'"
+        elif node == 0:
+            why = (
+                "the run needs its first node, which has the control server. SIGTERM to the process there"
+                " stops all ranks"
+            )
+        elif not job.has_met:
+            why = "not all ranks have connected yet"
+        elif node not in there:
+            why = f"no rank of node {node} is in the run; expected node {one_of(nodes)}"
+        elif job.stopping is not None:
+            why = "all ranks are stopping already"
+        leaving = job.dismiss(node, now) if why is None else []
+        return protocol.Dismissed(tuple(sorted(member.rank for member in leaving)), why)
+
+    def stop(self, signal: int, now: float, *, is_requeue: bool = False) -> None:
+        """Have all ranks stop at a step boundary."""
+        self.job.stop(Wish(WishKind.STOP, signal, is_requeue), now)
+
+    def _leaving_ranks(self) -> set[int]:
+        return {member.rank for member in self.job.roster.remaining if member.num_ended > self.job.all_ended}
+
+    def identities(self) -> list[Identity]:
+        """The ranks that belong to the run, with their first ranks."""
+        return [member.identity for member in self.job.roster.remaining]

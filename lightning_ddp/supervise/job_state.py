@@ -1,0 +1,674 @@
+"""The job as the control server knows it: what each process is, and what it is to do. Pure: no clock, no I/O.
+
+A run has generations. In each one a fixed set of processes takes its steps together. When one of them is lost
+the others are told to stop (RECOVER), and report how many optimizer steps they have committed. When all have,
+and the lost ones are known to have ended, the next generation is formed out of those that are left (ENTER);
+once all of these have the state, they train on (RUN).
+
+What is committed needs no vote, as an all-reduce needs all ranks: whoever has finished step k holds the state
+after k, in which each rank had its part. So the largest step among the reports wins. Those that are one step
+behind copy the state; if nobody has finished the step, all undo what they have of it and do it again.
+
+Processes join and leave at a boundary on which all agree: all are held (HOLD) and report how many boundaries
+they have passed; each goes on up to the largest number and stops there (MEET). Nothing is undone. A signal
+that stops all is the same agreement (STOP).
+
+A process changes its class by its own report only: the loss of another one gives orders, and changes nobody.
+Who does not follow an order in time, or is silent while others wait for it, is lost. `tick` does what is due;
+it is to be called after each event, and at `deadline`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_ddp.supervise.actions import Accuse, Action, HangUp, Kill, Say
+from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity
+from lightning_ddp.supervise.order_book import OrderBook
+from lightning_ddp.supervise.orders import (
+    TASKS,
+    JobPhase,
+    NewGeneration,
+    Order,
+    RankPhase,
+    Report,
+    Task,
+    Wish,
+    WishKind,
+)
+from lightning_ddp.supervise.processes import OUT, Process, ProcessState, Roster
+from lightning_ddp.supervise.protocol import ProtocolError
+from lightning_ddp.supervise.recoveries import Recoveries, new_generation
+from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
+from lightning_ddp.supervise.slots import Slots
+
+__all__ = ["JobState"]
+
+SETTLE_S = 0.1
+"""How long after a failure others may join it, so that they are one change of the world and not two."""
+_PERIOD_S = 1.0
+_REPORTS_A_S = 128
+"""Of all ranks together, while no fact changes: each costs the server some 50 us."""
+_MEETS_WITHIN_S = 30.0
+"""How long ranks that are all there may fail to connect to each other."""
+_MOST_VOIDS = 5
+"""How often they may fail to at least: one that is stopped for a while makes a single attempt long."""
+
+
+_GOING = frozenset({JobPhase.RUNNING, JobPhase.HOLDING, JobPhase.STOPPING})
+"""In which no member stops."""
+
+
+@dataclass
+class _Stop:
+    """All are to stop at a boundary."""
+
+    wish: Wish
+    deadline: float | None
+
+
+class JobState:
+    """The job.
+
+    Args:
+        world_size: number of ranks.
+        settings: times, and whether the run goes on without ranks that it loses.
+        period_s: how often ranks are to report, and to be answered, as stalls are looked for; None if they
+            are not.
+    """
+
+    def __init__(self, world_size: int, settings: ReconcileSettings, period_s: float | None = None) -> None:
+        self.goes_on = settings.recovery is not None
+        """Whether the run goes on without ranks that it loses."""
+        self._settings = settings.recovery or RecoverySettings()
+        replaces = isinstance(self._settings, ReplaceSettings)
+        self._wait_s = self._settings.wait_s if isinstance(self._settings, ReplaceSettings) else 0.0
+        self._grace_s = settings.failure_grace_s
+        self._period_s = period_s or min(max(_PERIOD_S, world_size / _REPORTS_A_S), self._grace_s / 3)
+        self.phase = JobPhase.CONNECTING
+        self.generation = 0
+        self.roster = Roster(world_size)
+        self.history = History()
+        self.reason: str | None = None
+        """Why the run cannot go on."""
+        self.cause: FailureRecord | None = None
+        """The first failure since all were running."""
+        self.all_ended = 0
+        """Runs that all members have ended."""
+        self.is_pending = False
+        """Whether the failure of a process may be explained soon; nothing is formed meanwhile."""
+        self.left: list[int] = []
+        """Places of those that have left since a generation was whole."""
+        self._slots = Slots(self.roster, self._settings.max_recoveries if replaces else None)
+        self._recoveries = Recoveries(self._settings.max_recoveries)
+        self._book = OrderBook(None if period_s is None else period_s / 2)
+        self._since = self._look_at = 0.0
+        """When this phase has begun, and when somebody may be late in it."""
+        self._awaited: set[Process] = set()
+        """Members that have not followed the order of this phase."""
+        self._not_ended: set[Process] = set()
+        """Members that have not ended the next run."""
+        self._most_ended = 0
+        self._position = 0
+        """Of the boundary where all meet, or stop."""
+        self._has_new = False
+        """Whether those that meet expect others to join."""
+        self.stopping: _Stop | None = None
+        """Set once all are to stop, for a signal."""
+        self._leaves_at: float | None = None
+        """When those that were asked to leave do; None if nobody was."""
+        self._settles_at = 0.0
+        self._short_until: float | None = None
+        """Until when enough others have to come; None while there are enough."""
+        self._lost: dict[Process, FailureRecord] = {}
+        """Members that were lost since a generation was formed."""
+        self._whole = 0
+        """The last generation all of whose members had its state."""
+        self._new: NewGeneration | None = None
+        self._voids: list[float] = []
+        """When generations did not become whole, though nobody was lost, since one was."""
+        self._touched: list[Process] = []
+        """Those that have reported, or changed, since `tick`."""
+        self._actions: list[Action] = []
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks have been connected."""
+        return self.phase is not JobPhase.CONNECTING
+
+    # ------------------------------------------------------------------ what happens
+
+    def connected(self, who: Identity, now: float, *, start: int | None, is_launcher: bool) -> Process:
+        """A process has connected, in the place of its rank.
+
+        Args:
+            who: it.
+            now: the time.
+            start: which start in its place it follows, if it is to join; 0 for none.
+            is_launcher: whether it starts the processes of its node.
+
+        Raises:
+            ProtocolError: there is no place for it.
+        """
+        place = who.rank
+        may_come = place < self.roster.num_places and not self.roster.is_late(who)
+        if start is None:
+            may_come &= self.phase is JobPhase.CONNECTING and place not in self.roster.nodes
+        else:
+            may_come = may_come and self._slots.may_come(who, start, is_launcher)
+        if not may_come:
+            raise ProtocolError(f"there is no place for rank {place}")
+        if start == 0:
+            start = self._slots.num_started(place)
+        process = self.roster.add(who, now, start=start, is_launcher=is_launcher)
+        self._touched.append(process)
+        if process.is_member:
+            self._not_ended.add(process)
+        elif self.roster.launcher_of(place) is process:  # its node has come back
+            self._slots.reopen(who.node_rank, now)
+        return process
+
+    def reported(self, process: Process, report: Report, now: float) -> None:
+        """A process has said what it is."""
+        before, process.heard_at = process.report, now
+        if process.state is ProcessState.GONE or (before is not None and report.number <= before.number):
+            return
+        process.report = report
+        self._touched.append(process)
+        if process.state is ProcessState.JOINING and report.state_of == self.generation:
+            process.state = ProcessState.MEMBER
+        if report.ended > self.all_ended or report.phase is RankPhase.ENDED:
+            self._not_ended.discard(process)
+        if process.is_member:
+            self._most_ended = max(self._most_ended, report.ended)
+        if report.wish is not None and (before is None or before.wish != report.wish):
+            self._wished(process, report.wish, now)
+        begins = before is None or report.begun > before.begun
+        if begins and report.run not in ("", "fit") and self._leaves_at is not None:  # nobody leaves there
+            self.stop(Wish(WishKind.STOP, signal.SIGTERM), now)
+        self._note(process)
+        is_stopped = process.is_member and report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
+        if is_stopped and process.has_heard and self.phase in _GOING:  # it was called a moment ago, perhaps
+            self._recover(FailureRecord.of_identity(process.who, "it has stopped"), now)
+
+    def _note(self, process: Process) -> None:
+        """Notes whether a member has followed the order of this phase."""
+        report = process.report
+        if not process.is_member or report is None:
+            return
+        follows = process.has_heard
+        match self.phase:
+            case JobPhase.HOLDING:
+                follows |= not process.is_active
+            case JobPhase.MEETING:
+                follows &= report.phase is RankPhase.MEETING and report.progress is not None
+            case JobPhase.RECOVERING:
+                has_stopped = report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
+                has_stopped &= report.progress is not None
+                follows &= has_stopped or report.phase is RankPhase.STANDING
+            case JobPhase.FORMING:
+                follows = report.generation == report.state_of == self.generation
+            case JobPhase.STOPPING:
+                follows = not process.is_active
+            case _:
+                return
+        if follows:
+            self._awaited.discard(process)
+        else:
+            self._awaited.add(process)
+
+    def _wished(self, process: Process, wish: Wish, now: float) -> None:
+        if wish.kind is WishKind.LEAVE_NODE:
+            self.dismiss(process.node, now)
+        elif not process.is_member:
+            if process.state is ProcessState.STANDING:
+                self._release(process)
+        elif wish.kind is WishKind.STOP:
+            self.stop(wish, now)
+        else:
+            self._leaves_at = now + SETTLE_S
+
+    def dismiss(self, node: int, now: float) -> list[Process]:
+        """Have all processes of a node leave, and nobody join there; returns its members."""
+        there = [process for process in self.roster.living.values() if process.node == node]
+        for process in there:
+            process.is_dismissed = True
+            if process.state is ProcessState.STANDING:
+                self._release(process)
+        self._leaves_at = now + SETTLE_S
+        return [process for process in there if process.is_member]
+
+    def stop(self, wish: Wish, now: float) -> None:
+        """Have all stop at a boundary; later calls change nothing."""
+        if self.stopping is None and any(process.is_active for process in self.roster.remaining):
+            self.stopping, self._leaves_at = _Stop(wish, now + self._grace_s), None
+
+    def disconnected(self, process: Process, now: float) -> None:
+        """A connection has ended. What becomes of a member is for others to say: `lose`."""
+        process.is_connected = False
+        if process.node != 0 and process.state in (ProcessState.STANDING, ProcessState.RELEASED):
+            self._exit(process, now)  # its launcher may be gone with it
+        if process.is_launcher and process.node != 0:
+            self._slots.reopen(process.node, now)  # what it was asked for is another one's, if any
+
+    def exited(self, record: FailureRecord, now: float) -> Process | None:
+        """A child has ended, says its launcher; returns the member that is to be explained, if it is one."""
+        process = self.roster.of(record)
+        if process is None:
+            self.roster.note_early(record)
+            if self._slots.is_awaited(record.rank, self._slots.num_started(record.rank)):
+                self._slots.failed(record.rank, now)
+        elif not process.has_exited:  # else two have told of it
+            process.has_exited = True
+            if process.is_member:
+                return process
+            self._exit(process, now)
+        return None
+
+    def _exit(self, process: Process, now: float) -> None:
+        """A process that is no member has ended."""
+        process.has_exited = True
+        match process.state:
+            case ProcessState.RELEASED if process.has_state:
+                self._slots.left(process.place, now)
+            case ProcessState.STANDING | ProcessState.RELEASED:
+                if self._slots.is_awaited(process.place, process.start):
+                    self._slots.failed(process.place, now)
+            case ProcessState.CONDEMNED if process not in self._lost:
+                self._slots.failed(process.place, now)
+        self._remove(process)
+
+    def _remove(self, process: Process) -> None:
+        self.roster.remove(process)
+        self._not_ended.discard(process)
+        self._awaited.discard(process)
+
+    def _release(self, process: Process) -> None:
+        """Has a process end, which is no failure."""
+        process.state = ProcessState.RELEASED
+        self._not_ended.discard(process)
+        self._touched.append(process)
+
+    def lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
+        """A member is lost; returns whether the others may go on without it.
+
+        Args:
+            process: who.
+            record: how.
+            now: the time.
+            has_ended: whether it is certain that it does nothing any more.
+        """
+        if not self.goes_on or not self.has_met or self.phase is JobPhase.OVER or not process.is_member:
+            return False
+        self.history.lost(process.place, record, now)
+        # one of another node cannot be killed from here; it is told nothing more, and its node does that
+        has_ended |= process.has_exited or process.node != 0
+        if process.state is ProcessState.JOINING:  # it has not got as far as the others
+            self.roster.put_out(process)
+            if has_ended:
+                self._slots.failed(process.place, now)
+        else:
+            self._lost[process] = record
+        self._actions.append(HangUp(process))
+        self._recover(record, now)
+        if has_ended:
+            self._remove(process)
+        else:  # its end is awaited as the answers of the others
+            process.state, process.heard_at = ProcessState.CONDEMNED, now
+            self._not_ended.discard(process)
+            self._awaited.add(process)
+            self._actions.append(Kill(process))
+        remaining = self.roster.remaining
+        if self._is_short(remaining):
+            if not self._wait_s or not remaining:
+                self._give_up(f"{len(remaining)} ranks remain, fewer than min_world_size")
+            self._short_until = self._short_until or now + self._wait_s
+        return True
+
+    def gave_up(self, process: Process, why: str) -> None:
+        """A process fails that the others wait for: the run ends."""
+        if self.phase in (JobPhase.RECOVERING, JobPhase.FORMING) and process.is_member:
+            self._give_up(why)
+
+    # ------------------------------------------------------------------ what is to be done
+
+    def deadline(self) -> float | None:
+        """When to call `tick` at the latest; None if nothing is pending."""
+        found = [self._next_look()]
+        if self.phase is JobPhase.RUNNING and self._leaves_at is not None and self._all_are_active:
+            found.append(self._leaves_at)
+        if self.stopping is not None:
+            found.append(self.stopping.deadline)
+        if self.phase is JobPhase.RECOVERING and not self._awaited and self._is_settled():
+            found.append(self._settles_at)
+        if self.phase is JobPhase.HOLDING and self.stopping is None:
+            found.append(self._short_until)
+        if self.phase is not JobPhase.OVER:
+            found.append(self._slots.deadline())
+        return min((at for at in found if at is not None), default=None)
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what is due; returns what is to be done about it."""
+        self._lose_late(now)
+        while self._advance(now):
+            pass
+        if self.has_met and self.phase is not JobPhase.OVER:
+            self._actions += self._slots.due(now)
+        if self.phase is not JobPhase.OVER or self.reason is None:  # then the failure is told to all
+            template, touched = self._template(), self._touched
+            self._actions += self._book.give(template, touched, self.roster.living.values(), now)
+            self._touched = []
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _template(self) -> Order:
+        """What members are to do."""
+        task = TASKS[self.phase]
+        return Order(
+            number=0,
+            task=task,
+            position=self._position if task in (Task.MEET, Task.STOP) else 0,
+            has_new=self._has_new and task is Task.MEET,
+            wish=self.stopping.wish if task is Task.STOP and self.stopping is not None else None,
+            record=self.cause if task is Task.RECOVER else None,
+            generation=self._new if task is Task.ENTER else None,
+            all_ended=self.all_ended,
+            period_s=self._period_s,
+        )
+
+    def _advance(self, now: float) -> bool:
+        """Goes on to another phase, if it is time; returns whether it has."""
+        self._count_ended()
+        self._release_late()
+        before = self.phase, self.generation, self._since
+        match self.phase:
+            case JobPhase.CONNECTING if len(self.roster.members) == self.roster.num_places:
+                self.roster.members.sort(key=lambda process: process.place)
+                self._enter(JobPhase.RUNNING, now)
+            case JobPhase.RUNNING if self._wants_boundary(now):
+                self._enter(JobPhase.HOLDING, now)
+            case JobPhase.HOLDING:
+                self._advance_holding(now)
+            case JobPhase.MEETING:
+                self._advance_meeting(now)
+            case JobPhase.RECOVERING:
+                self._advance_recovering(now)
+            case JobPhase.FORMING:
+                self._advance_forming(now)
+        return (self.phase, self.generation, self._since) != before
+
+    def _enter(self, phase: JobPhase, now: float) -> None:
+        self.phase, self._since, self._look_at = phase, now, now + self._grace_s
+        is_of_run = phase in (JobPhase.HOLDING, JobPhase.STOPPING)
+        is_awaited = phase not in (JobPhase.RUNNING, JobPhase.OVER)
+        remaining = self.roster.remaining if is_awaited else []
+        self._awaited = {process for process in remaining if process.is_active or not is_of_run}
+
+    def _advance_holding(self, now: float) -> None:
+        if self._short_until is not None and self.stopping is None:
+            if self._is_short([*self.roster.remaining, *self._slots.ready(now)]):
+                if now >= self._short_until:
+                    self._give_up(
+                        f"{len(self.roster.remaining)} ranks remain, fewer than min_world_size, and no new"
+                        f" ranks have joined within wait_s={self._wait_s:g} s"
+                    )
+                return
+        elif not self._wants_boundary(now):
+            self._enter(JobPhase.RUNNING, now)
+            return
+        if self._awaited:
+            return
+        self._position = max(p.report.position for p in self.roster.remaining if p.report is not None)
+        if self.stopping is not None:
+            self._enter(JobPhase.STOPPING, now)
+        elif self._is_settled():
+            self._has_new = bool(self._slots.ready(now))
+            self._enter(JobPhase.MEETING, now)
+
+    def _advance_meeting(self, now: float) -> None:
+        remaining = self.roster.remaining
+        if not self._awaited:
+            if self._is_settled():
+                self._form(now)
+        elif any(not process.is_active for process in remaining):  # the run of one of them has ended
+            if any(process.phase is RankPhase.MEETING for process in remaining):
+                gone = next(process for process in remaining if not process.is_active)
+                text = "it has ended its run before the others"
+                self._recover(FailureRecord.of_identity(gone.who, text), now)
+            else:
+                self._enter(JobPhase.RUNNING, now)
+
+    def _advance_recovering(self, now: float) -> None:
+        for process in self.roster.remaining if self._awaited else ():
+            if process.phase in OUT:  # it has ended its part, and does not answer
+                process.state = ProcessState.RELEASED
+                self.left.append(process.place)
+                self.roster.put_out(process)
+                self._awaited.discard(process)
+            elif process.phase is RankPhase.FAILED and process.report is not None and process.report.why:
+                self._give_up(process.report.why)
+                return
+        if not self.roster.remaining:
+            self.cause = None  # all that are not lost have ended well
+            self._enter(JobPhase.OVER, now)
+        elif not self._awaited and now >= self._settles_at and self._is_settled():
+            self._form(now)
+
+    def _is_settled(self) -> bool:
+        """Whether nobody may be lost who is to be a member of what follows."""
+        is_there = (process.is_connected and not process.has_exited for process in self.roster.remaining)
+        return not self.is_pending and all(is_there)
+
+    def _advance_forming(self, now: float) -> None:
+        for process in list(self._awaited):
+            report = process.report
+            if report is None:
+                continue
+            has_stopped = report.generation == self.generation and process.has_heard
+            has_stopped &= report.phase in (RankPhase.STOPPED, RankPhase.STANDING, RankPhase.MEETING)
+            is_needed = process.state is ProcessState.MEMBER
+            if report.phase is RankPhase.FAILED and report.why and is_needed:
+                self._give_up(report.why)
+                return
+            if has_stopped or report.phase in OUT:
+                self._void(process, now)
+                return
+        if self._awaited:
+            return
+        self._whole, self.left, self._voids, self.cause = self.generation, [], [], None
+        self.history.went_on(now)
+        if self.stopping is not None:
+            self._position = -1
+            self._enter(JobPhase.STOPPING, now)
+        else:
+            is_short = self._short_until is not None
+            self._enter(JobPhase.HOLDING if is_short else JobPhase.RUNNING, now)
+
+    def _void(self, process: Process, now: float) -> None:
+        """A member of the generation that is formed has stopped again, and nobody is lost: all meet anew."""
+        self._voids.append(now)
+        cause = FailureRecord.of_identity(process.who, "it could not connect to the other ranks")
+        if len(self._voids) >= _MOST_VOIDS and now - self._voids[0] >= _MEETS_WITHIN_S:
+            self.cause = self.cause or cause
+            self._give_up("the remaining ranks could not connect to each other")
+        else:
+            self._recover(cause, now)
+
+    def _recover(self, cause: FailureRecord, now: float) -> None:
+        """Has all stop that are there, unless they do."""
+        self._settles_at = now + SETTLE_S
+        if self.phase is not JobPhase.RECOVERING:
+            self.cause = self.cause or cause.cut()
+            self._enter(JobPhase.RECOVERING, now)
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        self._enter(JobPhase.OVER, self._since)
+
+    def _count_ended(self) -> None:
+        """Counts the runs that all members have ended."""
+        while self.roster.members and not self._not_ended:
+            there = [p for p in self.roster.remaining if p.phase is not RankPhase.ENDED]
+            if not there:
+                break
+            self.all_ended += 1
+            self._not_ended = {process for process in there if process.num_ended <= self.all_ended}
+
+    def _release_late(self) -> None:
+        """Has those end that come after the last step, or whose launcher is gone."""
+        for process in self.roster.standing:
+            is_over = self.phase is JobPhase.OVER and self.reason is None
+            if process.num_ended < self._most_ended or is_over:
+                self._slots.close(process.place)
+                self._release(process)
+            elif process.node != 0 and self.roster.launcher_of(process.place) is None:
+                self._release(process)
+
+    # ------------------------------------------------------------------ who has not followed
+
+    def _next_look(self) -> float | None:
+        """When somebody may be late."""
+        is_unlimited = self.phase in (JobPhase.CONNECTING, JobPhase.STOPPING, JobPhase.RUNNING, JobPhase.OVER)
+        return self._look_at if self._awaited and not is_unlimited else None
+
+    def _lose_late(self, now: float) -> None:
+        """Whoever has not followed an order in time is lost; in a stop for a signal, the run fails."""
+        if self.stopping is not None and self.stopping.deadline is not None and now >= self.stopping.deadline:
+            self.stopping.deadline = None
+            self._accuse_late([process for process in self.roster.remaining if process.is_active])
+        if (at := self._next_look()) is None or now < at:
+            return
+        for process in [process for process in self._awaited if self._is_late(process, now)]:
+            if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
+                self._remove(process)
+                continue
+            message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
+            self.lose(process, FailureRecord.of_identity(process.who, message), now, has_ended=False)
+        heard_at = (max(process.heard_at, self._since) for process in self._awaited)
+        self._look_at = max(self._look_at, min(heard_at, default=now) + self._grace_s)
+
+    def _is_late(self, process: Process, now: float) -> bool:
+        is_strict = self.phase is JobPhase.RECOVERING and process.state is not ProcessState.CONDEMNED
+        is_strict |= process.state is ProcessState.JOINING
+        heard_at = self._since if is_strict else max(process.heard_at, self._since)
+        return heard_at + self._grace_s <= now
+
+    def _accuse_late(self, late: list[Process]) -> None:
+        if late:
+            names = ", ".join(str(process.rank) for process in late)
+            message = (
+                f"all were asked to stop by a signal, but rank(s) {names} did not reach the next step"
+                f" boundary within failure_grace_s={self._grace_s:g} s"
+            )
+            self._actions.append(Accuse(FailureRecord(rank=late[0].rank, message=message)))
+
+    # ------------------------------------------------------------------ who joins and leaves
+
+    def _wants_boundary(self, now: float) -> bool:
+        """Whether all are to stop at a boundary: for a signal, or as others join or leave."""
+        if self.stopping is not None:
+            return True
+        if self._leaves_at is None and not self.roster.standing:  # as for most of a run
+            return False
+        if not self._all_are_active:  # the run ends, and nobody meets in it any more
+            return False
+        if self._leaves_at is not None and now >= self._leaves_at:
+            leavers = [process for process in self.roster.remaining if process.wants_to_leave]
+            if leavers and self._may_go(leavers):
+                return True
+            self._leaves_at = None
+            if leavers:
+                number, least = len(leavers), self._settings.min_world_size
+                text = (
+                    f"lightning_ddp: {number} of {len(self.roster.members)} ranks were asked to leave, but"
+                    f" fewer than min_world_size={least} would remain, so all ranks stop at the next step"
+                    " boundary\n"
+                )
+                self._actions.append(Say(text))
+                self.stop(Wish(WishKind.STOP, signal.SIGTERM), now)
+                return True
+        return bool(self._slots.ready(now))
+
+    @property
+    def _all_are_active(self) -> bool:
+        return all(process.is_active for process in self.roster.remaining)
+
+    def _may_go(self, leavers: Iterable[Process]) -> bool:
+        gone = set(leavers)
+        return not self._is_short([process for process in self.roster.remaining if process not in gone])
+
+    def _is_short(self, processes: list[Process]) -> bool:
+        return len(processes) < self._settings.min_world_size
+
+    # ------------------------------------------------------------------ the next generation
+
+    def _form(self, now: float) -> None:
+        """Forms the next generation, or ends the run if there is none."""
+        is_met = self.phase is JobPhase.MEETING
+        remaining = self.roster.remaining
+        stand = [process for process in remaining if not process.has_state]
+        leaving = [p for p in remaining if p.wants_to_leave and (is_met or not p.has_state)]
+        if is_met and not self._may_go(leaving):
+            leaving = []
+        staying = [p for p in remaining if p not in stand and p not in leaving]
+        joined = self._slots.ready(now) if is_met and self._has_new else []
+        members = sorted([*staying, *joined], key=lambda process: process.place)
+        if self._is_short(members) and self._short_until is None:
+            if not self._wait_s or not staying:
+                self._give_up(f"{len(members)} ranks remain, fewer than min_world_size")
+                return
+            self._short_until = now + self._wait_s
+        known = {p.place: p.report.progress for p in staying if p.report and p.report.progress}
+        is_new = self._whole == self.generation
+        obstacle = self._recoveries.obstacle(known.values(), self._lost.values(), is_new=is_new)
+        if obstacle is not None:
+            self._give_up(obstacle)
+            return
+        before = tuple(process.place for process in self.roster.members if process not in stand)
+        self.left += [process.place for process in leaving if process.has_state]
+        self.generation += 1
+        self._new = new_generation(
+            self.generation,
+            known,
+            joined=tuple(process.place for process in joined),
+            before=before,
+            left=tuple(sorted(self.left)),
+            is_met=is_met,
+        )
+        self._take_in(members, joined, stand, leaving, now)
+        self.history.formed(self._new.step, before, self._new.members, now)
+        self._enter(JobPhase.FORMING, now)
+
+    def _take_in(
+        self,
+        members: list[Process],
+        joined: list[Process],
+        stand: list[Process],
+        leaving: list[Process],
+        now: float,
+    ) -> None:
+        """What each process is in the generation that is formed."""
+        assert self._new is not None
+        for process in stand:
+            process.state, process.rank = ProcessState.STANDING, process.place
+            self._slots.stands_again(process.place)
+        for process in leaving:
+            record = FailureRecord.of_identity(process.who, "the process was asked to leave")
+            self.history.released(process.place, record)
+            self._release(process)
+        for process in self._lost:
+            self._slots.lost(process.place, self._new.step, now)
+        for process in joined:
+            process.state = ProcessState.JOINING
+            self._slots.joined(process.place, self._new.step)
+        for rank, process in enumerate(members):
+            process.rank = rank
+        self._lost = {}
+        self.roster.set_members(members)
+        self._not_ended = {process for process in members if process.num_ended <= self.all_ended}
+        if not any(process.wants_to_leave for process in members):
+            self._leaves_at = None
+        if not self._is_short(members):
+            self._short_until = None

@@ -1,0 +1,94 @@
+"""The verdict: which failure of a run was first. Pure: told what happened and when."""
+
+from __future__ import annotations
+
+from lightning_ddp.supervise.failure_record import FailureRecord
+
+__all__ = ["ECHO_WAIT_S", "EXIT_WAIT_S", "Verdict"]
+
+EXIT_WAIT_S = 0.25
+"""How long a process that vanished waits for its exit code, which its launcher learns at the same time."""
+ECHO_WAIT_S = 2.0
+"""How long a lost connection waits for the failure behind it."""
+
+
+class Verdict:
+    """Decides which failure was first. Pure: told what happened and when.
+
+    A process that dies takes others along: their connections to it break, and they report that too, often
+    sooner. So a broken connection and a process that vanished wait a moment for a better explanation; an
+    exception of the user's code needs none.
+    """
+
+    def __init__(self) -> None:
+        self.first: FailureRecord | None = None
+        """It never changes, but where the others go on without that rank."""
+        self._vanished: dict[object, tuple[float, FailureRecord]] = {}
+        self._echoes: list[tuple[float, FailureRecord]] = []
+
+    def accuse(self, record: FailureRecord) -> None:
+        """A failure that explains itself: an exception of user code, or a process with its exit code."""
+        if self.first is not None:
+            return
+        self.first = record
+        if self._vanished and _key(record) not in self._vanished:
+            deadline, self.first = min(self._vanished.values(), key=lambda entry: entry[0])  # noticed earlier
+            self._vanished[_key(record)] = deadline, record  # the next, if the others go on without that one
+
+    def vanished(self, record: FailureRecord, now: float) -> None:
+        """A process whose connection closed without a word."""
+        known = self._vanished.get(_key(record))
+        if known is None:
+            self._vanished[_key(record)] = (now + EXIT_WAIT_S, record)
+        elif known[1].exit_code is not None:  # its launcher had been sooner: all is known
+            self.accuse(known[1])
+
+    def echo(self, record: FailureRecord, now: float) -> None:
+        """An exception that is usually the consequence of a failure elsewhere: a lost connection."""
+        self._echoes.append((now + ECHO_WAIT_S, record))
+
+    def exited(self, record: FailureRecord, description: str, now: float) -> None:
+        """A launcher's report of a child that ended without success; `exit_code` is set."""
+        if self.first is not None or record.exit_code is None:
+            return
+        if any(_key(echo) == _key(record) for _, echo in self._echoes):
+            return  # it failed in the open, and is waiting for a better explanation already
+        record = record.with_exit(record.exit_code, description)
+        known = self._vanished.get(_key(record))
+        if known is not None:
+            self.accuse(record if known[1].exception_type is None else known[1])
+        else:  # the last that it said may still be unread
+            self.vanished(record, now)
+
+    def decide(self, now: float) -> FailureRecord | None:
+        """The first failure, as soon as it is certain."""
+        deadline = self.deadline()
+        if deadline is not None and deadline <= now:
+            named = list(self._vanished.values()) or self._echoes
+            self.first = min(named, key=lambda entry: entry[0])[1]
+        return self.first
+
+    @property
+    def echoes(self) -> list[FailureRecord]:
+        """Those that wait for the failure behind them."""
+        return [record for _, record in self._echoes]
+
+    def set_aside(self, record: FailureRecord) -> None:
+        """The others go on without a process: what is known of it is settled."""
+        self.first = None
+        self._vanished.pop(_key(record), None)
+        self._echoes = [echo for echo in self._echoes if _key(echo[1]) != _key(record)]
+
+    def settle(self, record: FailureRecord) -> None:
+        """The failure that ends the run is known, whatever else is."""
+        self.first = self.first or record
+
+    def deadline(self) -> float | None:
+        """When to decide at the latest; None if nothing is pending."""
+        waiting = [*self._vanished.values(), *self._echoes]
+        return min((deadline for deadline, _ in waiting), default=None) if self.first is None else None
+
+
+def _key(record: FailureRecord) -> object:
+    """What a process is known by: its rank may be that of an earlier generation."""
+    return record.rank if record.pid is None else (record.node_rank, record.pid)

@@ -1,0 +1,641 @@
+"""The job and its ranks by themselves: reasons, counts, delays; `test_simulation.py` has their histories."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_ddp.supervise.actions import Accuse, Action, Kill, Say, Send, StartProcess
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
+from lightning_ddp.supervise.job_state import SETTLE_S, JobState
+from lightning_ddp.supervise.orders import (
+    JobPhase,
+    NewGeneration,
+    Order,
+    Progress,
+    RankPhase,
+    Report,
+    Task,
+    Wish,
+    WishKind,
+)
+from lightning_ddp.supervise.processes import Process
+from lightning_ddp.supervise.protocol import ProtocolError
+from lightning_ddp.supervise.rank_state import Passage, RankState
+from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
+from lightning_ddp.supervise.slots import STEPS_TO_FORGET
+
+GRACE_S = 30.0
+MANY = RecoverySettings(max_recoveries=100)
+LEAVE, STOP = Wish(WishKind.LEAVE, signal.SIGTERM), Wish(WishKind.STOP, signal.SIGTERM)
+
+
+class Job:
+    """A job whose processes hear and answer at once, but for those that a test holds back."""
+
+    def __init__(
+        self, num_ranks: int, recovery: RecoverySettings | None = MANY, *, num_nodes: int = 1, **more: Any
+    ) -> None:
+        settings = ReconcileSettings(failure_grace_s=GRACE_S, recovery=recovery)
+        self.state = JobState(num_ranks, settings, **more)
+        self.node_of = [place * num_nodes // num_ranks for place in range(num_ranks)]
+        self.now = 0.0
+        self.step = 0
+        """Optimizer steps that all have committed."""
+        self.progress: dict[int, Progress] = {}
+        """Where a process has stopped, if that is not after this step; by its place."""
+        self.deaf: set[int] = set()
+        """Places whose processes hear nothing."""
+        self.stuck: set[int] = set()
+        """Places whose processes enter a generation, and do not get its state."""
+        self.sent: list[Send] = []
+        self.done: list[Action] = []
+        self._ranks: dict[Process, RankState] = {}
+        for place in range(num_ranks):
+            self.connect(place)
+        self.go()
+
+    def connect(self, place: int, start: int | None = None, *, is_launcher: bool = False) -> Process:
+        who = Identity(rank=place, node_rank=self.node_of[place], host="h", pid=100 + len(self._ranks))
+        process = self.state.connected(who, self.now, start=start, is_launcher=is_launcher)
+        rank = self._ranks[process] = RankState(place, is_new=start is not None)
+        rank.begin_run("fit")
+        if start is not None:
+            rank.stand()
+        self.say(process)
+        return process
+
+    def member(self, place: int) -> Process:
+        return next(process for process in self.state.roster.remaining if process.place == place)
+
+    def rank(self, place: int) -> RankState:
+        return self._ranks[self.member(place)]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(process.place for process in self.state.roster.remaining)
+
+    def say(self, process: Process) -> None:
+        report = self._ranks[process].news(Where)
+        if report is not None:
+            self.state.reported(process, report, self.now)
+
+    def go(self, seconds: float = 0.0) -> None:
+        """So much later all is done that is due."""
+        self.now += seconds
+        for num_ticks in itertools.count():
+            actions = self.state.tick(self.now)
+            if not actions:
+                break
+            assert num_ticks < 100, actions
+            for action in actions:
+                if isinstance(action, Send):
+                    self.sent.append(action)
+                    if action.process.place not in self.deaf:
+                        self._follow(action.process, action.order)
+                else:
+                    self.done.append(action)
+
+    def _follow(self, process: Process, order: Order) -> None:
+        rank = self._ranks[process]
+        rank.hear(order)
+        self.say(process)
+        match order.task:
+            case Task.RECOVER if rank.is_called:
+                rank.stop()
+                rank.answer(self.progress.get(process.place, Progress(self.step, True, True, 0)))
+            case Task.MEET | Task.STOP:
+                while (passage := rank.look()) is Passage.GO:
+                    pass
+                if passage is Passage.MEET:
+                    rank.stop(has_met=True)
+                    rank.answer(Progress(self.step, True, False, 0))
+            case Task.ENTER if rank.enter_next() is not None and process.place not in self.stuck:
+                rank.settle()
+        self.say(process)
+
+    def lose(self, place: int, *, has_ended: bool = True, **how: Any) -> None:
+        """A member is lost: killed, if `how` says nothing else."""
+        process = self.member(place)
+        record = FailureRecord.of_identity(process.who, "killed", **{"exit_code": -signal.SIGKILL, **how})
+        assert self.state.lose(process, record, self.now, has_ended=has_ended)
+        self.go()
+        self.go(SETTLE_S)
+
+    def fail(self, place: int, step: int, **how: Any) -> None:
+        """A member is lost after so many steps."""
+        self.step = step
+        self.lose(place, **how)
+
+    def ask(self, place: int, wish: Wish) -> None:
+        self.rank(place).ask(wish)
+        self.say(self.member(place))
+
+    def starts(self) -> list[tuple[int, int]]:
+        """Places in which processes were to be started since this was asked last, and their numbers."""
+        found = [(action.place, action.number) for action in self.done if isinstance(action, StartProcess)]
+        self.done.clear()
+        return found
+
+    def last_order(self, place: int) -> Order:
+        return next(send.order for send in reversed(self.sent) if send.process.place == place)
+
+    def new_generation(self) -> NewGeneration:
+        found = (send.order.generation for send in reversed(self.sent))
+        return next(generation for generation in found if generation is not None)
+
+
+# ---------------------------------------------------------------------- why a run ends
+
+
+def test_too_few_ranks_end_the_run() -> None:
+    job = Job(3, RecoverySettings(min_world_size=2))
+    job.fail(2, 5)
+    assert (job.state.phase, job.members) == (JobPhase.RUNNING, (0, 1))
+    job.fail(1, 9)
+    assert job.state.phase is JobPhase.OVER
+    assert job.state.reason == "1 ranks remain, fewer than min_world_size"
+    assert job.state.cause is not None
+    assert job.state.cause.rank == 1
+
+
+def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_over() -> None:
+    job = Job(3, ReplaceSettings(min_world_size=3, wait_s=5.0))
+    job.fail(2, 5)
+    assert (job.state.phase, job.members) == (JobPhase.HOLDING, (0, 1))
+    assert {job.rank(place).look() for place in (0, 1)} == {Passage.WAIT}
+    job.connect(2, start=1)
+    job.go()
+    assert (job.state.phase, job.members, job.state.cause) == (JobPhase.RUNNING, (0, 1, 2), None)
+    job.fail(0, 6)
+    assert job.state.deadline() == job.now - SETTLE_S + 5.0
+    job.go(5.0 - 2 * SETTLE_S)
+    assert job.state.phase is JobPhase.HOLDING
+    job.go(SETTLE_S)
+    assert job.state.phase is JobPhase.OVER
+    assert "2 ranks remain" in str(job.state.reason)
+    assert "no new ranks have joined within wait_s=5 s" in str(job.state.reason)
+
+
+EXITED, RAISED = {"exit_code": 3}, {"exception_class": "builtins:ValueError", "exit_code": None}
+CRASHED, VANISHED = {"exit_code": -signal.SIGSEGV}, {"exit_code": None}
+
+
+@pytest.mark.parametrize("how", [EXITED, RAISED, CRASHED], ids=str)
+@pytest.mark.parametrize("step", [6, 7], ids="step {}".format)
+def test_samples_that_end_two_processes_alike_end_the_run(step, how) -> None:
+    """With fewer ranks a part of the samples of a step comes one step later."""
+    job = Job(5)
+    job.fail(4, 3, **how)
+    job.fail(3, 6, **how)
+    assert job.state.phase is JobPhase.RUNNING
+    job.fail(2, step, **how)
+    assert job.state.phase is JobPhase.OVER
+    assert f"step {step} failed twice in the same way" in str(job.state.reason)
+
+
+@pytest.mark.parametrize(
+    "second", [{}, CRASHED, {**EXITED, "step": 8}], ids=["killed", "otherwise", "two steps later"]
+)
+def test_chance_that_ends_a_second_process_at_one_step_does_not_end_the_run(second) -> None:
+    job = Job(5)
+    job.fail(4, 6, **EXITED)
+    job.fail(3, **{"step": 6, **second})
+    assert (job.state.phase, job.members) == (JobPhase.RUNNING, (0, 1, 2))
+
+
+@pytest.mark.parametrize("how", [{}, VANISHED, {"exit_code": -signal.SIGTERM}], ids=str)
+def test_what_comes_from_outside_is_no_repetition_however_often_it_comes(how) -> None:
+    job = Job(6)
+    for place in (5, 4, 3, 2, 1):
+        job.fail(place, 6, **how)
+    assert (job.state.phase, job.members) == (JobPhase.RUNNING, (0,))
+
+
+def test_two_that_end_alike_in_one_recovery_are_one_failure() -> None:
+    """The second one while the generation is formed that follows the first."""
+    job = Job(4, RecoverySettings(max_recoveries=1))
+    job.stuck = {2}
+    job.fail(3, 5, **EXITED)
+    assert (job.state.phase, job.state.generation) == (JobPhase.FORMING, 1)
+    job.fail(2, 5, **EXITED)
+    assert (job.state.phase, job.members, job.state.generation) == (JobPhase.RUNNING, (0, 1), 2)
+
+
+@pytest.mark.parametrize("distance", [1, STEPS_TO_FORGET - 1, STEPS_TO_FORGET])
+def test_recoveries_without_progress_end_the_run(distance) -> None:
+    job = Job(6, RecoverySettings(max_recoveries=2))
+    for number in range(3):
+        assert job.state.phase is JobPhase.RUNNING
+        job.fail(5 - number, number * distance)
+    if distance == STEPS_TO_FORGET:
+        assert (job.state.phase, job.state.reason) == (JobPhase.RUNNING, None)
+    else:
+        assert job.state.phase is JobPhase.OVER
+        text = "more than 2 recoveries (max_recoveries) without 100 optimizer steps between them"
+        assert job.state.reason == text
+
+
+@pytest.mark.parametrize(
+    ("progress", "reason"),
+    [
+        ([(5, False), (5, False)], "no remaining rank holds a whole state"),
+        ([(5, True), (7, True)], "have committed different steps, [5, 7], and no state fits all of them"),
+        ([(5, True), (6, False)], "have committed different steps, [5, 6], and no state fits all of them"),
+    ],
+)
+def test_ranks_without_a_common_state_end_the_run(progress, reason) -> None:
+    job = Job(3)
+    for place, (step, is_clean) in enumerate(progress):
+        job.progress[place] = Progress(step, is_clean, is_trying=True, phase=0)
+    job.lose(2)
+    assert job.state.phase is JobPhase.OVER
+    assert reason in str(job.state.reason)
+
+
+def test_a_rank_that_cannot_go_on_says_why_and_that_is_the_reason() -> None:
+    job = Job(3)
+    job.deaf = {1}
+    job.lose(2)
+    rank, process = job.rank(1), job.member(1)
+    rank.fail("rank 1 cannot continue: no space left")
+    job.say(process)
+    job.go()
+    assert (job.state.phase, job.state.reason) == (JobPhase.OVER, "rank 1 cannot continue: no space left")
+    assert job.state.cause is not None
+    assert job.state.cause.rank == 2
+
+
+# ---------------------------------------------------------------------- who goes on, and from where
+
+
+def test_those_that_are_a_step_behind_or_half_through_copy_the_state_of_one_that_is_not() -> None:
+    job = Job(4)
+    job.progress[0] = Progress(5, is_clean=True, is_trying=True, phase=3)
+    job.progress[1] = Progress(6, is_clean=False, is_trying=True, phase=1)
+    job.step = 6
+    job.lose(3)
+    new = job.new_generation()
+    assert (new.members, new.before, new.step, new.source) == ((0, 1, 2), (0, 1, 2, 3), 6, 2)
+    assert (new.behind, new.is_retried, new.is_met, new.phase) == ((0, 1), True, False, 3)
+    assert (new.joined, new.left) == ((), ())
+
+
+def test_one_leaves_and_another_joins_at_one_boundary_and_nothing_failed() -> None:
+    job = Job(3, ReplaceSettings(max_recoveries=1))
+    job.fail(1, 5)
+    for place, position in ((0, 7), (2, 8)):
+        job.rank(place).position = position
+    job.step = 9
+    job.ask(0, LEAVE)
+    job.connect(1, start=1)
+    job.deaf = {0, 2}  # until both are asked at once
+    job.go()
+    assert (job.last_order(2).task, job.last_order(0)) == (Task.HOLD, job.last_order(2))
+    job.deaf = set()
+    job.now += SETTLE_S
+    for place in (0, 2):
+        job._follow(job.member(place), job.last_order(place))
+    leaver = job.member(0)
+    job.go()
+    (meet,) = {send.order for send in job.sent if send.order.task is Task.MEET}
+    assert (meet.position, meet.has_new) == (8, True)
+    new = job.new_generation()
+    assert (new.members, new.before, new.joined, new.left) == ((1, 2), (0, 2), (1,), (0,))
+    assert (new.step, new.source, new.behind, new.is_retried, new.is_met) == (9, 2, (), False, True)
+    assert job.last_order(0).task is Task.LEAVE
+    assert (leaver.is_member, job.state.phase, job.state.cause) == (False, JobPhase.RUNNING, None)
+    job.fail(1, 9 + STEPS_TO_FORGET)
+    assert job.state.phase is JobPhase.RUNNING, "that was no recovery"
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_all_stop_where_too_few_would_stay(least) -> None:
+    job = Job(3, RecoverySettings(min_world_size=least))
+    leaving = (0, 1, 2) if least == 1 else (1, 2)
+    for place in leaving:
+        job.ask(place, LEAVE)
+    job.go(SETTLE_S / 2)
+    assert job.state.phase is JobPhase.RUNNING, "others may be asked at the same time"
+    assert job.state.deadline() == SETTLE_S
+    job.go(SETTLE_S / 2)
+    assert job.state.phase is JobPhase.STOPPING
+    assert {job.last_order(place).wish for place in range(3)} == {Wish(WishKind.STOP, signal.SIGTERM)}
+    (text,) = [action.text for action in job.done if isinstance(action, Say)]
+    assert f"{len(leaving)} of 3 ranks were asked to leave, but fewer than min_world_size={least}" in text
+
+
+def test_a_rank_without_an_answer_is_lost_as_well_and_known_to_have_ended_before_the_others_go_on() -> None:
+    job = Job(3)
+    job.deaf = {1}
+    job.lose(2)
+    job.go(GRACE_S - 2 * SETTLE_S)
+    assert job.members == (0, 1)
+    job.go(SETTLE_S)
+    late = next(action.process for action in job.done if isinstance(action, Kill))
+    assert (job.members, late.place) == ((0,), 1)
+    job.go(SETTLE_S)
+    assert job.state.phase is JobPhase.RECOVERING
+    record = FailureRecord.of_identity(late.identity, "killed", exit_code=-signal.SIGKILL)
+    assert job.state.exited(record, job.now) is None
+    job.go()
+    assert (job.state.phase, job.new_generation().before) == (JobPhase.RUNNING, (0, 1, 2))
+    assert f"it did not stop within failure_grace_s={GRACE_S:g} s" in job.state.history.tell()
+
+
+# ---------------------------------------------------------------------- all stop
+
+
+def test_all_ranks_stop_after_the_greatest_position_that_they_say_when_they_are_held() -> None:
+    job = Job(3, recovery=None)
+    for place, position in enumerate((5, 4, 6)):
+        job.rank(place).position = position
+    job.deaf = {2}
+    job.ask(0, STOP)
+    job.go()
+    assert job.state.phase is JobPhase.HOLDING
+    assert [job.rank(place).look() for place in range(3)] == [Passage.WAIT, Passage.WAIT, Passage.GO]
+    report = job.rank(2).news(Where, is_due=True)  # it has not heard of this
+    assert report is not None
+    job.state.reported(job.member(2), report, job.now)
+    job.go()
+    assert (job.state.phase, report.position) == (JobPhase.HOLDING, 7)
+    job.rank(2).look()
+    job.deaf = set()
+    job._follow(job.member(2), job.last_order(2))
+    job.go()
+    assert [job.last_order(place).position for place in range(3)] == [8, 8, 8]
+    assert [job.rank(place).position for place in range(3)] == [8, 8, 8]
+    assert [job.member(place).phase for place in range(3)] == [RankPhase.FINISHED] * 3
+    job.ask(1, Wish(WishKind.STOP, signal.SIGINT))
+    job.go()
+    assert job.last_order(0).wish == STOP, "the first signal counts"
+
+
+def test_a_rank_that_does_not_come_to_the_boundary_at_which_all_stop_is_a_failure() -> None:
+    job = Job(3, recovery=None)
+    job.deaf = {2}
+    job.ask(0, STOP)
+    job.go()
+    job.rank(2).hear(job.last_order(2))  # by the thread of its channel: the main one trains on
+    job.say(job.member(2))
+    job.go()
+    assert job.state.phase is JobPhase.STOPPING
+    assert job.state.deadline() == GRACE_S
+    job.go(GRACE_S)
+    (record,) = [action.record for action in job.done if isinstance(action, Accuse)]
+    assert record.rank == 2
+    assert "rank(s) 2 did not reach the next step boundary within failure_grace_s=30 s" in record.message
+    assert job.state.deadline() is None
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["before", "while it is asked"])
+def test_a_rank_that_ends_is_not_waited_for_where_all_stop(is_asked) -> None:
+    job = Job(3, recovery=None)
+    ended = job.member(1)
+    if is_asked:
+        job.deaf = {1}
+        job.ask(0, STOP)
+        job.go()
+        assert job.state.phase is JobPhase.HOLDING
+    job.rank(1).leave()
+    job.say(ended)
+    job.state.disconnected(ended, job.now)
+    job.go()
+    if not is_asked:
+        job.ask(0, STOP)
+        job.go()
+    assert [job.member(place).phase for place in (0, 2)] == [RankPhase.FINISHED] * 2
+
+
+def test_ranks_that_go_on_without_one_that_was_asked_to_stop_do_so_at_once() -> None:
+    job = Job(3)
+    job.deaf = {2}
+    job.ask(0, STOP)
+    job.go()
+    assert job.state.phase is JobPhase.HOLDING
+    job.lose(2)
+    assert (job.state.phase, job.last_order(0).task, job.last_order(0).position) == (
+        JobPhase.STOPPING, Task.STOP, -1
+    )  # fmt: skip
+    assert [job.member(place).phase for place in (0, 1)] == [RankPhase.FINISHED] * 2
+
+
+# ---------------------------------------------------------------------- new processes
+
+
+def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_empty() -> None:
+    job = Job(2, ReplaceSettings(max_recoveries=3))
+    job.fail(1, 10)
+    assert job.starts() == [(1, 1)]
+    waited = []
+    for number in range(2, 6):
+        pid = 900 + number  # it has not even connected
+        ended = FailureRecord(rank=1, node_rank=0, pid=pid, message="exited with code 1", exit_code=1)
+        assert job.state.exited(ended, job.now) is None
+        job.go()
+        at = job.state.deadline()
+        assert at is not None
+        waited.append(at - job.now)
+        job.go(waited[-1] - 0.01)
+        assert job.starts() == []
+        job.go(0.011)
+        assert job.starts() == ([(1, number)] if number < 5 else [])
+    assert waited == pytest.approx([0.5, 1.0, 2.0, 4.0])
+    assert (job.state.deadline(), job.members) == (None, (0,))
+
+
+@pytest.mark.parametrize("distance", [1, STEPS_TO_FORGET])
+def test_steps_in_between_are_progress_of_a_place(distance) -> None:
+    job = Job(2, ReplaceSettings(max_recoveries=3))
+    job.fail(1, 10)
+    job.step = 20
+    job.connect(1, start=1)
+    job.go()
+    job.starts()
+    job.fail(1, 20 + distance)
+    assert job.starts() == ([] if distance == 1 else [(1, 2)])
+    job.go(0.5)
+    assert job.starts() == ([(1, 2)] if distance == 1 else [])
+
+
+def test_a_start_is_asked_for_again_with_its_number_and_only_that_one_may_come() -> None:
+    job = Job(2, ReplaceSettings())
+    job.fail(1, 10)
+    assert job.starts() == [(1, 1)]
+    at = job.state.deadline()
+    assert at is not None
+    assert at == job.now + 15.0
+    job.go(14.9)
+    assert job.starts() == []
+    job.go(0.1)
+    assert job.starts() == [(1, 1)]
+    with pytest.raises(ProtocolError, match="there is no place for rank 1"):
+        job.connect(1, start=2)
+    job.connect(1, start=1)
+    job.go()
+    assert job.members == (0, 1)
+    job.go(100.0)
+    assert job.starts() == []
+
+
+def test_where_a_run_only_shrinks_no_process_is_started_and_none_may_come() -> None:
+    job = Job(2, num_nodes=2)
+    job.fail(1, 10)
+    assert (job.starts(), job.state.deadline()) == ([], None)
+    for start, is_launcher in ((1, False), (0, True)):
+        with pytest.raises(ProtocolError, match="there is no place for rank 1"):
+            job.connect(1, start, is_launcher=is_launcher)
+
+
+def test_a_second_process_of_a_rank_is_refused_also_before_all_have_come() -> None:
+    state = JobState(2, ReconcileSettings())
+    for pid in (1, 2):
+        who = Identity(rank=0, node_rank=0, host="h", pid=pid)
+        with pytest.raises(ProtocolError) if pid == 2 else nullcontext():
+            state.connected(who, 0.0, start=None, is_launcher=False)
+    state.tick(0.0)
+    assert not state.has_met
+
+
+def test_a_node_that_is_back_may_join_unasked_and_nobody_else() -> None:
+    job = Job(2, ReplaceSettings(), num_nodes=2)
+    job.fail(1, 10)
+    assert job.starts() == [], "its launcher is gone"
+    for start, is_launcher in ((1, False), (0, False), (None, True)):
+        with pytest.raises(ProtocolError, match="there is no place for rank 1"):
+            job.connect(1, start, is_launcher=is_launcher)
+    job.connect(1, 0, is_launcher=True)
+    job.go()
+    assert job.members == (0, 1)
+
+
+# ---------------------------------------------------------------------- reports and orders
+
+
+def report_of(state: RankState, *, is_due: bool = False) -> Report | None:
+    return state.news(lambda: Where(count=state.position), is_due=is_due)
+
+
+def order(number: int, task: Task, **more: Any) -> Order:
+    fields: dict[str, Any] = {
+        "position": 0, "has_new": False, "wish": None, "record": None, "generation": None, "all_ended": 0,
+        "period_s": 1.0, **more,
+    }  # fmt: skip
+    return Order(number=number, task=task, **fields)
+
+
+def test_all_members_have_one_order_of_a_number_that_grows() -> None:
+    job = Job(3)
+    for place in (2, 1):
+        job.lose(place)
+    by_order: dict[int, set[int]] = {}
+    for send in job.sent:
+        by_order.setdefault(send.order.number, set()).add(id(send.order))
+    assert all(len(objects) == 1 for objects in by_order.values())
+    numbers = [send.order.number for send in job.sent if send.process.place == 0]
+    assert numbers == sorted(set(numbers))
+    tasks = [send.order.task for send in job.sent if send.process.place == 0]
+    assert tasks == [Task.RUN, *[Task.RECOVER, Task.ENTER, Task.RUN] * 2]
+
+
+def test_an_older_report_changes_nothing() -> None:
+    job = Job(2)
+    process = job.member(1)
+    newest = process.report
+    assert newest is not None
+    older = replace(newest, number=newest.number - 1, phase=RankPhase.STOPPED, wish=STOP, ended=9)
+    for report in (older, replace(older, number=newest.number)):
+        job.state.reported(process, report, job.now)
+        job.go()
+    assert (process.report, job.state.phase) == (newest, JobPhase.RUNNING)
+    job.state.reported(process, replace(older, number=newest.number + 1), job.now)
+    job.go()
+    assert job.state.phase is not JobPhase.RUNNING
+
+
+def test_an_older_order_changes_nothing() -> None:
+    state = RankState(1, is_new=False)
+    record = FailureRecord(rank=0, message="gone")
+    state.hear(order(5, Task.RUN))
+    for number in (4, 5):
+        assert state.hear(order(number, Task.RECOVER, record=record)) is None
+        assert (state.task, state.is_called, state.look()) == (Task.RUN, False, Passage.GO)
+    error = state.hear(order(6, Task.RECOVER, record=record))
+    assert error is not None
+    assert error.rank == 0
+    assert state.hear(order(7, Task.RECOVER, record=record)) is None, "the main thread is stopped once"
+
+
+def test_a_generation_is_entered_once_and_by_its_members() -> None:
+    fields: dict[str, Any] = {"before": (1, 2, 3), "behind": (), "joined": (), "left": (), "phase": 0}
+    new = NewGeneration(2, (1, 3), step=5, source=1, is_retried=True, is_met=False, **fields)
+    state = RankState(3, is_new=False)
+    state.hear(order(1, Task.ENTER, generation=new))
+    assert (state.enter_next(), state.rank, state.phase) == (new, 1, RankPhase.ENTERING)
+    assert state.enter_next() is None
+    state.hear(order(2, Task.ENTER, generation=replace(new, number=3, members=(0, 1))))
+    assert (state.enter_next(), state.generation, state.goes_on_without(3)) == (None, 2, True)
+
+
+def test_a_report_is_news_only_where_a_fact_has_changed() -> None:
+    state = RankState(0, is_new=False)
+    state.begin_run("fit")
+    first = report_of(state)
+    assert first is not None
+    assert (first.number, first.heard, first.run, first.begun) == (1, 0, "fit", 1)
+    assert report_of(state) is None
+    state.look()  # where it is changes all the time
+    assert report_of(state) is None
+    due = report_of(state, is_due=True)
+    assert due is not None
+    assert (due.number, due.where.count) == (2, 1)
+    state.hear(order(7, Task.HOLD))
+    held = report_of(state)
+    assert held is not None
+    assert (held.number, held.heard, held.position) == (3, 7, 1)
+    assert report_of(state) is None
+    changes = [lambda: state.ask(STOP), state.end_run, lambda: state.fail("no"), state.leave]
+    for change in changes:
+        change()
+        assert report_of(state) is not None
+        assert report_of(state) is None
+        change()  # is what it is already
+        assert report_of(state) is None
+
+
+def test_a_rank_that_has_left_a_run_alone_is_in_the_next_one_as_any_other() -> None:
+    """It was done long before the others, and its end would have been no failure."""
+    state = RankState(0, is_new=False)
+    state.begin_run("fit")
+    state.end_run()
+    state.leave()
+    state.begin_run("test")
+    assert state.phase is RankPhase.RUNNING
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_report_is_answered_again_where_its_rank_may_miss_the_server_or_an_order(answers) -> None:
+    """Where stalls are looked for each periodic report is: a server that is silent is one that is stopped."""
+    job = Job(2, period_s=0.4 if answers else None)
+    process = job.member(1)
+    assert job.last_order(1).period_s == (0.4 if answers else 1.0)
+    for is_deaf in (False, True):
+        job.sent.clear()
+        if is_deaf:
+            job.deaf = {1}
+            job.lose(0)
+            assert [send.order.task for send in job.sent] == [Task.RECOVER]
+        for _ in range(2):
+            job.now += 1.0
+            report = job.rank(1).news(Where, is_due=True)
+            assert report is not None
+            job.state.reported(process, report, job.now)
+            job.go()
+        assert len(job.sent) == (3 if is_deaf else 2 if answers else 0)
+        assert len({id(send.order) for send in job.sent}) <= 1
