@@ -25,26 +25,26 @@ from harness import last_screen, run_ranks
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
 from lightning_ddp.launch.reconciliation import Reconciliation
 from lightning_ddp.launch.session import Session
-from lightning_ddp.supervise.client import ServerAddress, Watch, ask
+from lightning_ddp.supervise.client import ControlClient, ServerAddress, ask
 from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.desync import StallWatch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
 from lightning_ddp.supervise.orders import Order, RankPhase, Report, Task, Wish, WishKind
 from lightning_ddp.supervise.protocol import (
     VERSION,
-    Dismiss,
-    Dismissed,
+    DrainNode,
+    DrainNodeReply,
     Failed,
     Failure,
     Hello,
     Message,
     ProtocolError,
-    Tell,
+    SendValue,
 )
 from lightning_ddp.supervise.rank_state import Passage, RankState
+from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S, RootCauseTracker
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S, Verdict
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0
@@ -85,13 +85,13 @@ STOP = Wish(WishKind.STOP, 15)
 # ---------------------------------------------------------------------- messages
 
 
-def leave(watch: Watch, *args: Any) -> None:
-    """Leaves a run, as `Inspector.leave` ends it."""
+def leave(watch: ControlClient, *args: Any) -> None:
+    """Leaves a run, as `DesyncReporter.leave` ends it."""
     watch.leave_run(lambda: watch.update(RankState.end_run), *args)
 
 
 def test_messages_survive_any_cut_of_the_stream() -> None:
-    messages = [Tell(i, "ü" * i, {"n": [i]}) for i in range(20)]
+    messages = [SendValue(i, "ü" * i, {"n": [i]}) for i in range(20)]
     stream = b"".join(map(pack, messages))
     for seed in range(20):
         unpacker, received, position = Unpacker(), [], 0
@@ -111,9 +111,9 @@ def test_messages_survive_any_cut_of_the_stream() -> None:
         (struct.pack(">I", 3) + b"abc", "no JSON"),
         (struct.pack(">I", 2) + b"[]", "no object with a known kind"),
         (frame({"kind": 1.0}), "no object with a known kind"),
-        (frame({"kind": "dismiss", "node": "1"}), "dismiss.node='1'"),
-        (frame({"kind": "dismiss", "node": True}), "dismiss.node=True"),
-        (frame({"kind": "dismiss"}), "dismiss has no node"),
+        (frame({"kind": "drain_node", "node": "1"}), "drain_node.node='1'"),
+        (frame({"kind": "drain_node", "node": True}), "drain_node.node=True"),
+        (frame({"kind": "drain_node"}), "drain_node has no node"),
         (frame({"kind": "report", **asdict(report()), "phase": "flying"}), "report.phase='flying'"),
         (frame({"kind": "report", **asdict(report()), "wish": {"kind": []}}), "report.wish.kind=\\[]"),
         (struct.pack(">I", 2) + b"\xff\xfe", "no JSON"),
@@ -127,7 +127,7 @@ def test_bytes_that_are_no_message_are_refused(data, message) -> None:
 
 def test_a_message_over_the_limit_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="the limit is 65536"):
-        pack(Tell(0, "x", "x" * LIMIT_BYTES))
+        pack(SendValue(0, "x", "x" * LIMIT_BYTES))
 
 
 # ---------------------------------------------------------------------- records
@@ -255,7 +255,7 @@ def test_settings_out_of_range(arguments, message) -> None:
 
 
 def test_an_exception_needs_no_other_explanation_and_stays_the_first() -> None:
-    verdict = Verdict()
+    verdict = RootCauseTracker()
     verdict.accuse(raised(1))
     verdict.accuse(raised(0))
     verdict.vanished(gone(2), now=0.0)
@@ -264,7 +264,7 @@ def test_an_exception_needs_no_other_explanation_and_stays_the_first() -> None:
 
 
 def test_a_vanished_process_waits_for_its_exit_code() -> None:
-    verdict = Verdict()
+    verdict = RootCauseTracker()
     verdict.vanished(gone(1), now=0.0)
     assert verdict.decide(now=EXIT_WAIT_S / 2) is None
     verdict.exited(FailureRecord(rank=1, message="", exit_code=-9), "was killed by SIGKILL", 0.1)
@@ -274,7 +274,7 @@ def test_a_vanished_process_waits_for_its_exit_code() -> None:
 
 
 def test_a_vanished_process_without_a_launcher_is_named_after_a_moment() -> None:
-    verdict = Verdict()
+    verdict = RootCauseTracker()
     verdict.vanished(gone(1), now=0.0)
     assert verdict.deadline() == EXIT_WAIT_S
     assert verdict.decide(now=EXIT_WAIT_S) is not None
@@ -283,7 +283,7 @@ def test_a_vanished_process_without_a_launcher_is_named_after_a_moment() -> None
 
 
 def test_an_echo_gives_way_to_what_it_echoes() -> None:
-    verdict = Verdict()
+    verdict = RootCauseTracker()
     verdict.echo(raised(0), now=0.0)
     verdict.vanished(gone(1), now=0.1)
     first = verdict.decide(now=0.1 + EXIT_WAIT_S)
@@ -292,7 +292,7 @@ def test_an_echo_gives_way_to_what_it_echoes() -> None:
 
 
 def test_an_echo_of_nothing_is_the_failure() -> None:
-    verdict = Verdict()
+    verdict = RootCauseTracker()
     verdict.echo(raised(0), now=0.0)
     verdict.exited(FailureRecord(rank=0, message="", exit_code=1), "exited with code 1", 0.1)
     assert verdict.decide(now=ECHO_WAIT_S - 0.1) is None
@@ -302,7 +302,7 @@ def test_an_echo_of_nothing_is_the_failure() -> None:
 
 
 def test_what_vanished_before_an_exception_is_the_first() -> None:
-    verdict = Verdict()
+    verdict = RootCauseTracker()
     verdict.vanished(gone(1), now=0.0)
     verdict.accuse(raised(0))
     assert verdict.first == verdict.decide(now=0.0)
@@ -311,7 +311,7 @@ def test_what_vanished_before_an_exception_is_the_first() -> None:
 
 
 def test_an_exception_that_is_not_the_first_is_the_next_where_the_others_go_on() -> None:
-    verdict = Verdict()
+    verdict = RootCauseTracker()
     verdict.vanished(gone(1), now=0.0)
     verdict.accuse(raised(0))
     verdict.set_aside(gone(1))
@@ -331,7 +331,7 @@ class Run:
         self.settings = ReconcileSettings(failure_grace_s=5.0, **settings)
         self.server = ControlServer("127.0.0.1", token=TOKEN, world_size=world_size, settings=self.settings)
         self.world_size = world_size
-        self.watches: list[Watch] = []
+        self.watches: list[ControlClient] = []
         self.ranks: list[Reconciliation] = []
         """What their main threads do at step boundaries."""
         self.learned: dict[int, FailureRecord] = {}
@@ -341,7 +341,7 @@ class Run:
         server = Identity(rank=0, node_rank=0)
         return ServerAddress(host="127.0.0.1", port=self.server.port, token=TOKEN, identity=server)
 
-    def connect(self, rank: int) -> Watch:
+    def connect(self, rank: int) -> ControlClient:
         children: Any = None
         ours = Reconciliation(children)
 
@@ -350,7 +350,7 @@ class Run:
             ours.interrupt.set(record.to_error())
 
         identity = Identity(rank=rank, node_rank=0, pid=1000 + rank)
-        ours.watch = Watch(self.address, identity, self.settings, on_failure=learn)
+        ours.watch = ControlClient(self.address, identity, self.settings, on_failure=learn)
         ours.watch.update(begin_fit)
         self.ranks.append(ours)
         self.watches.append(ours.watch)
@@ -444,7 +444,7 @@ def connected(run: Run) -> Iterator[socket.socket]:
         yield connection
 
 
-def wait_until(watch: Watch, condition: Callable[[RankState], bool]) -> None:
+def wait_until(watch: ControlClient, condition: Callable[[RankState], bool]) -> None:
     """Until the orders that a process hears have led to something."""
     deadline = time.monotonic() + DEADLINE_S
     while not watch.update(condition):
@@ -477,7 +477,7 @@ def test_who_asks_something_of_the_server_is_no_rank_that_is_gone() -> None:
     with running(2) as run:
         run.connect_all()
         end_run(run)
-        assert isinstance(ask(run.address, Dismiss(1), timeout_s=DEADLINE_S), Dismissed)
+        assert isinstance(ask(run.address, DrainNode(1), timeout_s=DEADLINE_S), DrainNodeReply)
         for watch in run.watches:
             watch.update(begin_fit)
         end_run(run)
@@ -909,7 +909,7 @@ def test_a_rank_that_reads_nothing_is_hung_up_on_and_costs_the_server_no_more_me
         run.connect(0)
         mute.sendall(hello(1))
         run.watches[0].wait_for_all(DEADLINE_S, lambda: None)
-        data = Tell(1, "too much", "x" * 60_000)
+        data = SendValue(1, "too much", "x" * 60_000)
         deadline = time.monotonic() + DEADLINE_S
         while run.watches[0].who_is_here() != [0] and time.monotonic() < deadline:
             run.watches[0].post(data)

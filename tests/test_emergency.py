@@ -22,7 +22,7 @@ from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.elastic.emergency import EmergencyCheckpoint
 from lightning_ddp.errors import ConfigurationError, PeerFailure
-from lightning_ddp.supervise.stop_main import Alarm
+from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -223,7 +223,9 @@ def fit(folder: Path, model: Model, window: int, strategy: Any = "auto", checkpo
         strategy.emergency = EmergencyCheckpoint(
             trainer, str(folder), complete=lambda checkpoint, path: None, undo=lambda: True, defers=True
         )
-        ours: Any = SimpleNamespace(alarm=Alarm(), interrupt=Interrupt(), is_over=False)
+        ours: Any = SimpleNamespace(alarm=InterruptGuard(), interrupt=Interrupt(), is_over=False)
+        ours.alarm._claim_signal = lambda: None  # nobody rings here
+        ours.alarm.arm()  # as `Reconciliation.run` does
         strategy.emergency.begin(ours)
     trainer.fit(model, DataLoader(Samples(model)), DataLoader(torch.ones(2, 4)), ckpt_path=checkpoint)
     return trainer

@@ -261,7 +261,7 @@ import os, signal, sys, threading, time
 import pytorch_lightning as pl
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
-from lightning_ddp.launch.desync_probe import Inspector
+from lightning_ddp.launch.desync_probe import DesyncReporter
 from lightning_ddp.launch.session import session_of_process
 
 def state():
@@ -295,8 +295,8 @@ heard = []
 if sys.argv[3] == "handle":
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
 if sys.argv[3] == "slow" and rank != victim:
-    leave = Inspector.leave
-    Inspector.leave = lambda self: (leave(self), time.sleep(1))
+    leave = DesyncReporter.leave
+    DesyncReporter.leave = lambda self: (leave(self), time.sleep(1))
 try:
     fit()
     if rank == victim:

@@ -26,21 +26,21 @@ from lightning_ddp.comm.activity import Activity, Interrupt, Lane
 from lightning_ddp.comm.group import Group
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError
-from lightning_ddp.launch.desync_probe import Inspector
-from lightning_ddp.supervise.client import ServerAddress, Watch
+from lightning_ddp.launch.desync_probe import DesyncReporter
+from lightning_ddp.supervise.client import ControlClient, ServerAddress
 from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
-from lightning_ddp.supervise.desync import ANSWER_WAIT_S, Inspection, explain, join_ranks, split_ranks
+from lightning_ddp.supervise.desync import ANSWER_WAIT_S, DesyncDetector, explain, join_ranks, split_ranks
 from lightning_ddp.supervise.failure_record import Identity, Where
 from lightning_ddp.supervise.guard import stack_of
 from lightning_ddp.supervise.protocol import (
-    Announce,
-    Ask,
-    Found,
-    Go,
+    CollectiveApproved,
+    CollectiveFingerprint,
+    DiagnoseRequest,
+    Diagnosis,
     GroupStatus,
     RankStatus,
-    RollCall,
-    Status,
+    StatusReply,
+    StatusRequest,
 )
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
@@ -58,11 +58,11 @@ class Member:
     def __init__(self, server: ControlServer, rank: int, process_group: Any) -> None:
         self.interrupt = Interrupt()
         self.step, self.phase = 120, "training_step"
-        self.inspector = Inspector(self.interrupt, lambda: Where(step=self.step, phase=self.phase))
+        self.inspector = DesyncReporter(self.interrupt, lambda: Where(step=self.step, phase=self.phase))
         address = ServerAddress(
             host="127.0.0.1", port=server.port, token=TOKEN, identity=Identity(rank=0, node_rank=0)
         )
-        self.watch = Watch(
+        self.watch = ControlClient(
             address,
             Identity(rank=rank, node_rank=0),
             ReconcileSettings(),
@@ -435,19 +435,19 @@ def test_ranks_contradict_where_they_wait_in_different_calls_of_one_number(other
 
 
 def test_silent_and_gone_ranks_are_named() -> None:
-    inspection = Inspection(3)
+    inspection = DesyncDetector(3)
     for rank in range(3):
         inspection.joined(rank)
     assert inspection.left(2, 0.0) == []
-    letters = inspection.handle(0, Ask("world", 7), 10.0)
-    assert letters == [(0, RollCall(1)), (1, RollCall(1))]
-    answer = Status(1, status(0, "waits", "barrier"))
+    letters = inspection.handle(0, DiagnoseRequest("world", 7), 10.0)
+    assert letters == [(0, StatusRequest(1)), (1, StatusRequest(1))]
+    answer = StatusReply(1, status(0, "waits", "barrier"))
     assert inspection.handle(0, answer, 10.0) == []
     assert inspection.deadline() == 10.0 + ANSWER_WAIT_S
     assert inspection.due(10.0) == []
     ((rank, found),) = inspection.due(10.0 + ANSWER_WAIT_S)
     assert rank == 0
-    assert isinstance(found, Found)
+    assert isinstance(found, Diagnosis)
     assert found.findings.missing == (1, 2)
     assert "rank 1 does not answer: it is stopped, or" in found.findings.sentence
     assert "rank 2 is gone" in found.findings.sentence
@@ -455,7 +455,7 @@ def test_silent_and_gone_ranks_are_named() -> None:
 
 
 def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
-    inspection = Inspection(1000)
+    inspection = DesyncDetector(1000)
     for rank in range(1000):
         inspection.joined(rank)
     lane = Lane("world", range(1000))
@@ -463,19 +463,19 @@ def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
     text = lane.next("all_reduce", tensors, "x" * 10_000).text()
     start = time.monotonic()
     for number in range(1, 6):
-        call = Announce("world", "0-999", number, text[:200], run=1)
+        call = CollectiveFingerprint("world", "0-999", number, text[:200], run=1)
         letters = []
         for rank in range(1000):
             assert letters == []
             letters = inspection.handle(rank, call, 0.0)
-        assert letters == [(rank, Go("world", number)) for rank in range(1000)]
+        assert letters == [(rank, CollectiveApproved("world", number)) for rank in range(1000)]
     print(f"\n1,000 ranks: {(time.monotonic() - start) / 5 * 1e3:.1f} ms of the server a compared collective")
-    letters = inspection.handle(999, Announce("world", "0-999", 6, "other", run=1), 0.0)
-    letters = inspection.handle(0, Announce("world", "0-999", 6, text[:200], run=1), 0.0)
-    assert {m for _, m in letters} == {RollCall(1)}
+    letters = inspection.handle(999, CollectiveFingerprint("world", "0-999", 6, "other", run=1), 0.0)
+    letters = inspection.handle(0, CollectiveFingerprint("world", "0-999", 6, text[:200], run=1), 0.0)
+    assert {m for _, m in letters} == {StatusRequest(1)}
     found = []
     for rank in range(1000):
-        said = Status(1, status(rank, "runs", at="y" * 10_000, phase=f"p{rank}" * 100, number=6))
+        said = StatusReply(1, status(rank, "runs", at="y" * 10_000, phase=f"p{rank}" * 100, number=6))
         (message,) = Unpacker().feed(pack(said))  # cuts what is too long
         found += inspection.handle(rank, message, 0.0)
     assert [rank for rank, _ in found] == [0, 999]

@@ -85,7 +85,7 @@ class EmergencyCheckpoint:
             self._parameters = self._parameters or list(self.trainer.lightning_module.parameters())
             self._versions = self._version_of_parameters()
             if self._defers and self._ours is not None:
-                self._ours.alarm.is_deferred = True
+                self._ours.alarm.defer(True)
 
     def note_update(self) -> None:
         """An optimizer is about to change parameters, or to call for a backward before."""
@@ -108,7 +108,7 @@ class EmergencyCheckpoint:
         if self._committed_batch == self._batch:
             self._loaders = loader_states(self.trainer)  # of those that have a state, which are few
         if self._defers and self._ours is not None and not self._ours.is_over:
-            self._ours.alarm.is_deferred = False
+            self._ours.alarm.defer(False)
             self._ours.interrupt.check()
 
     def _version_of_parameters(self) -> int:

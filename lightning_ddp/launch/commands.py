@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_ddp._lightning import ROOTS, lightnings
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.supervisor import Program, Supervisor
-from lightning_ddp.supervise.protocol import Dismiss, Dismissed, Message
+from lightning_ddp.supervise.protocol import DrainNode, DrainNodeReply, Message
 
 __all__ = ["Leave", "Run"]
 
@@ -131,8 +131,8 @@ class Leave:
                 raise LightningDDPError("no run given: pass HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
             if not str(node).isdecimal():
                 raise LightningDDPError("no node given: pass --node, or set NODE_RANK")
-            answer = _ask_run(*_address_of(told), Dismiss(int(node)))
-            if not isinstance(answer, Dismissed) or answer.why is not None:
+            answer = _ask_run(*_address_of(told), DrainNode(int(node)))
+            if not isinstance(answer, DrainNodeReply) or answer.why is not None:
                 raise LightningDDPError(f"{getattr(answer, 'why', None) or 'the run is another version'}")
         except LightningDDPError as error:
             print(f"error: python -m lightning_ddp leave: {error}", file=sys.stderr)

@@ -26,9 +26,9 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, desc
 from lightning_ddp.supervise.guard import PATIENCE_S, tell_guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Message
+from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 __all__ = ["ALL_ENDED", "LONGEST_MESSAGE", "REPORTED", "START", "WENT_ON", "ControlProcess", "serve"]
 

@@ -22,27 +22,27 @@ import torch.distributed as dist
 from lightning_ddp.comm.activity import Entry, Interrupt, Waiting
 from lightning_ddp.comm.group import SLICE_S
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
-from lightning_ddp.supervise.client import Watch
+from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.desync import ANSWER_WAIT_S, join_ranks
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import (
-    Announce,
-    Ask,
+    CollectiveApproved,
+    CollectiveFingerprint,
+    DiagnoseRequest,
+    Diagnosis,
     Findings,
-    Found,
-    Go,
     GroupStatus,
     Message,
+    PeerValue,
     RankStatus,
-    RollCall,
+    SendValue,
     State,
-    Status,
-    Tell,
-    Told,
+    StatusReply,
+    StatusRequest,
 )
 from lightning_ddp.supervise.rank_state import RankState
 
-__all__ = ["Inspector"]
+__all__ = ["DesyncReporter"]
 
 _LONGEST_TEXT = 200
 _MOST_LANES = 6
@@ -59,7 +59,7 @@ class _Answer:
         self.message: Message | None = None
 
 
-class Inspector:
+class DesyncReporter:
     """One for a process; made in its main thread.
 
     Args:
@@ -71,7 +71,7 @@ class Inspector:
         self._interrupt = interrupt
         self._where = where
         self._main = threading.get_ident()
-        self._watch: Watch | None = None
+        self._watch: ControlClient | None = None
         self._answers: dict[tuple[str | None, int], _Answer] = {}
         self._listeners: dict[str, Callable[[int, Any], None]] = {}
         self.num_runs = 0
@@ -84,7 +84,7 @@ class Inspector:
     def _rank(self) -> int:
         return self._watch.identity.rank if self._watch is not None else 0
 
-    def attach(self, watch: Watch) -> None:
+    def attach(self, watch: ControlClient) -> None:
         """There is a control channel: a wait that takes too long can be explained from now on."""
         self._watch = watch
         if self._is_active:  # since before there was one
@@ -133,14 +133,14 @@ class Inspector:
     def on_message(self, message: Message) -> None:
         """A message that the watch does not know itself."""
         match message:
-            case RollCall(number) if self._watch is not None:
-                self._watch.post(Status(number, self.status()))
-            case Go(group, number) | Found(group, number):
+            case StatusRequest(number) if self._watch is not None:
+                self._watch.post(StatusReply(number, self.status()))
+            case CollectiveApproved(group, number) | Diagnosis(group, number):
                 answer = self._answers.get((group, number))
                 if answer is not None:
                     answer.message = message
                     answer.has_come.set()
-            case Told(sender, topic, value):
+            case PeerValue(sender, topic, value):
                 listener = self._listeners.get(topic)
                 if listener is not None:
                     listener(sender, value)
@@ -222,12 +222,12 @@ class Inspector:
         key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
         answer = self._answers.setdefault(key, _Answer())
         if self._watch is not None:
-            self._watch.post(Ask(*key))
+            self._watch.post(DiagnoseRequest(*key))
         deadline = time.monotonic() + _ASK_WAIT_S
         while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
             self._interrupt.check()
         self._answers.pop(key, None)
-        return answer.message.findings if isinstance(answer.message, Found) else self._unanswered(entry)
+        return answer.message.findings if isinstance(answer.message, Diagnosis) else self._unanswered(entry)
 
     def _unanswered(self, entry: Entry | None) -> Findings:
         """What this rank knows by itself, where the server's process is stopped, or holds its interpreter."""
@@ -292,13 +292,13 @@ class Inspector:
         try:
             with self._interrupt.activity.waiting(entry.name(), entry, is_start=True):
                 ranks = _cut(join_ranks(lane.ranks))
-                watch.post(Announce(lane.name, ranks, entry.number, _cut(entry.text()), run))
+                watch.post(CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text()), run))
                 while not answer.has_come.wait(SLICE_S):
                     self._interrupt.check()
                     self._interrupt.check_deadline()
         finally:
             self._answers.pop((lane.name, entry.number), None)
-        if isinstance(answer.message, Go):
+        if isinstance(answer.message, CollectiveApproved):
             return
         found = _findings(answer.message)
         raise CollectiveMismatchError(
@@ -319,7 +319,7 @@ class Inspector:
         Returns at once. Not a collective; values of a rank arrive in order, and none after a failure.
         """
         if self._watch is not None:
-            self._watch.post(Tell(rank, topic, value))
+            self._watch.post(SendValue(rank, topic, value))
         return self._watch is not None
 
     def listen(self, topic: str, listener: Callable[[int, Any], None] | None) -> None:
@@ -335,7 +335,7 @@ def _is_of_others(file: str) -> bool:
 
 
 def _findings(message: Message | None) -> Findings:
-    if isinstance(message, Found):
+    if isinstance(message, Diagnosis):
         return message.findings
     return Findings(sentence="the control channel has not answered", table="", missing=())
 

@@ -35,14 +35,14 @@ from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_proce
 from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
-from lightning_ddp.launch.calls import Calls
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.control_process import ControlProcess
-from lightning_ddp.launch.desync_probe import Inspector
+from lightning_ddp.launch.desync_probe import DesyncReporter
+from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervisor import was_passed_on
-from lightning_ddp.supervise.client import ServerAddress, Watch
+from lightning_ddp.supervise.client import ControlClient, ServerAddress
 from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT
 from lightning_ddp.supervise.failure_record import (
     FailureRecord,
@@ -53,13 +53,13 @@ from lightning_ddp.supervise.failure_record import (
     write_error_file,
 )
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
+from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish, WishKind
 from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start
 from lightning_ddp.supervise.rank_state import Passage
+from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.stop_main import Alarm
-from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 __all__ = [
     "LAST_WORDS_S",
@@ -110,12 +110,12 @@ class Reconciliation:
 
     def __init__(self, children: Children) -> None:
         self.interrupt = Interrupt()
-        self.alarm = Alarm()
+        self.alarm = InterruptGuard()
         self.server: ControlServer | ControlProcess | None = None
-        self.watch: Watch | None = None
-        self.calls: Calls | None = None
+        self.watch: ControlClient | None = None
+        self.calls: RecoveryClient | None = None
         """Where the run goes on without ranks that it loses."""
-        self.inspector = Inspector(self.interrupt, self._position)
+        self.inspector = DesyncReporter(self.interrupt, self._position)
         self.save_last: Callable[[], str | None] | None = None
         """Saves a checkpoint where a failure ends a fit, and returns its place."""
         self.is_over = False
@@ -183,7 +183,7 @@ class Reconciliation:
                 parent = None  # it has a supervisor, which tells the server of its end
         if identity.node_rank != server.identity.node_rank:  # the call has to come from there
             self._call_within_s += settings.heartbeat_timeout_s
-        self.watch = Watch(
+        self.watch = ControlClient(
             server,
             identity,
             settings,
@@ -197,7 +197,7 @@ class Reconciliation:
         )
         if settings.recovery is not None:
             with self.watch.lock:
-                self.calls = Calls(self.interrupt, self.alarm, self.watch)
+                self.calls = RecoveryClient(self.interrupt, self.alarm, self.watch)
                 if self.watch.state.is_called:  # sooner than that was there to hear it
                     self.calls.on_order(self.watch.state.error)
         permit_stack()
@@ -376,9 +376,8 @@ class Reconciliation:
 
     def _enter(self, function: Callable[..., Any]) -> None:
         self._depth += 1
-        self.alarm.arm()
         if self._depth == 1:  # Lightning's functions are called _fit_impl, _test_impl ...
-            self.alarm.is_deferred = False  # a fit that goes on without lost ranks ends with it deferred
+            self.alarm.arm()
             name = getattr(function, "__name__", "run")
             self.inspector.enter(name.removeprefix("_").removesuffix("_impl"))
 
@@ -590,9 +589,8 @@ class Reconciliation:
 
     @property
     def stops_for(self) -> Wish | None:
-        """What all stop for, where they do."""
-        order = self.watch.state.order if self.watch is not None else None
-        return None if order is None else order.wish
+        """What all have stopped for at a boundary, where they have."""
+        return self.watch.state.stops_for if self.watch is not None else None
 
     def fail(self, trace: str, cause: str | None = None) -> None:
         """Tells all ranks that this one has failed, as the text `trace` says; None for its last line."""

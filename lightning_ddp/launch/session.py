@@ -69,9 +69,9 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, trac
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.orders import Wish, WishKind
 from lightning_ddp.supervise.rank_state import Passage
+from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.verdict import ECHO_WAIT_S, EXIT_WAIT_S
 
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer

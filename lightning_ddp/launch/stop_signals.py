@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning_ddp.errors import RendezvousError
-from lightning_ddp.supervise.client import Watch
+from lightning_ddp.supervise.client import ControlClient
+from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish
-from lightning_ddp.supervise.stop_main import Alarm
 
 __all__ = ["StopSignals", "WaitSignals", "describe_rank", "second_interrupt_ends", "tell_long_wait"]
 
@@ -142,7 +142,7 @@ class StopSignals:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: ControlClient,
         *,
         is_between: Callable[[], bool],
         is_ending: Callable[[], bool],
@@ -196,7 +196,7 @@ class StopSignals:
             previous(number, frame)
 
 
-def second_interrupt_ends(alarm: Alarm, kill_children: Callable[[], None]) -> None:
+def second_interrupt_ends(alarm: InterruptGuard, kill_children: Callable[[], None]) -> None:
     """After a first Ctrl-C: a second one ends this process and its children at once.
 
     Lightning ignores SIGINT while it shuts down, from a moment that nobody is told of. So a thread waits for

@@ -24,7 +24,7 @@ from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
 
-__all__ = ["ServerAddress", "Watch", "ask"]
+__all__ = ["ControlClient", "ServerAddress", "ask"]
 
 _T = TypeVar("_T")
 _RECEIVE_BYTES = 64 * 1024
@@ -51,7 +51,7 @@ def _do_nothing() -> None:
     """The default of a callback."""
 
 
-class Watch:
+class ControlClient:
     """Connects a process to the control server, and learns of the first failure.
 
     Args:
@@ -176,7 +176,7 @@ class Watch:
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
         """Tells the server of a failure of this process, and waits until that is on its way."""
-        self.post((protocol.Echoed if is_echo else protocol.Failed)(record.cut()))
+        self.post((protocol.SecondaryFailure if is_echo else protocol.Failed)(record.cut()))
         self.flush()
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
@@ -213,7 +213,7 @@ class Watch:
     def who_is_here(self) -> list[int] | None:
         """Which ranks have connected, as the server says, or None. Not in the channel's thread."""
         self._here_answered.clear()
-        self.post(protocol.Who())
+        self.post(protocol.ListRanks())
         self._here_answered.wait(_FLUSH_WAIT_S)
         return self._here
 
@@ -255,7 +255,9 @@ class Watch:
                     return
                 if time.monotonic() >= looks_at:
                     looks_at = time.monotonic() + _LOOK_AGAIN_S
-                    self.post(protocol.Look())  # whether a rank waits for what this rank will never call
+                    self.post(
+                        protocol.CheckOrphanedWaits()
+                    )  # whether a rank waits for what this rank will never call
         finally:
             self._when_all_left = _do_nothing
 
@@ -350,7 +352,7 @@ class Watch:
                     if self.failure is None and self.state.has_ended_everywhere():
                         self._when_all_left()
                 self._ordered.set()
-            case protocol.Here(ranks):
+            case protocol.RankList(ranks):
                 self._here = list(ranks)
                 self._here_answered.set()
             case protocol.Closing():
@@ -377,7 +379,7 @@ class Watch:
             self._lost_server(None)
         else:  # it lives on another node than the server, which may know better why
             self._selector.unregister(self._parent_fd or 0)
-            self.post(protocol.Vanished(FailureRecord.of_identity(self._parent, GONE)))
+            self.post(protocol.PeerDisconnected(FailureRecord.of_identity(self._parent, GONE)))
 
     def _learn(self, record: FailureRecord, *, is_news: bool = False) -> None:
         if self.failure is None:

@@ -22,7 +22,7 @@ from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, Protoc
 __all__ = [
     "ANSWER_WAIT_S",
     "REPORTS_A_TIMEOUT",
-    "Inspection",
+    "DesyncDetector",
     "StallWatch",
     "explain",
     "join_ranks",
@@ -78,7 +78,7 @@ class _Announced:
     """The latest run, as the ranks count them, in which one of them is."""
 
 
-class Inspection:
+class DesyncDetector:
     """Answers the questions of one run's ranks.
 
     Args:
@@ -127,19 +127,19 @@ class Inspection:
             ProtocolError: it is nothing that a rank says.
         """
         match message:
-            case protocol.Ask(group, number):
+            case protocol.DiagnoseRequest(group, number):
                 return self._ask(rank, (group, number), now)
-            case protocol.Status(number, status):
+            case protocol.StatusReply(number, status):
                 if self._roll is None or number != self._roll.number:
                     return []
                 self._roll.statuses[rank] = replace(status, rank=rank)
                 return self._heard(rank, now)
-            case protocol.Announce():
+            case protocol.CollectiveFingerprint():
                 return self._announce(rank, message, now)
-            case protocol.Look():
+            case protocol.CheckOrphanedWaits():
                 return self._call(now) if self._roll is None and now - self._last[0] >= _FRESH_S else []
-            case protocol.Tell(to, topic, value):
-                return [(to, protocol.Told(rank, topic, value))] if to in self._present else []
+            case protocol.SendValue(to, topic, value):
+                return [(to, protocol.PeerValue(rank, topic, value))] if to in self._present else []
         raise ProtocolError(f"a message {message.kind}")
 
     def deadline(self) -> float | None:
@@ -177,7 +177,7 @@ class Inspection:
     def _call(self, now: float) -> Outgoing:
         self._num_rolls += 1
         self._roll = _RollCall(self._num_rolls, now + ANSWER_WAIT_S, set(self._present), {})
-        return [(rank, protocol.RollCall(self._num_rolls)) for rank in sorted(self._present)]
+        return [(rank, protocol.StatusRequest(self._num_rolls)) for rank in sorted(self._present)]
 
     def _heard(self, rank: int, now: float) -> Outgoing:
         """Nothing more is to be heard of a rank; ends the roll call if it was the last."""
@@ -204,7 +204,7 @@ class Inspection:
         findings = explain(statuses, rank, *question)
         if question[0] in self._broken:
             self._broken[question[0]] = findings
-        return rank, protocol.Found(*question, findings)
+        return rank, protocol.Diagnosis(*question, findings)
 
     def stranded(self, leaving: Callable[[], set[int]]) -> tuple[int, str] | None:
         """A rank that waits in vain for some that are leaving, and for what, by the last roll call; once."""
@@ -225,12 +225,12 @@ class Inspection:
 
     # ------------------------------------------------------------------ before each collective
 
-    def _announce(self, rank: int, message: protocol.Announce, now: float) -> Outgoing:
+    def _announce(self, rank: int, message: protocol.CollectiveFingerprint, now: float) -> Outgoing:
         group, number, text = message.group, message.number, message.text
         if group in self._broken:
             findings = self._broken[group]
             if findings is not None:
-                return [(rank, protocol.Found(group, number, findings))]
+                return [(rank, protocol.Diagnosis(group, number, findings))]
             return self._ask(rank, (group, number), now)
         announced = self._announced.get(group)
         if announced is None:
@@ -251,7 +251,7 @@ class Inspection:
         if len(announced.texts) == len(announced.ranks):
             del self._announced[group]
             self._pause_s = _FIRST_LOOK_S
-            return [(r, protocol.Go(group, number)) for r in sorted(announced.ranks)]
+            return [(r, protocol.CollectiveApproved(group, number)) for r in sorted(announced.ranks)]
         return []
 
     def _is_deadlock(self, statuses: dict[int, RankStatus]) -> bool:

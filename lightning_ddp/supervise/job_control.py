@@ -14,14 +14,14 @@ import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import one_of
 from lightning_ddp.supervise.actions import Accuse, HangUp, Kill, Say, Send, StartProcess
 from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
-from lightning_ddp.supervise.desync import Inspection, StallWatch
+from lightning_ddp.supervise.desync import DesyncDetector, StallWatch
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.job_state import JobState
 from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report, Wish, WishKind
 from lightning_ddp.supervise.processes import Process, ProcessState
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
+from lightning_ddp.supervise.root_cause import RootCauseTracker
 from lightning_ddp.supervise.settings import ReconcileSettings
-from lightning_ddp.supervise.verdict import Verdict
 
 __all__ = ["JobControl", "LocalProcesses"]
 
@@ -73,13 +73,13 @@ class JobControl:
         self._token, self._pid = token, pid
         self._stall = StallWatch(settings.stall_timeout_s, world_size)
         self.job = JobState(world_size, settings, self._stall.interval_s)
-        self._verdict = Verdict()
+        self._verdict = RootCauseTracker()
         self._peers: dict[int, Peer] = {}
         """Number of a process -> its connection."""
         self._process_of: dict[Peer, Process] = {}
         self._members: dict[int, Process] = {}
         """By rank."""
-        self._inspection = Inspection(world_size)
+        self._inspection = DesyncDetector(world_size)
         self._seen = -1
         """The last generation that these two were made for."""
         self._gone_between: list[FailureRecord] = []
@@ -115,9 +115,14 @@ class JobControl:
             return
         process = self._process_of.get(peer)
         match message:
-            case protocol.Dismiss(node):
+            case protocol.DrainNode(node):
                 self._connections.send(peer, self._dismiss(node, now))
-            case protocol.Exited() | protocol.Vanished() | protocol.Failed() | protocol.Echoed():
+            case (
+                protocol.Exited()
+                | protocol.PeerDisconnected()
+                | protocol.Failed()
+                | protocol.SecondaryFailure()
+            ):
                 self.report(message, now)
             case Report() if process is not None:
                 self._heard(process, message, now)
@@ -125,9 +130,9 @@ class JobControl:
                     self._connections.send(peer, protocol.Failure(self._verdict.first.cut()))
             case protocol.Saved(path):
                 self._checkpoint = path
-            case protocol.Who():
+            case protocol.ListRanks():
                 ranks = [member.rank for member in self.job.roster.remaining if member.is_connected]
-                self._connections.send(peer, protocol.Here(tuple(sorted(ranks))))
+                self._connections.send(peer, protocol.RankList(tuple(sorted(ranks))))
             case _ if process is not None and process.is_member:
                 self._deliver(self._inspection.handle(process.rank, message, now))
 
@@ -179,11 +184,11 @@ class JobControl:
         match message:
             case protocol.Failed(record):
                 self._accuse(record, now)
-            case protocol.Echoed(record):
+            case protocol.SecondaryFailure(record):
                 if self._is_of_member(record):
                     self._verdict.echo(record, now)
                     self._end_with_echoes()
-            case protocol.Vanished(record):
+            case protocol.PeerDisconnected(record):
                 process = self.job.roster.of(record) if self.job.goes_on else None
                 if process is None or process.is_member:
                     self._verdict.vanished(self._ranked(record), now)
@@ -225,9 +230,9 @@ class JobControl:
             return  # if it is one of the run its launcher tells of its end
         if process.phase is RankPhase.ENDED or (peer.reads_nothing and not self.job.goes_on):
             return  # what it has missed it says itself, or its launcher
-        members = self.job.roster.remaining
         is_in_run = process.phase is not RankPhase.IDLE or process.num_ended > self.job.all_ended
-        if not is_in_run and not any(other.is_active for other in members):
+        members = self.job.roster.members
+        if not is_in_run and not any(other.is_member and other.is_active for other in members):
             self._gone_between.append(FailureRecord.of_identity(process.who, GONE))
             return
         message = explain_loss(error, process.who, self._settings.heartbeat_timeout_s)
@@ -237,7 +242,7 @@ class JobControl:
         elif not self._lose(process, record, now, has_ended=True):
             self._verdict.accuse(record)
         else:
-            for other in [member for member in members if member.node == process.node]:
+            for other in [member for member in self.job.roster.remaining if member.node == process.node]:
                 self._lose(other, FailureRecord.of_identity(other.who, message), now, has_ended=True)
 
     def hang_up(self, peer: Peer, now: float) -> None:
@@ -353,7 +358,7 @@ class JobControl:
             return
         self._members = {member.rank: member for member in self.job.roster.members}
         if self._seen >= 0:
-            self._inspection = Inspection(len(self.job.roster.members))
+            self._inspection = DesyncDetector(len(self.job.roster.members))
             self._stall = StallWatch(self._settings.stall_timeout_s, len(self.job.roster.members))
             for member in self.job.roster.members:
                 self._inspection.joined(member.rank)
@@ -369,7 +374,7 @@ class JobControl:
         is_of_user = not record.exception_class.startswith("lightning_ddp.")
         return is_of_user and kind != "KeyboardInterrupt" and record.pid != self._pid
 
-    def _dismiss(self, node: int, now: float) -> protocol.Dismissed:
+    def _dismiss(self, node: int, now: float) -> protocol.DrainNodeReply:
         """Asks the members of a node to leave; returns which do, or why not."""
         job, why = self.job, None
         there = {member.node for member in job.roster.remaining}
@@ -388,7 +393,7 @@ class JobControl:
         elif job.stopping is not None:
             why = "all ranks are stopping already"
         leaving = job.dismiss(node, now) if why is None else []
-        return protocol.Dismissed(tuple(sorted(member.rank for member in leaving)), why)
+        return protocol.DrainNodeReply(tuple(sorted(member.rank for member in leaving)), why)
 
     def stop(self, signal: int, now: float, *, is_requeue: bool = False) -> None:
         """Have all ranks stop at a step boundary."""

@@ -441,7 +441,7 @@ class JobState:
                 self._enter(JobPhase.RUNNING, now)
 
     def _advance_recovering(self, now: float) -> None:
-        for process in self.roster.remaining if self._awaited else ():
+        for process in [process for process in self._touched if process in self._awaited]:
             if process.phase in OUT:  # it has ended its part, and does not answer
                 process.state = ProcessState.RELEASED
                 self.left.append(process.place)
@@ -462,7 +462,7 @@ class JobState:
         return not self.is_pending and all(is_there)
 
     def _advance_forming(self, now: float) -> None:
-        for process in list(self._awaited):
+        for process in [process for process in self._touched if process in self._awaited]:
             report = process.report
             if report is None:
                 continue
@@ -502,6 +502,7 @@ class JobState:
         if self.phase is not JobPhase.RECOVERING:
             self.cause = self.cause or cause.cut()
             self._enter(JobPhase.RECOVERING, now)
+            self._touched += self.roster.remaining  # some may have ended their part already
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
@@ -540,7 +541,8 @@ class JobState:
             self._accuse_late([process for process in self.roster.remaining if process.is_active])
         if (at := self._next_look()) is None or now < at:
             return
-        for process in [process for process in self._awaited if self._is_late(process, now)]:
+        late = [process for process in self._awaited if self._is_late(process, now)]
+        for process in sorted(late, key=lambda process: process.number):
             if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
                 self._remove(process)
                 continue

@@ -144,12 +144,12 @@ class Hello(Message):
         return self.start is not None
 
 
-class Who(Message):
-    """Asks which ranks are connected: `Here`."""
+class ListRanks(Message):
+    """Asks which ranks are connected: `RankList`."""
 
 
-class Dismiss(Message):
-    """A node is to leave: `Dismissed`. Also of a process that is no rank."""
+class DrainNode(Message):
+    """A node is to leave: `DrainNodeReply`. Also of a process that is no rank."""
 
     node: int
 
@@ -160,13 +160,13 @@ class Failed(Message):
     record: FailureRecord
 
 
-class Echoed(Message):
+class SecondaryFailure(Message):
     """A call that communicates has failed, probably because another rank has."""
 
     record: FailureRecord
 
 
-class Vanished(Message):
+class PeerDisconnected(Message):
     """A process that another one watches is gone."""
 
     record: FailureRecord
@@ -184,26 +184,29 @@ class Saved(Message):
     path: Annotated[str, 4000]
 
 
-class Ask(Message):
-    """Asks where the ranks disagree about a collective, of a process group and a number: `Found`."""
+class DiagnoseRequest(Message):
+    """Asks where the ranks disagree about a collective, of a process group and a number: `Diagnosis`."""
 
     group: Text | None
     number: int
 
 
-class Look(Message):
+class CheckOrphanedWaits(Message):
     """Has the server look whether a rank waits for what nobody will call."""
 
 
-class Status(Message):
-    """Answers `RollCall`."""
+class StatusReply(Message):
+    """Answers `StatusRequest`."""
 
     number: int
     status: RankStatus
 
 
-class Announce(Message):
-    """With debug="detail": this rank is about to start a collective; answered by `Go` or `Found`."""
+class CollectiveFingerprint(Message):
+    """With debug="detail": this rank is about to start a collective.
+
+    Answered by `CollectiveApproved` or `Diagnosis`.
+    """
 
     group: Text
     ranks: Text
@@ -215,8 +218,8 @@ class Announce(Message):
     """In which run, as `Report` counts them."""
 
 
-class Tell(Message):
-    """A value for another rank: `Told`."""
+class SendValue(Message):
+    """A value for another rank: `PeerValue`."""
 
     to: int
     topic: Text
@@ -233,14 +236,14 @@ class Failure(Message):
     record: FailureRecord
 
 
-class Here(Message):
-    """Answers `Who`."""
+class RankList(Message):
+    """Answers `ListRanks`."""
 
     ranks: tuple[int, ...]
 
 
-class Dismissed(Message):
-    """Answers `Dismiss`: which ranks leave, or why none does."""
+class DrainNodeReply(Message):
+    """Answers `DrainNode`: which ranks leave, or why none does."""
 
     ranks: tuple[int, ...]
     why: Text | None
@@ -258,20 +261,20 @@ class Start(Message):
     """How many have been started in that place, with this one."""
 
 
-class RollCall(Message):
-    """Asks what a rank is doing: `Status`."""
+class StatusRequest(Message):
+    """Asks what a rank is doing: `StatusReply`."""
 
     number: int
 
 
-class Go(Message):
+class CollectiveApproved(Message):
     """All ranks of the group are about to start this collective."""
 
     group: Text
     number: int
 
 
-class Found(Message):
+class Diagnosis(Message):
     """Where the ranks disagree about a collective."""
 
     group: Text | None
@@ -279,7 +282,7 @@ class Found(Message):
     findings: Findings
 
 
-class Told(Message):
+class PeerValue(Message):
     """A value of another rank."""
 
     sender: int

@@ -66,6 +66,8 @@ class RankState:
         self.may_meet = True
         """Whether ranks may join or leave at the boundary that comes next."""
         self.wish: Wish | None = None
+        self.stops_for: Wish | None = None
+        """What all have stopped for at a boundary, where they have."""
         self.begun = self.ended = 0
         self._is_new = is_new
         self._base = 0
@@ -210,7 +212,7 @@ class RankState:
             case Task.MEET if order is not None and self.position >= order.position and self.may_meet:
                 return Passage.MEET
             case Task.STOP if order is not None and self.position >= order.position:
-                self.phase = RankPhase.FINISHED
+                self.phase, self.stops_for = RankPhase.FINISHED, order.wish
                 return Passage.STOP
             case Task.HOLD | Task.ENTER | Task.RECOVER:
                 return Passage.WAIT

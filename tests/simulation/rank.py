@@ -343,7 +343,7 @@ class Process:
                 record = FailureRecord.of_identity(
                     self._ranked(), "reset", exception_type="RuntimeError", exception_class="RuntimeError"
                 )
-                self.post(protocol.Echoed(record))
+                self.post(protocol.SecondaryFailure(record))
                 yield from self._wait_beyond_calls(lambda: self.cause is not None, CALL_WITHIN_S)
         except RunFailed:
             pass

@@ -15,14 +15,26 @@ import threading
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum, auto
 
-__all__ = ["Alarm"]
+__all__ = ["InterruptGuard"]
 
 _FINALISERS = {"__del__", "_callback", "remove"}
 """The latter two are what weakref.finalize and WeakValueDictionary call."""
 
 
-class Alarm:
+class _Guard(Enum):
+    OUTSIDE = auto()
+    """Nothing: the main thread has begun to unwind, or is outside of a run."""
+    OPEN = auto()
+    """What fails."""
+    DEFERRED = auto()
+    """Nothing for now: it must not be interrupted half-way."""
+    FORCED = auto()
+    """What fails, in spite of that, as it took too long."""
+
+
+class InterruptGuard:
     """One for a process; made in its main thread.
 
     `ring` may be repeated until the main thread has begun to unwind: a ring that finds it inside of a
@@ -31,12 +43,10 @@ class Alarm:
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
-        self.is_silent = True
-        """Whether a ring does nothing, as the main thread has begun to unwind or is outside of a run."""
-        self.is_deferred = False
-        """Whether a ring does nothing for now, as the main thread must not be interrupted half-way."""
-        self.is_forced = False
-        """Whether it has interrupted in spite of that, as the main thread took too long."""
+        self._guard = _Guard.OUTSIDE
+        """What may interrupt the main thread."""
+        self._changing = threading.Lock()
+        """Held by who changes that, in the main thread or another one; not by who looks."""
         self._call: Callable[[], object] | None = None
         self._main = threading.main_thread().ident
         self._sending = threading.Lock()
@@ -51,15 +61,42 @@ class Alarm:
                 return number
         return None
 
-    def arm(self) -> None:
-        """From now on a ring raises. Called where the main thread enters code that may be interrupted."""
+    @property
+    def is_silent(self) -> bool:
+        """Whether a ring does nothing, as the main thread has begun to unwind or is outside of a run."""
+        return self._guard is _Guard.OUTSIDE
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a ring does nothing for now, as the main thread must not be interrupted half-way."""
+        return self._guard is _Guard.DEFERRED
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether a ring interrupts although it was deferred, as the main thread took too long."""
+        return self._guard is _Guard.FORCED
+
+    def arm(self, *, is_deferred: bool = False) -> None:
+        """From now on a ring raises. Called where the main thread enters code that may be interrupted.
+
+        Args:
+            is_deferred: whether it does so once `defer` says, as the main thread must not be interrupted yet.
+        """
         if self._signal is None:
             self._signal = self._claim_signal()
-        self.is_silent = False
+        with self._changing:
+            self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
 
     def silence(self) -> None:
         """From now on a ring does nothing: the main thread has begun to unwind, or is outside of a run."""
-        self.is_silent = True
+        with self._changing:
+            self._guard = _Guard.OUTSIDE
+
+    def defer(self, is_deferred: bool) -> None:
+        """Says whether a ring waits, as the main thread must not be interrupted half-way."""
+        with self._changing:
+            if self._guard is not _Guard.OUTSIDE:
+                self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
 
     def ring(self, error: BaseException) -> None:
         """Has `error` raised in the main thread. Any thread."""
@@ -71,8 +108,9 @@ class Alarm:
 
     def force(self) -> None:
         """From now on a ring raises even if it was deferred. Any thread."""
-        if self.is_deferred:
-            self.is_forced, self.is_deferred = True, False
+        with self._changing:
+            if self._guard is _Guard.DEFERRED:
+                self._guard = _Guard.FORCED
 
     def call(self, function: Callable[[], object]) -> None:
         """Has the main thread call `function` as soon as it runs Python; it must not raise. Any thread."""

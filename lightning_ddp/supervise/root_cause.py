@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_ddp.supervise.failure_record import FailureRecord
 
-__all__ = ["ECHO_WAIT_S", "EXIT_WAIT_S", "Verdict"]
+__all__ = ["ECHO_WAIT_S", "EXIT_WAIT_S", "RootCauseTracker"]
 
 EXIT_WAIT_S = 0.25
 """How long a process that vanished waits for its exit code, which its launcher learns at the same time."""
@@ -12,7 +12,7 @@ ECHO_WAIT_S = 2.0
 """How long a lost connection waits for the failure behind it."""
 
 
-class Verdict:
+class RootCauseTracker:
     """Decides which failure was first. Pure: told what happened and when.
 
     A process that dies takes others along: their connections to it break, and they report that too, often

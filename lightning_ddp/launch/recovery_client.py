@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.teardown import abort_groups
 from lightning_ddp.errors import PeerFailure
-from lightning_ddp.supervise.client import Watch
+from lightning_ddp.supervise.client import ControlClient
+from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import NewGeneration, Progress
 from lightning_ddp.supervise.rank_state import RankState
-from lightning_ddp.supervise.stop_main import Alarm
 
-__all__ = ["Calls"]
+__all__ = ["RecoveryClient"]
 
 _RING_EVERY_S = 0.1
 _ABORT_AFTER_S = 0.3
@@ -29,7 +29,7 @@ _ASK_EVERY = 10
 """After so many looks it is asked once more."""
 
 
-class Calls:
+class RecoveryClient:
     """What this process does about lost ranks.
 
     Args:
@@ -38,7 +38,7 @@ class Calls:
         watch: its end of the control channel.
     """
 
-    def __init__(self, interrupt: Interrupt, alarm: Alarm, watch: Watch) -> None:
+    def __init__(self, interrupt: Interrupt, alarm: InterruptGuard, watch: ControlClient) -> None:
         self.state = watch.state
         self.may_leave = False
         """Whether a step boundary is still to come at which this process may leave the others."""
@@ -91,7 +91,7 @@ class Calls:
 
     def defer(self, is_deferred: bool) -> None:
         """Whether the alarm waits, as the main thread is between the end of a backward and a boundary."""
-        self._alarm.is_deferred = is_deferred
+        self._alarm.defer(is_deferred)
 
     @property
     def is_called(self) -> bool:
@@ -185,4 +185,4 @@ class Calls:
         Raises `PeerFailure` if another rank is lost already.
         """
         self._watch.update(RankState.settle)
-        self._alarm.arm()
+        self._alarm.arm(is_deferred=True)
