@@ -441,7 +441,7 @@ class JobState:
                 self._enter(JobPhase.RUNNING, now)
 
     def _advance_recovering(self, now: float) -> None:
-        for process in [process for process in self._touched if process in self._awaited]:
+        for process in [process for process in dict.fromkeys(self._touched) if process in self._awaited]:
             if process.phase in OUT:  # it has ended its part, and does not answer
                 process.state = ProcessState.RELEASED
                 self.left.append(process.place)
@@ -462,7 +462,7 @@ class JobState:
         return not self.is_pending and all(is_there)
 
     def _advance_forming(self, now: float) -> None:
-        for process in [process for process in self._touched if process in self._awaited]:
+        for process in [process for process in dict.fromkeys(self._touched) if process in self._awaited]:
             report = process.report
             if report is None:
                 continue
