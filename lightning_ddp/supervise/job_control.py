@@ -15,9 +15,9 @@ from lightning_ddp.errors import one_of
 from lightning_ddp.supervise.actions import Accuse, HangUp, Kill, Say, Send, StartProcess
 from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
 from lightning_ddp.supervise.desync import DesyncDetector, StallWatch
-from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord
 from lightning_ddp.supervise.job_state import JobState
-from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report, Wish, WishKind
+from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
 from lightning_ddp.supervise.processes import Process, ProcessState
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
 from lightning_ddp.supervise.root_cause import RootCauseTracker
@@ -340,6 +340,7 @@ class JobControl:
             case Kill(process):
                 self._processes.kill_one(process.identity.pid)
             case HangUp(process):
+                self._stall.forget(process.rank)
                 if process.number in self._peers:
                     self.hang_up(self._peers[process.number], now)
             case StartProcess(None, place, number):
@@ -395,13 +396,5 @@ class JobControl:
         leaving = job.dismiss(node, now) if why is None else []
         return protocol.DrainNodeReply(tuple(sorted(member.rank for member in leaving)), why)
 
-    def stop(self, signal: int, now: float, *, is_requeue: bool = False) -> None:
-        """Have all ranks stop at a step boundary."""
-        self.job.stop(Wish(WishKind.STOP, signal, is_requeue), now)
-
     def _leaving_ranks(self) -> set[int]:
         return {member.rank for member in self.job.roster.remaining if member.num_ended > self.job.all_ended}
-
-    def identities(self) -> list[Identity]:
-        """The ranks that belong to the run, with their first ranks."""
-        return [member.identity for member in self.job.roster.remaining]
