@@ -147,7 +147,7 @@ def draw(model: DigitNet, data: DigitsData, curve: dict[str, list[float]], path:
 
     images, labels = data.test.tensors
     with torch.no_grad():
-        probabilities = model.eval()(images).softmax(1)
+        probabilities = model.eval().cpu()(images).softmax(1)
     predicted = probabilities.argmax(1)
     hardest = probabilities[range(len(labels)), labels].argsort()
     wrong = int((predicted != labels).sum())

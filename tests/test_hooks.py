@@ -20,6 +20,7 @@ from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
+from lightning_ddp.encoding.mean import Fp8Codec, Int8Codec
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import available_hooks, build_hook, catalogue, parse_hook, register_hook
 from lightning_ddp.tools.models import build_workload
@@ -444,6 +445,14 @@ def test_bytes_sent_in_a_step_as_part_of_uncompressed_float32(spec, limit):
     assert full == 4 * sum(math.prod(shape) for shape in TRANSFORMER.values()), "2 (N-1)/N x size"
     sent = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=count)[0][1]
     assert 0.2 * limit < sent / full <= limit
+
+
+@pytest.mark.parametrize("codec", [Int8Codec(64), Fp8Codec(64)])
+@pytest.mark.parametrize("numel", [64, 263])
+def test_one_rank_alone_decodes_what_it_has_encoded(codec, numel):
+    """A single row counts as contiguous with any stride, also with one that float32 does not divide."""
+    row = torch.randn(1, numel, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(codec.decode(codec.encode(row), numel), row, rtol=0, atol=0.3)
 
 
 @pytest.mark.parametrize("spec", ["bf16", "int8", {"name": "powersgd", "start_step": 0}])

@@ -829,6 +829,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch, in a thread that has no context yet
 def test_on_cuda_gradients_are_those_of_the_plain_module_and_devices_and_streams_are_current() -> None:
     indices = [i % torch.cuda.device_count() for i in range(2)]
     plain = build("mlp", seed=1).to("cuda:0")

@@ -84,7 +84,9 @@ class _BlockCodec:
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         num_rows, num_blocks = data.shape[0], -(-numel // self.block_size)
-        scales = data[:, : num_blocks * _SCALE_BYTES].contiguous().view(torch.float32)
+        # A slice of a single row counts as contiguous, but keeps the stride of the whole row.
+        scales = data[:, : num_blocks * _SCALE_BYTES].clone(memory_format=torch.contiguous_format)
+        scales = scales.view(torch.float32)
         codes = data[:, num_blocks * _SCALE_BYTES :]
         codes = torch.nn.functional.pad(codes, (0, -numel % self.block_size)).contiguous()
         values = self._from_codes(codes).view(num_rows, num_blocks, self.block_size)

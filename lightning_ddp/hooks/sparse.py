@@ -65,10 +65,10 @@ class SparseHook(MomentumHook):
         if indices.device != part.flat.device:
             indices = uploaded(indices, part.flat.device)
         sent = part.flat[indices]
-        part.flat[indices] = 0
+        part.flat.index_fill_(0, indices, 0)  # `[indices] = 0` would make the host wait for the device
         self.remember_slices(part, "error", part.flat)
         if velocity is not None:
-            velocity[indices] = 0
+            velocity.index_fill_(0, indices, 0)
         return self.exchange(part, indices, sent)
 
     def choose(self, name: str, piece: torch.Tensor, count: int) -> torch.Tensor:

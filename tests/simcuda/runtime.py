@@ -10,6 +10,7 @@ import functools
 import importlib.abc
 import os
 import sys
+import warnings
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -118,6 +119,12 @@ def install(c: ModuleType) -> None:
 
     def set_sync_debug_mode(mode: int) -> None:
         nonlocal sync_debug_mode
+        if mode:  # in CUDA's words, of which a part is that of a wait
+            warnings.warn(
+                "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing"
+                " operations",
+                stacklevel=2,
+            )
         sync_debug_mode = mode
 
     def init() -> None:
