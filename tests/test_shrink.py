@@ -784,13 +784,12 @@ def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_proc
 
 
 def test_random_numbers_are_drawn_again_from_where_they_were_at_the_last_boundary() -> None:
-    """From numpy's generator also where only the second normal number of a pair is drawn between two."""
+    """From generators also where only the second normal number of a pair is drawn between two."""
 
     def draw() -> tuple[Any, ...]:
         return random.random(), random.gauss(0, 1), torch.rand(2).tolist(), numpy.random.randn(3).tolist()
 
     before = RandomStates()
-    states = RandomStates()
     changes = (
         lambda: None,
         lambda: numpy.random.randn(1),
@@ -808,7 +807,7 @@ def test_random_numbers_are_drawn_again_from_where_they_were_at_the_last_boundar
     )
     for number, change in enumerate(changes):
         change()
-        states.retake()
+        states = RandomStates()
         drawn = draw()
         for _ in range(2):
             states.restore()

@@ -117,7 +117,6 @@ class Recovery:
         self._counters: list[Any] = []
         self._validates = True
         """Whether a validation may follow a batch of this epoch."""
-        self._random = RandomStates()
         self.batch: Any = None
         """That is used, as the strategy notes it."""
         self._output: Any = None
@@ -348,7 +347,6 @@ class Recovery:
             self._mark = Mark(
                 self._trainer,
                 self._snapshot,
-                self._random,
                 self._communication,
                 self._counters,
                 self.taken,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import random
 import sys
-from array import array
 from typing import Any
 
 import torch
@@ -34,54 +32,17 @@ def put_scale(scaler: Any, state: dict[str, Any]) -> None:
 
 
 class RandomStates:
-    """The states of the global random number generators, now."""
+    """States of the global random number generators of torch, Python and numpy, at construction."""
 
     def __init__(self) -> None:
-        self._python: Any = None
-        self._numpy: Any = None
-        self._source: Any = random.getstate.__self__  # type: ignore[attr-defined]  # behind `random.random`
-        self._python_memory = _memory_at(id(self._source) + object.__basicsize__)
-        self._python_seen: tuple[Any, ...] | None = None
-        self._bit_generator: Any = None
-        self._numpy_memory: memoryview | None = None
-        self._numpy_seen: bytes | None = None
-        self.retake()
-
-    def retake(self) -> None:
-        """Takes them again, at each step boundary: cheaply where nothing was drawn from Python's and numpy's.
-
-        Both tell their state as 624 numbers in 10 to 50 us. Who draws moves the position in them or, at their
-        end, changes all: that the position and 31 of them are what they were is seen in 1 us.
-        """
-        self._torch = torch.default_generator.get_state()
-        seen = (_ends_of(self._python_memory), self._source.gauss_next)
-        if seen != self._python_seen:
-            self._python = self._source.getstate()
-            _, (*key, position), _ = self._python
-            is_known = self._python_memory == array("I", [position, *key]).tobytes()
-            self._python_seen = seen if is_known else None
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
         numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            self._retake_numpy(numpy.random)
+        self._numpy = numpy.random.get_state(legacy=False) if numpy is not None else None
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-    def _retake_numpy(self, numpy_random: Any) -> None:
-        """Nothing is drawn without a change in its memory, unless one of a pair of normal numbers is kept."""
-        generator: Any = getattr(numpy_random, "get_bit_generator", lambda: None)()
-        if generator is not self._bit_generator:
-            self._bit_generator, self._numpy_memory = generator, None
-            if type(generator) is numpy_random.MT19937:
-                self._numpy_memory = _memory_at(generator.ctypes.state_address)
-        seen = _ends_of(self._numpy_memory) if self._numpy_memory is not None else None
-        if seen is not None and seen == self._numpy_seen:
-            return
-        self._numpy = numpy_random.get_state()
-        _, key, position, has_gauss, _ = self._numpy
-        is_known = self._numpy_memory == key.tobytes() + position.to_bytes(4, sys.byteorder)
-        self._numpy_seen = seen if is_known and not has_gauss else None
-
     def restore(self) -> None:
-        """Puts them back."""
+        """Put them back."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
@@ -90,23 +51,12 @@ class RandomStates:
             torch.cuda.set_rng_state_all(self._cuda)
 
 
-def _memory_at(address: int) -> memoryview:
-    """A Mersenne Twister's 624 numbers and its position, as CPython's and numpy's generator have them."""
-    return memoryview((ctypes.c_char * (4 * 625)).from_address(address)).cast("B")
-
-
-def _ends_of(memory: memoryview) -> bytes:
-    """Of which one has the position."""
-    return memory[:64].tobytes() + memory[-64:].tobytes()
-
-
 class Mark:
     """A step boundary.
 
     Args:
         trainer: whose.
         snapshot: of the module that it trains, which is taken again.
-        states: of random numbers, which are taken again.
         communication: the hook, with what it remembers.
         counters: of the loops, see `loop_counters`.
         step: optimizer steps that are committed.
@@ -118,7 +68,6 @@ class Mark:
         self,
         trainer: Trainer,
         snapshot: ModuleSnapshot,
-        states: RandomStates,
         communication: Communication,
         counters: list[Any],
         step: int,
@@ -134,8 +83,7 @@ class Mark:
         self.num_batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         """Of this epoch, that are used."""
         self._trainer = trainer
-        self._random, self._module = states, snapshot
-        states.retake()
+        self._random, self._module = RandomStates(), snapshot
         snapshot.retake()
         self._communication, self._hook = communication, communication.mark()
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
