@@ -15,7 +15,7 @@ from lightning_ddp._lightning import Callback, LightningModule, Trainer, batches
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.elastic import WorldChange
 from lightning_ddp.errors import ConfigurationError, PeerFailure
-from lightning_ddp.launch.session import session_of_process
+from lightning_ddp.launch.job_context import job_context
 from lightning_ddp.telemetry.step_record import StepRecord, StepRecorder
 from lightning_ddp.telemetry.timeline import Change, Lateness, Recording, SlowRanks, lateness, save
 
@@ -223,7 +223,7 @@ class _Exchange:
         self._world_size = world_size
         self._windows: dict[int, dict[int, list[int | None]]] = {}
         self._lock = threading.Lock()
-        self._inspector = session_of_process().control.inspector
+        self._inspector = job_context().control.inspector
         if is_first:
             self._inspector.listen(_TOPIC, self._hear)
 

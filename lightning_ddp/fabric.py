@@ -95,12 +95,12 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         pass_for_fabrics(self.launcher)
 
     def _setup_distributed(self) -> None:
-        from lightning_ddp.launch.session import session_of_process
+        from lightning_ddp.launch.job_context import job_context
 
         self._set_world_ranks()
-        session = session_of_process()
-        self._join(session)
-        session.control.follow_script(is_whole=self._runs_script)
+        context = job_context()
+        self._join(context)
+        context.control.follow_script(is_whole=self._runs_script)
 
     def setup_module(self, module: torch.nn.Module) -> Any:
         """Wrap a model, with its own communication hook.

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from lightning_ddp.elastic.emergency import EmergencyCheckpoint
     from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.elastic.takeover import Journal
-    from lightning_ddp.launch.session import Session, StepStop
+    from lightning_ddp.launch.job_context import JobContext
+    from lightning_ddp.launch.step_stop import StepStop
     from lightning_ddp.supervise.orders import NewGeneration
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
@@ -168,7 +169,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         TypeError: An argument is unknown.
     """
 
-    _session: Session | None = None
+    _session: JobContext | None = None
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
     _recovery: Recovery | None = None
@@ -266,11 +267,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
         Collective: all ranks must call it.
         """
-        from lightning_ddp.launch.session import session_of_process
+        from lightning_ddp.launch.job_context import job_context
 
         reset_seed()
         self.set_world_ranks()
-        session, settings = session_of_process(), self._reconcile_settings.recovery
+        session, settings = job_context(), self._reconcile_settings.recovery
         calls = session.control.calls
         if calls is not None and self.lightning_module is not None:
             from lightning_ddp.elastic.refusals import check_next_run
@@ -295,7 +296,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         assert self._session is not None
-        from lightning_ddp.launch.session import StepStop
+        from lightning_ddp.launch.step_stop import StepStop
 
         self.accelerator.setup(trainer)
         self._stopping = self._stopping or StepStop(self._session)

@@ -21,13 +21,13 @@ from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError, in_seconds, one_of
 from lightning_ddp.launch.rendezvous import check_meeting_place
 from lightning_ddp.shm.hosts import check_transport
-from lightning_ddp.supervise.settings import ReconcileSettings, parse_on_failure, parse_on_preemption
+from lightning_ddp.supervise.settings import SupervisionSettings, parse_on_failure, parse_on_preemption
 
 if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
+    from lightning_ddp.launch.job_context import JobContext
     from lightning_ddp.launch.launcher import ScriptLauncher
     from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
-    from lightning_ddp.launch.session import Session
 
 __all__ = ["Debug", "StartMethod", "StrategyCore", "UnevenInputs", "as_wrapper"]
 
@@ -66,9 +66,9 @@ _OF_WRAPPER_IF_GIVEN = ("bucket_cap_mb_list", "batched_grad_copy", "forward_sync
 class StrategyCore:
     """Base of the strategies, placed before Lightning's own class."""
 
-    _session: Session | None = None
+    _session: JobContext | None = None
     _group: Group | None = None
-    _reconcile_settings: ReconcileSettings
+    _reconcile_settings: SupervisionSettings
     _wrapper_options: dict[str, Any]
 
     if TYPE_CHECKING:  # Lightning's
@@ -107,7 +107,7 @@ class StrategyCore:
         check_broadcast_buffers(given["broadcast_buffers"])
         bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # raises early
         self._group_timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._reconcile_settings = ReconcileSettings(
+        self._reconcile_settings = SupervisionSettings(
             heartbeat_timeout_s=in_seconds("heartbeat_timeout_s", given["heartbeat_timeout_s"]),
             failure_grace_s=in_seconds("failure_grace_s", given["failure_grace_s"]),
             stall_timeout_s=stall_timeout_s,
@@ -164,17 +164,17 @@ class StrategyCore:
             )
         set_launcher(self, launcher)
 
-    def _join(self, session: Session) -> None:
+    def _join(self, session: JobContext) -> None:
         """Join the process group of the run; return once all ranks have joined.
 
         Collective: all ranks must call it.
         """
-        from lightning_ddp.launch.session import join_run
+        from lightning_ddp.launch.joining import Joining
 
         self._session = session
-        group = join_run(
-            session,
-            choose_backend(self),
+        joining = Joining(
+            context=session,
+            backend=choose_backend(self),
             environment=self.cluster_environment,
             num_nodes=self.num_nodes,
             timeout=self._group_timeout,
@@ -183,6 +183,7 @@ class StrategyCore:
             init_method=self._init_method,
             given_store=self._given_store,
         )
+        group = joining.group()
         session.control.inspector.set_deadline(self._group_timeout)
         session.control.inspector.compare_before_each(self._debug == "detail" and not session.is_joining)
         self._group = Group(group, session.control.interrupt, transport=self._transport)

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from harness import last_screen, run_ranks
 
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
-from lightning_ddp.launch.reconciliation import Reconciliation
-from lightning_ddp.launch.session import Session
+from lightning_ddp.launch.failure_handler import FailureHandler
+from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.supervise.client import ControlClient, ServerAddress, ask
 from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.desync import StallWatch
@@ -44,7 +44,7 @@ from lightning_ddp.supervise.protocol import (
 from lightning_ddp.supervise.rank_state import Passage, RankState
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S, RootCauseTracker
 from lightning_ddp.supervise.server import ControlServer
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import SupervisionSettings
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0
@@ -248,7 +248,7 @@ def test_the_last_screen_of_a_report_has_rank_step_and_class_whatever_the_messag
 )
 def test_settings_out_of_range(arguments, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        ReconcileSettings(**arguments)
+        SupervisionSettings(**arguments)
 
 
 # ---------------------------------------------------------------------- the verdict
@@ -328,11 +328,11 @@ class Run:
     """A server, and watches of simulated ranks in this process."""
 
     def __init__(self, world_size: int, **settings: Any) -> None:
-        self.settings = ReconcileSettings(failure_grace_s=5.0, **settings)
+        self.settings = SupervisionSettings(failure_grace_s=5.0, **settings)
         self.server = ControlServer("127.0.0.1", token=TOKEN, world_size=world_size, settings=self.settings)
         self.world_size = world_size
         self.watches: list[ControlClient] = []
-        self.ranks: list[Reconciliation] = []
+        self.ranks: list[FailureHandler] = []
         """What their main threads do at step boundaries."""
         self.learned: dict[int, FailureRecord] = {}
 
@@ -343,7 +343,7 @@ class Run:
 
     def connect(self, rank: int) -> ControlClient:
         children: Any = None
-        ours = Reconciliation(children)
+        ours = FailureHandler(children)
 
         def learn(record: FailureRecord) -> None:
             self.learned[rank] = record
@@ -701,7 +701,7 @@ def test_many_ranks_cost_little(num_ranks) -> None:
             "127.0.0.1",
             token=TOKEN,
             world_size=num_ranks,
-            settings=ReconcileSettings(),
+            settings=SupervisionSettings(),
             any_interface=True,
         )
         try:
@@ -930,9 +930,9 @@ def test_the_token_is_in_the_environment_or_in_the_store(monkeypatch, has_token)
     store, identity = dist.HashStore(), Identity(rank=0, node_rank=0)
     if has_token:
         monkeypatch.setenv("LIGHTNING_DDP_TOKEN", TOKEN)
-    session = Session()
+    session = JobContext()
     server = session.open_server(
-        "127.0.0.1", store, identity=identity, world_size=2, num_nodes=2, settings=ReconcileSettings()
+        "127.0.0.1", store, identity=identity, world_size=2, num_nodes=2, settings=SupervisionSettings()
     )
     try:
         assert (TOKEN.encode() in store.get("lightning_ddp/control_server")) is False
@@ -956,4 +956,4 @@ def test_the_interface_of_the_address_is_bound_and_the_port_is_freed() -> None:
     with socket.create_server(("127.0.0.1", port)):
         assert True
     with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.1"):
-        ControlServer("192.0.2.1", token=TOKEN, world_size=1, settings=ReconcileSettings())
+        ControlServer("192.0.2.1", token=TOKEN, world_size=1, settings=SupervisionSettings())

@@ -225,7 +225,7 @@ def fit(folder: Path, model: Model, window: int, strategy: Any = "auto", checkpo
         )
         ours: Any = SimpleNamespace(alarm=InterruptGuard(), interrupt=Interrupt(), is_over=False)
         ours.alarm._claim_signal = lambda: None  # nobody rings here
-        ours.alarm.arm()  # as `Reconciliation.run` does
+        ours.alarm.arm()  # as `FailureHandler.run` does
         strategy.emergency.begin(ours)
     trainer.fit(model, DataLoader(Samples(model)), DataLoader(torch.ones(2, 4)), ckpt_path=checkpoint)
     return trainer

@@ -31,8 +31,8 @@ from user_script import ALL, order, read_notes, wait_for_notes
 from lightning_ddp.comm import group
 from lightning_ddp.encoding import mean, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError, PeerFailure
-from lightning_ddp.launch.reconciliation import _is_of_backend
-from lightning_ddp.launch.session import Session
+from lightning_ddp.launch.failure_handler import _is_of_backend
+from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.shm import arena
 from lightning_ddp.supervise.connections import pack
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
@@ -196,7 +196,7 @@ def test_the_failure_is_reported_where_the_launching_process_is_gone(tmp_path, l
 
 def test_gloo_does_not_end_a_process_that_unwinds_from_a_failure() -> None:
     """Its thread finds the connections broken, and aborts the process when this returns."""
-    ours = Session().control
+    ours = JobContext().control
     ours._settings = replace(ours._settings, failure_grace_s=0.3)
     ours.interrupt.set(FailureRecord(rank=0, message="gone").to_error(1))
     start = time.monotonic()
@@ -530,7 +530,7 @@ def test_a_rank_hears_of_the_end_of_its_launcher_whose_process_id_is_gone_alread
     launcher = subprocess.Popen([sys.executable, "-c", ""])
     launcher.wait()
     monkeypatch.setattr(os, "getppid", lambda: launcher.pid)  # it ends between this and what is sent to it
-    ours = Session().control
+    ours = JobContext().control
     ours._parent_pid = launcher.pid
     record = FailureRecord.of_identity(Identity(rank=0, node_rank=0, pid=launcher.pid), GONE)
 
@@ -558,7 +558,7 @@ def raise_once(number, frame):
 
 def signal_itself(frame, event, argument):
     code = frame.f_code
-    if event == "call" and code.co_name == "_end" and code.co_filename.endswith("reconciliation.py"):
+    if event == "call" and code.co_name == "_end" and code.co_filename.endswith("failure_handler.py"):
         sys.setprofile(None)
         os.kill(os.getpid(), signal.SIGUSR1)
 

@@ -27,7 +27,7 @@ from lightning_ddp.supervise.orders import (
 from lightning_ddp.supervise.processes import Process
 from lightning_ddp.supervise.protocol import ProtocolError
 from lightning_ddp.supervise.rank_state import Passage, RankState
-from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
 from lightning_ddp.supervise.slots import STEPS_TO_FORGET
 
 GRACE_S = 30.0
@@ -41,7 +41,7 @@ class Job:
     def __init__(
         self, num_ranks: int, recovery: RecoverySettings | None = MANY, *, num_nodes: int = 1, **more: Any
     ) -> None:
-        settings = ReconcileSettings(failure_grace_s=GRACE_S, recovery=recovery)
+        settings = SupervisionSettings(failure_grace_s=GRACE_S, recovery=recovery)
         self.state = JobState(num_ranks, settings, **more)
         self.node_of = [place * num_nodes // num_ranks for place in range(num_ranks)]
         self.now = 0.0
@@ -494,7 +494,7 @@ def test_where_a_run_only_shrinks_no_process_is_started_and_none_may_come() -> N
 
 
 def test_a_second_process_of_a_rank_is_refused_also_before_all_have_come() -> None:
-    state = JobState(2, ReconcileSettings())
+    state = JobState(2, SupervisionSettings())
     for pid in (1, 2):
         who = Identity(rank=0, node_rank=0, host="h", pid=pid)
         with pytest.raises(ProtocolError) if pid == 2 else nullcontext():

@@ -26,10 +26,11 @@ from user_script import STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
-from lightning_ddp.launch import interface, rendezvous, session
+from lightning_ddp.launch import interface, rendezvous
+from lightning_ddp.launch import job_context as contexts
 from lightning_ddp.launch.children import ChildCommand, Children
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import SupervisionSettings
 
 DEADLINE_S = 180.0
 LONGEST_END_S = 60.0
@@ -262,7 +263,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
 from lightning_ddp.launch.desync_probe import DesyncReporter
-from lightning_ddp.launch.session import session_of_process
+from lightning_ddp.launch.job_context import job_context
 
 def state():
     ours = [name for name in os.environ if "LIGHTNING_DDP" in name or "GLOO" in name]
@@ -304,7 +305,7 @@ try:
     if sys.argv[3] == "handle" and rank == victim:
         print(f"the script's handler has heard {heard}", flush=True)
     if sys.argv[3] == "wait" and rank != victim:
-        print("heard meanwhile:", session_of_process().control.wait_for_verdict(30).rank, flush=True)
+        print("heard meanwhile:", job_context().control.wait_for_verdict(30).rank, flush=True)
     if has_more:
         fit()
 except lightning_ddp.PeerFailure as failure:
@@ -856,10 +857,10 @@ def test_a_failing_child_is_reported_also_when_its_log_has_been_removed(tmp_path
 
 
 def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None:
-    monkeypatch.setattr(session, "_session", None)
-    ours = session.session_of_process()
+    monkeypatch.setattr(contexts, "_context", None)
+    ours = contexts.job_context()
     ours.rendezvous.host(LightningEnvironment(), None, num_nodes=1, node_rank=0)
-    who, settings = Identity(rank=0, node_rank=0), ReconcileSettings()
+    who, settings = Identity(rank=0, node_rank=0), SupervisionSettings()
     store = ours.rendezvous.hosted
     server = ours.open_server("127.0.0.1", store, identity=who, world_size=1, num_nodes=1, settings=settings)
     listener = server._connections._listener
@@ -869,12 +870,12 @@ def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None
             child = os.fork()
         if child == 0:
             is_closed = {listener.fileno(), ours.control.watch._connection.fileno()} == {-1}
-            theirs = session.session_of_process()
-            is_new = theirs is not ours and theirs is session.session_of_process()
+            theirs = contexts.job_context()
+            is_new = theirs is not ours and theirs is contexts.job_context()
             is_new &= theirs.rendezvous.where is None
             os._exit(int(is_closed) + 2 * ours.control.is_over + 4 * is_new)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1 + 2 + 4
-        assert session.session_of_process() is ours
+        assert contexts.job_context() is ours
         assert ours.control.watch.flush()
         assert (listener.fileno() == -1, ours.control.is_over) == (False, False)
     finally:

@@ -43,7 +43,7 @@ from lightning_ddp.supervise.protocol import (
     StatusRequest,
 )
 from lightning_ddp.supervise.server import ControlServer
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import SupervisionSettings
 from lightning_ddp.telemetry.timeline import load_folder
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ class Member:
         self.watch = ControlClient(
             address,
             Identity(rank=rank, node_rank=0),
-            ReconcileSettings(),
+            SupervisionSettings(),
             on_failure=lambda record: None,
             on_message=self.inspector.on_message,
         )
@@ -86,7 +86,7 @@ def play(
     deadline_s: float = 60.0,
 ) -> list[BaseException | None]:
     """What each rank raises when all play their part; a rank stays connected until all have."""
-    server = ControlServer("127.0.0.1", token=TOKEN, world_size=world_size, settings=ReconcileSettings())
+    server = ControlServer("127.0.0.1", token=TOKEN, world_size=world_size, settings=SupervisionSettings())
     done = threading.Barrier(world_size)
     raised: list[BaseException | None] = [None] * world_size
 

@@ -161,11 +161,11 @@ Reduction.launch, Reduction.wait = keep, copy
 
 UNREPORTED_DEATH = """
 import os
-from lightning_ddp.launch.reconciliation import Reconciliation
+from lightning_ddp.launch.failure_handler import FailureHandler
 
 os.environ["LIGHTNING_DDP_SUPERVISION"] = "0"
-assert Reconciliation.child_ended
-Reconciliation.child_ended = lambda self, record: None
+assert FailureHandler.child_ended
+FailureHandler.child_ended = lambda self, record: None
 """
 
 WRONG_ROUND = """

@@ -19,7 +19,7 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp._torch import version_of
 from lightning_ddp.elastic.undo import models_of_callbacks
-from lightning_ddp.launch.reconciliation import Reconciliation
+from lightning_ddp.launch.failure_handler import FailureHandler
 
 __all__ = ["EmergencyCheckpoint"]
 
@@ -51,7 +51,7 @@ class EmergencyCheckpoint:
         self.trainer = trainer
         self._folder = folder
         self._complete, self._undo, self._defers = complete, undo, defers
-        self._ours: Reconciliation | None = None
+        self._ours: FailureHandler | None = None
         self._num_steps = 0
         self._committed_batch = -1
         self._touched_batch = -1
@@ -61,7 +61,7 @@ class EmergencyCheckpoint:
         self._loaders: list[Any] | None = None
         after_schedulers(trainer, self._end_step)
 
-    def begin(self, ours: Reconciliation) -> None:
+    def begin(self, ours: FailureHandler) -> None:
         """A fit begins, in this process's part of the run."""
         self._ours = ours
         self._num_steps, self._versions, self._loaders = 0, None, None

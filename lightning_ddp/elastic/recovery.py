@@ -48,7 +48,7 @@ from lightning_ddp.elastic.regroup import end_collectives, leave
 from lightning_ddp.elastic.takeover import MAIN, VALIDATION, Handover, Journal, Loggers, seed_generators
 from lightning_ddp.elastic.undo import Mark, PhaseMark, RandomStates, put_scale
 from lightning_ddp.errors import PeerFailure
-from lightning_ddp.launch.session import Session, global_seed
+from lightning_ddp.launch.job_context import JobContext, global_seed
 from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration, Progress
 
@@ -75,7 +75,7 @@ class Recovery:
 
     def __init__(
         self,
-        session: Session,
+        session: JobContext,
         trainer: Trainer,
         communication: Communication,
         *,

@@ -14,10 +14,10 @@ from lightning_ddp._torch import backend_of, count_groups_anew, set_timeout
 from lightning_ddp.comm.group import InThread
 from lightning_ddp.comm.teardown import abort_groups, remember_connections, retire_groups, wait_for_aborts
 from lightning_ddp.errors import LightningDDPError
+from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.interface import backend_names
-from lightning_ddp.launch.reconciliation import Reconciliation
+from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.launch.rendezvous import join_default_group, leave_default_group
-from lightning_ddp.launch.session import Session
 from lightning_ddp.launch.stop_signals import tell_long_wait
 
 __all__ = ["end_collectives", "leave", "meet_again"]
@@ -27,7 +27,7 @@ _ABORTED_WITHIN_S = 20.0
 """How long the communicators of NCCL, and what was queued on the device, may take to end."""
 
 
-def leave(ours: Reconciliation, wrapper: Any | None, device: torch.device) -> None:
+def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> None:
     """Lets go of a group whose connections are aborted, which a `BucketedDDP` used. Does not communicate."""
     end_collectives(ours, device)
     if wrapper is not None:
@@ -39,7 +39,7 @@ def leave(ours: Reconciliation, wrapper: Any | None, device: torch.device) -> No
     count_groups_anew()
 
 
-def end_collectives(ours: Reconciliation, device: torch.device) -> None:
+def end_collectives(ours: FailureHandler, device: torch.device) -> None:
     """Aborts all groups; when it returns nothing runs on the device any more. Does not communicate.
 
     On the CPU nothing is done, as what waits there has been interrupted.
@@ -68,7 +68,7 @@ def end_collectives(ours: Reconciliation, device: torch.device) -> None:
 
 
 def meet_again(
-    session: Session,
+    session: JobContext,
     backend: str,
     world_size: int,
     *,

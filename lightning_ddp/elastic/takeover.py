@@ -41,7 +41,7 @@ from lightning_ddp._lightning import (
 from lightning_ddp.communication import Communication
 from lightning_ddp.elastic.redeal import Dealer
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.launch.session import Session
+from lightning_ddp.launch.job_context import JobContext
 
 __all__ = ["MAIN", "VALIDATION", "Handover", "Journal", "Loggers", "seed_generators"]
 
@@ -61,7 +61,7 @@ class Journal:
         rank: its own, or the one that it is to have.
     """
 
-    def __init__(self, session: Session, rank: int) -> None:
+    def __init__(self, session: JobContext, rank: int) -> None:
         self._session = session
         self._is_reader = session.is_joining
         self._is_writer = rank == 0 and not session.is_joining

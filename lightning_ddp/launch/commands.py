@@ -154,8 +154,8 @@ def _address_of(text: str) -> tuple[str, int]:
 def _ask_run(address: str, port: int, question: Message) -> Message:
     """What the control server answers of the run whose store listens there; an error if there is none."""
     # only here, as all other commands import this file
+    from lightning_ddp.launch.job_context import server_in
     from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, run_store, running
-    from lightning_ddp.launch.session import server_in
     from lightning_ddp.supervise.client import ask
 
     number = running(address, port)

@@ -28,7 +28,7 @@ from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Message
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import SupervisionSettings
 
 __all__ = ["ALL_ENDED", "LONGEST_MESSAGE", "REPORTED", "START", "WENT_ON", "ControlProcess", "serve"]
 
@@ -110,7 +110,7 @@ class _Host(LocalProcesses):
     def close_store(self) -> None:
         self._store = None
 
-    def open_server(self, address: str, settings: ReconcileSettings, **options: Any) -> int:
+    def open_server(self, address: str, settings: SupervisionSettings, **options: Any) -> int:
         self.close_server()
         self._grace_s = settings.failure_grace_s
         self._is_failing = False

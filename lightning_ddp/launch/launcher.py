@@ -22,11 +22,12 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import STARTER, jobs, share_job
 from lightning_ddp.launch.child_process import PARENT_VARIABLE, begin_run
 from lightning_ddp.launch.children import ChildCommand
-from lightning_ddp.launch.reconciliation import is_enabled
-from lightning_ddp.launch.session import FIRST_JOB, Session, end_job, session_of_process, waiting
+from lightning_ddp.launch.failure_handler import is_enabled
+from lightning_ddp.launch.job_context import JobContext, end_job, job_context
+from lightning_ddp.launch.joining import FIRST_JOB, waiting
 from lightning_ddp.launch.supervisor import control_process
 from lightning_ddp.supervise.failure_record import Identity
-from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
+from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
 
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
@@ -56,7 +57,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        settings: ReconcileSettings,
+        settings: SupervisionSettings,
         init_method: str | None,
         timeout: timedelta | None,
     ) -> None:
@@ -76,7 +77,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             RendezvousError: the port that the user named is taken.
         """
         begin_run()
-        session, environment = session_of_process(), self.cluster_environment
+        session, environment = job_context(), self.cluster_environment
         _check_tasks(environment, num_devices=self.num_processes, num_nodes=self.num_nodes)
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
@@ -87,11 +88,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def kill(self, signum: int) -> None:
         """Sends a signal to the children, once they had time to end by themselves after Ctrl-C."""
-        children = session_of_process().children
+        children = job_context().children
         children.join(_INTERRUPTED_S)
         children.send_signal(signum)
 
-    def _start_children(self, session: Session) -> None:
+    def _start_children(self, session: JobContext) -> None:
         check_can_start_children(self)
         environment = self.cluster_environment
         node_rank = node_rank_of(environment, self.num_nodes)
@@ -133,7 +134,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self._run_children(session, command, first_rank)
         self.procs = session.children.procs  # type: ignore[assignment]  # of a supervisor, perhaps
 
-    def _command_of(self, session: Session, first_rank: int) -> ChildCommand:
+    def _command_of(self, session: JobContext, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
         environment = self.cluster_environment
         if self.num_nodes > 1 and jobs().config() is not None:
@@ -141,7 +142,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 share_job(session.rendezvous.find(environment, self._timeout), rank=first_rank)
         return child_command()
 
-    def _run_children(self, session: Session, command: ChildCommand, first_rank: int) -> None:
+    def _run_children(self, session: JobContext, command: ChildCommand, first_rank: int) -> None:
         common = {**os.environ, **session.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
         for local_rank in range(1, self.num_processes):
             session.children.start(

@@ -42,16 +42,16 @@ from lightning_ddp._torch import keep_sockets_in
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import after_imports, die_with_parent
+from lightning_ddp.launch.failure_handler import is_enabled
+from lightning_ddp.launch.job_context import JobContext, job_context
 from lightning_ddp.launch.launcher import node_rank_of
-from lightning_ddp.launch.reconciliation import is_enabled
-from lightning_ddp.launch.session import Session, session_of_process
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, describe_exit
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Failed
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import SupervisionSettings
 
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
@@ -75,7 +75,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         self,
         strategy: Any,
         start_method: Literal["spawn", "fork", "forkserver"],
-        settings: ReconcileSettings,
+        settings: SupervisionSettings,
         init_method: str | None,
     ) -> None:
         self._server: ControlServer | None = None
@@ -140,7 +140,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             # while it does: a process forked then could never take that lock.
             self._all_forked = mp.get_context("fork").Barrier(strategy.num_processes)
         node_rank, first_rank = node_rank_of(environment, strategy.num_nodes), self._first_rank
-        session = session_of_process()
+        session = job_context()
         rendezvous = session.rendezvous
         variables = rendezvous.host(
             environment, self._init_method, num_nodes=strategy.num_nodes, node_rank=node_rank
@@ -187,7 +187,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             if not any(map(_runs, self.procs)):  # else it is removed once they have been waited for at exit
                 remove_scratch()
 
-    def _open_server(self, session: Session, node_rank: int) -> ControlServer:
+    def _open_server(self, session: JobContext, node_rank: int) -> ControlServer:
         strategy = self._owner
         server = session.open_server(
             strategy.cluster_environment.main_address,
@@ -295,7 +295,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             results.put(None)  # of each, as rank 0 may be lost; all end well, so that none is ended meanwhile
         if process_idx != 0 and self._output is not None:
             results.put(self._output)  # in the place of a process that is lost
-        session_of_process().control.close()
+        job_context().control.close()
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         if worker_output is None:  # SIGTERM has stopped all ranks, and ends the script as it does elsewhere
@@ -324,10 +324,10 @@ def _runs(process: Any) -> bool:
 def _run(function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kwargs: Any) -> Any:
     """Runs the function of a process; unwinds as Lightning does from exceptions in the main process only."""
     try:
-        return session_of_process().control.run(trainer, function, *args, **kwargs)
+        return job_context().control.run(trainer, function, *args, **kwargs)
     except BaseException as error:
         if trainer is not None:
-            if session_of_process().control.has_left:
+            if job_context().control.has_left:
                 end_silently(trainer)
             interrupt_trainer(trainer, error)
             teardown_trainer(trainer)

@@ -22,7 +22,7 @@ from lightning_ddp.supervise.guard import with_stack
 from lightning_ddp.supervise.orders import Order, Wish
 from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.rank_state import RankState
-from lightning_ddp.supervise.settings import ReconcileSettings, ReplaceSettings
+from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
 
 __all__ = ["ControlClient", "ServerAddress", "ask"]
 
@@ -75,7 +75,7 @@ class ControlClient:
         self,
         server: ServerAddress,
         identity: Identity,
-        settings: ReconcileSettings,
+        settings: SupervisionSettings,
         *,
         on_failure: Callable[[FailureRecord], None],
         on_order: Callable[[PeerFailure | None], None] = lambda error: None,

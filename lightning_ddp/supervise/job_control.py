@@ -21,7 +21,7 @@ from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
 from lightning_ddp.supervise.processes import Process, ProcessState
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
 from lightning_ddp.supervise.root_cause import RootCauseTracker
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import SupervisionSettings
 
 __all__ = ["JobControl", "LocalProcesses"]
 
@@ -62,7 +62,7 @@ class JobControl:
         *,
         token: str,
         world_size: int,
-        settings: ReconcileSettings,
+        settings: SupervisionSettings,
         processes: LocalProcesses,
         say: Callable[[str], None],
         with_stack: Callable[[FailureRecord], FailureRecord],

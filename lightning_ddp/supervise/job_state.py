@@ -41,7 +41,7 @@ from lightning_ddp.supervise.orders import (
 from lightning_ddp.supervise.processes import OUT, Process, ProcessState, Roster
 from lightning_ddp.supervise.protocol import ProtocolError
 from lightning_ddp.supervise.recoveries import Recoveries, new_generation
-from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
 from lightning_ddp.supervise.slots import Slots
 
 __all__ = ["JobState"]
@@ -79,7 +79,7 @@ class JobState:
             are not.
     """
 
-    def __init__(self, world_size: int, settings: ReconcileSettings, period_s: float | None = None) -> None:
+    def __init__(self, world_size: int, settings: SupervisionSettings, period_s: float | None = None) -> None:
         self.goes_on = settings.recovery is not None
         """Whether the run goes on without ranks that it loses."""
         self._settings = settings.recovery or RecoverySettings()

@@ -19,7 +19,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.guard import with_stack
 from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
 from lightning_ddp.supervise.protocol import Message
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import SupervisionSettings
 
 __all__ = ["ControlServer"]
 
@@ -47,7 +47,7 @@ class ControlServer:
         *,
         token: str,
         world_size: int,
-        settings: ReconcileSettings,
+        settings: SupervisionSettings,
         any_interface: bool = False,
         processes: LocalProcesses | None = None,
     ) -> None:

@@ -12,9 +12,9 @@ from lightning_ddp.errors import ConfigurationError, closest, in_seconds, one_of
 
 __all__ = [
     "PreemptionSettings",
-    "ReconcileSettings",
     "RecoverySettings",
     "ReplaceSettings",
+    "SupervisionSettings",
     "parse_on_failure",
     "parse_on_preemption",
 ]
@@ -138,7 +138,7 @@ def _parse(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReconcileSettings:
+class SupervisionSettings:
     """How long a failure may go undetected, and how long processes may take to exit after it.
 
     Raises:

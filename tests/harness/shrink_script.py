@@ -30,8 +30,8 @@ import lightning_ddp
 import lightning_ddp.callbacks
 from lightning_ddp._lightning import loop_counters
 from lightning_ddp.elastic import regroup
+from lightning_ddp.launch.job_context import job_context
 from lightning_ddp.launch.rendezvous import join_default_group
-from lightning_ddp.launch.session import session_of_process
 
 warnings.filterwarnings("ignore")
 ORDER: dict[str, Any] = json.loads(sys.argv[1])
@@ -100,7 +100,7 @@ def has_fault(moment: str, step: int) -> bool:
 
 def generation() -> int:
     """How often the run has gone on without ranks that it lost."""
-    calls = session_of_process().control.calls
+    calls = job_context().control.calls
     return calls.state.generation if calls is not None else 0
 
 
@@ -393,7 +393,7 @@ class Model(pl.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            note(event="test begins", is_deaf=session_of_process().control.alarm.is_deferred)
+            note(event="test begins", is_deaf=job_context().control.alarm.is_deferred)
         self.log("test", batch[1].float().mean(), sync_dist=True, batch_size=len(batch[1]))
 
     def on_after_backward(self) -> None:
@@ -591,7 +591,7 @@ class MeetingStore(dist.Store):
         """The fault, when all others have come."""
         deadline = time.monotonic() + 60
         if has_fault(moment, self.step):
-            while len(self.waiting()) < len(session_of_process().control.calls.state.members) - 1:
+            while len(self.waiting()) < len(job_context().control.calls.state.members) - 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             die_if(moment, self.step)
@@ -733,4 +733,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     if ORDER.get("codes"):
-        note(event="codes", codes=[child.wait() for child in session_of_process().children.procs])
+        note(event="codes", codes=[child.wait() for child in job_context().children.procs])

@@ -162,7 +162,7 @@ class Process:
             self.poke()
 
     def sigterm(self) -> None:
-        """As `Reconciliation._requested_by` answers it; `WaitSignals` ends one that waits for others."""
+        """As `FailureHandler._requested_by` answers it; `WaitSignals` ends one that waits for others."""
         if not self.state.has_met:
             self.post(protocol.Failed(FailureRecord.of_identity(self.identity, "SIGTERM before all had met")))
             self.end(143)
@@ -354,7 +354,7 @@ class Process:
         self.end(code)
 
     def _end_script(self, code: int) -> Main:
-        """`Session._leave`."""
+        """`JobContext._leave`."""
         if code == 0 and not self.world.is_host(self):
             self.state.leave()
             yield Wait(None, self.kernel.now + 0.01, is_interruptible=False)
@@ -463,7 +463,7 @@ class Process:
         self.world.commit(self)
 
     def _boundary(self) -> Main:
-        """`Reconciliation.reached_step_boundary`."""
+        """`FailureHandler.reached_step_boundary`."""
         if self._error is not None:
             raise self._error
         passages = [self.state.look()]

@@ -13,7 +13,7 @@ from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
 from lightning_ddp.supervise.orders import JobPhase, NewGeneration, Order, RankPhase, Report, Task
 from lightning_ddp.supervise.processes import ProcessState
 from lightning_ddp.supervise.protocol import Message
-from lightning_ddp.supervise.settings import ReconcileSettings, RecoverySettings, ReplaceSettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
 from simulation.kernel import Kernel, Violation
 from simulation.network import Collective, Connections, Socket, describe
 from simulation.plan import Fault, Plan
@@ -60,7 +60,7 @@ class World:
         recovery = RecoverySettings(**options)
         if plan.replaces:
             recovery = ReplaceSettings(**options, wait_s=plan.wait_s)
-        self.settings = ReconcileSettings(
+        self.settings = SupervisionSettings(
             heartbeat_timeout_s=HEARTBEAT_S,
             failure_grace_s=GRACE_S,
             stall_timeout_s=plan.stall_timeout_s,

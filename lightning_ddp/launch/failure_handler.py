@@ -59,11 +59,11 @@ from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start
 from lightning_ddp.supervise.rank_state import Passage
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
-from lightning_ddp.supervise.settings import ReconcileSettings
+from lightning_ddp.supervise.settings import SupervisionSettings
 
 __all__ = [
     "LAST_WORDS_S",
-    "Reconciliation",
+    "FailureHandler",
     "is_enabled",
     "limit_last_words",
     "show_report",
@@ -101,7 +101,7 @@ def is_enabled() -> bool:
     return os.environ.get(_SWITCH_VARIABLE, "1") != "0"
 
 
-class Reconciliation:
+class FailureHandler:
     """One generation of a run. Made in the main thread; its methods are called there.
 
     Args:
@@ -123,7 +123,7 @@ class Reconciliation:
         self._children = children
         self._is_inherited = False
         self._trainer: Callable[[], Trainer | None] = lambda: None
-        self._settings = ReconcileSettings()
+        self._settings = SupervisionSettings()
         self._parent_pid: int | None = None
         self._call_within_s = ECHO_WAIT_S + 1.0
         self._device_watch: DeviceWatch | None = None
@@ -159,7 +159,7 @@ class Reconciliation:
         self,
         server: ServerAddress,
         identity: Identity,
-        settings: ReconcileSettings,
+        settings: SupervisionSettings,
         parent_pid: int | None,
         *,
         start: int | None = None,
