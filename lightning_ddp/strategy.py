@@ -161,8 +161,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             the signal to react to instead of SIGTERM, such as 'SIGUSR1'.
         emergency_checkpoint: If True, save the last step that all ranks completed before a failure ends a
             fit; a path is the folder to save to. The lowest remaining rank saves it, and the failure report
-            names the file `emergency-step=N.ckpt`. True uses the folder of the Trainer's checkpoints, and
-            saves nothing if the Trainer makes none. On CUDA this needs `on_failure` 'shrink' or 'replace'.
+            names the file `emergency-step=N.ckpt`. True uses a folder `emergency` beside that of the
+            Trainer's checkpoints, and saves nothing if the Trainer makes none. On CUDA this needs
+            `on_failure` 'shrink' or 'replace'.
 
     Raises:
         ConfigurationError: An argument cannot be used.

@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 import user_script
 from harness import ScriptResult, run_script, start_script
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, Dataset
 from user_script import FAULT_STEP, STEPS, order, read_notes, wait_for_notes
@@ -61,7 +62,7 @@ def test_where_the_launching_process_is_killed_a_rank_that_is_left_reports_the_c
         wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
         os.kill(script.pid, signal.SIGKILL)
         result = script.wait(leftover_grace_s=60.0)
-    saved = tmp_path / "emergency-step=4.ckpt"
+    saved = tmp_path / "emergency" / "emergency-step=4.ckpt"
     assert saved.exists()
     check_report(result, saved)
 
@@ -89,9 +90,9 @@ def test_the_last_step_is_saved_and_plain_lightning_goes_on(
     context = f"{result.stdout}\n{result.stderr}"
     is_launcher_dead = (start, victim, fault) == ("popen", 0, "kill")
     assert result.returncode == (-signal.SIGKILL if is_launcher_dead else 1), context
-    saved = tmp_path / f"emergency-step={step}.ckpt"
+    saved = tmp_path / "emergency" / f"emergency-step={step}.ckpt"
     assert result.stderr.count(f"emergency checkpoint: {saved}") == 1, context
-    assert list(tmp_path.glob("emergency-*")) == [saved], context
+    assert list(tmp_path.glob("**/emergency-*")) == [saved], context
     if start != "torchrun":
         check_report(result, saved)
     if victim == 0:
@@ -204,24 +205,28 @@ class Model(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def fit(folder: Path, model: Model, window: int, strategy: Any = "auto", checkpoint: Any = None) -> Any:
+def fit(
+    root: Path, model: Model, window: int, strategy: Any = "auto", checkpoint: Any = None, **options: Any
+) -> Any:
+    folder = options.pop("folder", str(root))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
         strategy=strategy,
-        default_root_dir=folder,
+        default_root_dir=root,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
+        enable_checkpointing="callbacks" in options,
         num_sanity_val_steps=0,
         max_epochs=2,
         accumulate_grad_batches=window,
         val_check_interval=2,
+        **options,
     )
     if isinstance(strategy, Told):
         strategy.emergency = EmergencyCheckpoint(
-            trainer, str(folder), complete=lambda checkpoint, path: None, undo=lambda: True, defers=True
+            trainer, folder, complete=lambda checkpoint, path: None, undo=lambda: True, defers=True
         )
         ours: Any = SimpleNamespace(alarm=InterruptGuard(), interrupt=Interrupt(), is_over=False)
         ours.alarm._claim_signal = lambda: None  # nobody rings here
@@ -261,6 +266,17 @@ def test_a_run_that_is_stopped_at_any_moment_goes_on_as_if_it_had_not_been(
     assert again.steps == whole.steps[batches[window] :]
     loop = trainer.fit_loop.epoch_loop
     assert loop._batches_that_stepped == 16 // window
+
+
+def test_it_lies_beside_the_checkpoints_and_replaces_none_of_another_run(tmp_path) -> None:
+    (checkpoints := tmp_path / "checkpoints").mkdir()
+    for name in ("emergency-step=5.ckpt", "emergency-step=5-v1.ckpt", "emergency-step=5-v2.ckpt"):
+        strategy = Told(torch.device("cpu"))
+        callbacks = [OnExceptionCheckpoint(tmp_path / "other" / name), ModelCheckpoint(checkpoints)]
+        with pytest.raises(Stopped):
+            fit(tmp_path, Model("forward"), 1, strategy, folder=None, callbacks=callbacks)
+        assert strategy.saved == str(tmp_path / "emergency" / name)
+    assert list(checkpoints.glob("*mergency*")) == []
 
 
 def test_half_a_step_is_not_saved(tmp_path, capsys, monkeypatch) -> None:

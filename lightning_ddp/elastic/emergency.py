@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]  # has no stubs
+
 from lightning_ddp._lightning import (
     Trainer,
     after_schedulers,
@@ -15,6 +17,7 @@ from lightning_ddp._lightning import (
     dump_checkpoint,
     is_fitting,
     loader_states,
+    saved_last,
     settle_counters,
 )
 from lightning_ddp._torch import version_of
@@ -22,6 +25,8 @@ from lightning_ddp.elastic.undo import models_of_callbacks
 from lightning_ddp.launch.failure_handler import FailureHandler
 
 __all__ = ["EmergencyCheckpoint"]
+
+_FOLDER = "emergency"
 
 
 class EmergencyCheckpoint:
@@ -32,7 +37,7 @@ class EmergencyCheckpoint:
 
     Args:
         trainer: whose state.
-        folder: where; None for that of its checkpoints, if it makes any.
+        folder: where; None for `emergency/` beside that of its checkpoints, if it makes any.
         complete: adds to a checkpoint what Lightning does not know.
         undo: puts back what a step that is not committed has changed, as far as that is known; returns
             whether the state is a whole one.
@@ -119,10 +124,7 @@ class EmergencyCheckpoint:
 
     def save(self) -> str | None:
         """Writes the checkpoint, if there is anything new to save; returns where. Does not communicate."""
-        callback = self.trainer.checkpoint_callback
-        folder = self._folder
-        if not folder and callback is not None and not getattr(self.trainer, "fast_dev_run", False):
-            folder = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
+        folder = self._folder or self._default_folder()
         if not is_fitting(self.trainer) or self._num_steps == 0 or not folder:
             return None
         reason = self._settle()
@@ -135,6 +137,15 @@ class EmergencyCheckpoint:
                 reason = f"{type(error).__name__}: {error}"
         print(f"lightning_ddp: no emergency checkpoint: {reason}", file=sys.stderr, flush=True)
         return None
+
+    def _default_folder(self) -> str | None:
+        """Return `emergency/` beside the folder of the Trainer's checkpoints; None if it makes none."""
+        callbacks = sorted(self.trainer.checkpoint_callbacks, key=lambda each: saved_last(each) is None)
+        if not callbacks or getattr(self.trainer, "fast_dev_run", False):
+            return None
+        beside = getattr(callbacks[0], "dirpath", None) or f"{self.trainer.default_root_dir}/checkpoints"
+        parent, _, _ = str(beside).rstrip("/").rpartition("/")
+        return f"{parent}/{_FOLDER}"
 
     def _settle(self) -> str | None:
         """Makes the state that of the last committed step; returns why it cannot be."""
@@ -156,8 +167,7 @@ class EmergencyCheckpoint:
 
     def _write(self, folder: str) -> str:
         checkpoint = dump_checkpoint(self.trainer, self._loaders)
-        name = f"emergency-step={self.trainer.global_step}.ckpt"
-        path = f"{folder.rstrip('/')}/{name}"
+        path = _unused(f"{folder.rstrip('/')}/emergency-step={self.trainer.global_step}", ".ckpt")
         self._complete(checkpoint, path)
         files: Any = self.trainer.strategy.checkpoint_io
         files = getattr(files, "checkpoint_io", None) or files  # that of an asynchronous one
@@ -169,3 +179,14 @@ class EmergencyCheckpoint:
         files.save_checkpoint(checkpoint, part)
         Path(part).replace(path)
         return str(Path(path).resolve())
+
+
+def _unused(stem: str, ending: str) -> str:
+    """Return the path of a new file, numbered as Lightning numbers its own (`-v1`) if another run has one."""
+    path = stem + ending
+    system, _ = fsspec.core.url_to_fs(path)
+    number = 0
+    while system.exists(path):
+        number += 1
+        path = f"{stem}-v{number}{ending}"
+    return path
