@@ -150,6 +150,36 @@ class Job:
         return next(generation for generation in found if generation is not None)
 
 
+# ---------------------------------------------------------------------- when something is due
+
+
+def test_nothing_is_due_again_and_again_while_enough_are_there_and_one_has_not_answered() -> None:
+    job = Job(2, ReplaceSettings(min_world_size=2, wait_s=5.0))
+    job.stuck.add(0)
+    job.fail(1, 5)
+    job.connect(1, start=1)
+    job.go(6.0)  # the time to wait is over
+    job.deaf.add(0)
+    job.rank(0).settle()
+    job.say(job.member(0))
+    job.go()
+    assert job.state.phase is JobPhase.HOLDING
+    deadline = job.state.deadline(job.now)
+    assert deadline is None or deadline > job.now
+
+
+def test_a_member_that_says_only_that_it_fails_is_told_of_after_a_while() -> None:
+    job = Job(2)
+    job.rank(1).fail("cannot continue: bad sample")
+    job.say(job.member(1))
+    job.go()
+    deadline = job.state.deadline(job.now)
+    assert deadline == job.now + 5.0
+    assert job.state.unexplained(deadline - 0.01) == []
+    assert job.state.unexplained(deadline) == [job.member(1)]
+    assert job.state.unexplained(deadline) == []
+
+
 # ---------------------------------------------------------------------- why a run ends
 
 
@@ -173,7 +203,7 @@ def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_ov
     job.go()
     assert (job.state.phase, job.members, job.state.cause) == (JobPhase.RUNNING, (0, 1, 2), None)
     job.fail(0, 6)
-    assert job.state.deadline() == job.now - SETTLE_S + 5.0
+    assert job.state.deadline(job.now) == job.now - SETTLE_S + 5.0
     job.go(5.0 - 2 * SETTLE_S)
     assert job.state.phase is JobPhase.HOLDING
     job.go(SETTLE_S)
@@ -322,7 +352,7 @@ def test_all_stop_where_too_few_would_stay(least) -> None:
         job.ask(place, LEAVE)
     job.go(SETTLE_S / 2)
     assert job.state.phase is JobPhase.RUNNING, "others may be asked at the same time"
-    assert job.state.deadline() == SETTLE_S
+    assert job.state.deadline(job.now) == SETTLE_S
     job.go(SETTLE_S / 2)
     assert job.state.phase is JobPhase.STOPPING
     assert {job.last_order(place).wish for place in range(3)} == {Wish(WishKind.STOP, signal.SIGTERM)}
@@ -386,12 +416,12 @@ def test_a_rank_that_does_not_come_to_the_boundary_at_which_all_stop_is_a_failur
     job.say(job.member(2))
     job.go()
     assert job.state.phase is JobPhase.STOPPING
-    assert job.state.deadline() == GRACE_S
+    assert job.state.deadline(job.now) == GRACE_S
     job.go(GRACE_S)
     (record,) = [action.record for action in job.done if isinstance(action, Accuse)]
     assert record.rank == 2
     assert "rank(s) 2 did not reach the next step boundary within failure_grace_s=30 s" in record.message
-    assert job.state.deadline() is None
+    assert job.state.deadline(job.now) is None
 
 
 @pytest.mark.parametrize("is_asked", [False, True], ids=["before", "while it is asked"])
@@ -439,7 +469,7 @@ def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_emp
         ended = FailureRecord(rank=1, node_rank=0, pid=pid, message="exited with code 1", exit_code=1)
         assert job.state.exited(ended, job.now) is None
         job.go()
-        at = job.state.deadline()
+        at = job.state.deadline(job.now)
         assert at is not None
         waited.append(at - job.now)
         job.go(waited[-1] - 0.01)
@@ -447,7 +477,23 @@ def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_emp
         job.go(0.011)
         assert job.starts() == ([(1, number)] if number < 5 else [])
     assert waited == pytest.approx([0.5, 1.0, 2.0, 4.0])
-    assert (job.state.deadline(), job.members) == (None, (0,))
+    assert (job.state.deadline(job.now), job.members) == (None, (0,))
+
+
+def test_the_end_of_a_process_that_has_not_connected_counts_once() -> None:
+    job = Job(2, ReplaceSettings())
+    job.fail(1, 10)
+    assert job.starts() == [(1, 1)]
+    ended = FailureRecord(rank=1, node_rank=0, pid=900, message="exited with code 1", exit_code=1)
+    job.state.exited(ended, job.now)
+    job.go()
+    job.go(0.5)
+    assert job.starts() == [(1, 2)]
+    job.state.exited(ended, job.now)  # its launcher tells of it once more
+    job.go()
+    job.connect(1, start=2)
+    job.go()
+    assert job.members == (0, 1)
 
 
 @pytest.mark.parametrize("distance", [1, STEPS_TO_FORGET])
@@ -468,7 +514,7 @@ def test_a_start_is_asked_for_again_with_its_number_and_only_that_one_may_come()
     job = Job(2, ReplaceSettings())
     job.fail(1, 10)
     assert job.starts() == [(1, 1)]
-    at = job.state.deadline()
+    at = job.state.deadline(job.now)
     assert at is not None
     assert at == job.now + 15.0
     job.go(14.9)
@@ -487,7 +533,7 @@ def test_a_start_is_asked_for_again_with_its_number_and_only_that_one_may_come()
 def test_where_a_run_only_shrinks_no_process_is_started_and_none_may_come() -> None:
     job = Job(2, num_nodes=2)
     job.fail(1, 10)
-    assert (job.starts(), job.state.deadline()) == ([], None)
+    assert (job.starts(), job.state.deadline(job.now)) == ([], None)
     for start, is_launcher in ((1, False), (0, True)):
         with pytest.raises(ProtocolError, match="there is no place for rank 1"):
             job.connect(1, start, is_launcher=is_launcher)

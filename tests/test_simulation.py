@@ -62,9 +62,10 @@ def test_the_small_world_in_all_ways(first) -> None:
     )
 
 
-def test_a_seed_is_one_history() -> None:
+@pytest.mark.parametrize("seed", [46, 4901, 16477])
+def test_a_seed_is_one_history(seed) -> None:
     def played() -> list[str]:
-        world = World(plan_of(46), traces=True)
+        world = World(plan_of(seed), traces=True)
         world.play()
         return world.kernel.trace or []
 

@@ -125,7 +125,7 @@ class FailureHandler:
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = SupervisionSettings()
         self._parent_pid: int | None = None
-        self._call_within_s = ECHO_WAIT_S + 1.0
+        self._call_within_s = ECHO_WAIT_S + 3.0
         self._device_watch: DeviceWatch | None = None
         self._depth = 0
         self._ends_at: float | None = None

@@ -99,7 +99,7 @@ class JobControl:
         if self._verdict.first is None:
             deadlines.append(self._stall.next_look(now))
         if not self._is_told:
-            deadlines.append(self.job.deadline())
+            deadlines.append(self.job.deadline(now))
         return min((at for at in deadlines if at is not None), default=None)
 
     # ------------------------------------------------------------------ what is heard
@@ -297,6 +297,8 @@ class JobControl:
         stranded = self._inspection.stranded(self._leaving_ranks)
         if stranded is not None and stranded[0] in self._members:
             self._verdict.accuse(FailureRecord.of_identity(self._members[stranded[0]].who, stranded[1]))
+        for process in job.unexplained(now) if not self._is_told else ():
+            self._failed(process, now)
         if not self._is_told:
             self._go_on(now)
         first = self._verdict.decide(now)
@@ -307,6 +309,15 @@ class JobControl:
             return first
         return None
 
+    def _failed(self, process: Process, now: float) -> None:
+        """A member has reported that it fails, and no more."""
+        why = process.report.why if process.report is not None else None
+        record = FailureRecord.of_identity(process.who, why or "it has failed")
+        recovery = self._settings.recovery
+        concerns_itself_alone = recovery is not None and recovery.exceptions and record.pid != self._pid
+        if not (concerns_itself_alone and self._lose(process, record, now, has_ended=False)):
+            self._verdict.accuse(record)
+
     def _go_on(self, now: float) -> None:
         """Takes what the ranks may go on without out of the verdict, and does what is due then."""
         job = self.job
@@ -315,11 +326,11 @@ class JobControl:
             if first is None or not self._is_of_one_rank(first):
                 break
             process = job.roster.of(first)
-            is_settled = job.goes_on and process is not None and not process.is_member
-            has_ended = first.exit_code is not None
-            if not is_settled and (
-                process is None or not self._lose(process, first, now, has_ended=has_ended)
-            ):
+            if process is None or not job.goes_on:
+                break
+            has_ended, has_left = first.exit_code is not None, process.phase is RankPhase.ENDED
+            is_to_lose = process.is_member and not has_left
+            if is_to_lose and not self._lose(process, first, now, has_ended=has_ended):
                 break
             self._verdict.set_aside(first)
         job.is_pending = self._verdict.deadline() is not None

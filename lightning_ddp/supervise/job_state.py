@@ -53,6 +53,8 @@ _REPORTS_A_S = 128
 """Of all ranks together, while no fact changes: each costs the server some 50 us."""
 _MEETS_WITHIN_S = 30.0
 """How long ranks that are all there may fail to connect to each other."""
+_EXPLAINED_WITHIN_S = 5.0
+"""How long a member may have failed before that alone is its failure: what it has said of it was lost."""
 _MOST_VOIDS = 5
 """How often they may fail to at least: one that is stopped for a while makes a single attempt long."""
 
@@ -129,6 +131,8 @@ class JobState:
         self._new: NewGeneration | None = None
         self._voids: list[float] = []
         """When generations did not become whole, though nobody was lost, since one was."""
+        self._failing: dict[Process, float] = {}
+        """Members that have reported that they fail -> when that becomes their failure."""
         self._touched: list[Process] = []
         """Those that have reported, or changed, since `tick`."""
         self._actions: list[Action] = []
@@ -181,6 +185,8 @@ class JobState:
             process.state = ProcessState.MEMBER
         if report.ended > self.all_ended or report.phase is RankPhase.ENDED:
             self._not_ended.discard(process)
+        if report.phase is RankPhase.FAILED and process.is_member:
+            self._failing.setdefault(process, now + _EXPLAINED_WITHIN_S)
         if process.is_member:
             self._most_ended = max(self._most_ended, report.ended)
         if report.wish is not None and (before is None or before.wish != report.wish):
@@ -257,8 +263,8 @@ class JobState:
         """A child has ended, says its launcher; returns the member that is to be explained, if it is one."""
         process = self.roster.of(record)
         if process is None:
-            self.roster.note_early(record)
-            if self._slots.is_awaited(record.rank, self._slots.num_started(record.rank)):
+            is_news = self.roster.note_early(record)
+            if is_news and self._slots.is_awaited(record.rank, self._slots.num_started(record.rank)):
                 self._slots.failed(record.rank, now)
         elif not process.has_exited:  # else two have told of it
             process.has_exited = True
@@ -327,6 +333,13 @@ class JobState:
             self._short_until = self._short_until or now + self._wait_s
         return True
 
+    def unexplained(self, now: float) -> list[Process]:
+        """Take out the members that have failed a while ago, and of whose failure nothing else has come."""
+        due = [process for process, at in self._failing.items() if at <= now]
+        for process in due:
+            del self._failing[process]
+        return [process for process in due if process.is_member]
+
     def gave_up(self, process: Process, why: str) -> None:
         """A process fails that the others wait for: the run ends."""
         if self.phase in (JobPhase.RECOVERING, JobPhase.FORMING) and process.is_member:
@@ -334,17 +347,17 @@ class JobState:
 
     # ------------------------------------------------------------------ what is to be done
 
-    def deadline(self) -> float | None:
+    def deadline(self, now: float) -> float | None:
         """When to call `tick` at the latest; None if nothing is pending."""
-        found = [self._next_look()]
+        found = [self._next_look(), min(self._failing.values(), default=None)]
         if self.phase is JobPhase.RUNNING and self._leaves_at is not None and self._all_are_active:
             found.append(self._leaves_at)
         if self.stopping is not None:
             found.append(self.stopping.deadline)
         if self.phase is JobPhase.RECOVERING and not self._awaited and self._is_settled():
             found.append(self._settles_at)
-        if self.phase is JobPhase.HOLDING and self.stopping is None:
-            found.append(self._short_until)
+        if self.phase is JobPhase.HOLDING and self.stopping is None and (self._short_until or 0.0) > now:
+            found.append(self._short_until)  # once it is past, enough are there, and only have to answer
         if self.phase is not JobPhase.OVER:
             found.append(self._slots.deadline())
         return min((at for at in found if at is not None), default=None)

@@ -55,6 +55,9 @@ class Process:
     is_dismissed: bool = False
     """Whether its node was asked to leave."""
 
+    def __hash__(self) -> int:
+        return self.number  # not the address: sets of processes have the same order whenever the same happens
+
     @property
     def place(self) -> int:
         """The rank of its slot in the beginning, which never changes."""
@@ -191,16 +194,19 @@ class Roster:
         self.members, inside = members, set(members)
         self.outside = {n: process for n, process in self.living.items() if process not in inside}
 
-    def note_early(self, record: FailureRecord) -> None:
-        """A process has ended that has not connected: what it has sent may still come."""
-        self._early.add((record.node_rank, record.pid))
+    def note_early(self, record: FailureRecord) -> bool:
+        """Note the end of a process that has not connected; return False if it was known.
+
+        What that process has sent may still come, and its launcher may tell of the end once more.
+        """
+        key = (record.node_rank, record.pid)
+        is_news = key not in self._early
+        self._early.add(key)
+        return is_news
 
     def is_late(self, who: Identity) -> bool:
-        """Tell, once, whether a process that connects has ended already."""
-        key = (who.node_rank, who.pid)
-        has_ended = key in self._early
-        self._early.discard(key)
-        return has_ended
+        """Tell whether a process that connects has ended already."""
+        return (who.node_rank, who.pid) in self._early
 
     def remove(self, process: Process) -> None:
         """A process is gone."""

@@ -46,6 +46,7 @@ class Plan:
     """`on_preemption="leave"`."""
     exceptions: bool = False
     min_world_size: int = 1
+    max_recoveries: int = 1000
     wait_s: float = 0.0
     stall_timeout_s: float | None = None
     is_hosted_by_rank_0: bool = False
@@ -70,8 +71,9 @@ class Plan:
             faults = tuple(replace(f, place=min(f.place, self.num_ranks - 2)) for f in self.faults)
             found.append(replace(self, num_ranks=self.num_ranks - 1, faults=faults))
         simple: dict[str, Any] = {
-            "stall_timeout_s": None, "wait_s": 0.0, "min_world_size": 1, "exceptions": False,
-            "is_hosted_by_rank_0": False, "tests_after": False, "last_step": None, "is_random": False,
+            "stall_timeout_s": None, "wait_s": 0.0, "min_world_size": 1, "max_recoveries": 1000,
+            "exceptions": False, "is_hosted_by_rank_0": False, "tests_after": False, "last_step": None,
+            "is_random": False,
         }  # fmt: skip
         found += [replace(self, **{k: v}) for k, v in simple.items() if getattr(self, k) != v]
         return found
@@ -144,10 +146,37 @@ def plan_of(seed: int) -> Plan:
         last_step=draw.randrange(3, 25) if ends else None,
         faults=tuple(_faults(draw, style, kinds, (0, 1, 2, 3, 3, 3) if num_nodes == 2 else range(num_ranks))),
     )
-    if plan.last_step is None or draw.random() < 0.5:
-        return plan
-    last = Fault(kind="kill ended", at_s=0.2 * draw.random() ** 2, after="ended", place=0)
-    return replace(plan, faults=(*plan.faults, last))
+    if plan.last_step is not None and draw.random() >= 0.5:
+        last = Fault(kind="kill ended", at_s=0.2 * draw.random() ** 2, after="ended", place=0)
+        plan = replace(plan, faults=(*plan.faults, last))
+    return _with_more(plan, style)
+
+
+def _with_more(plan: Plan, style: str) -> Plan:
+    """Add faults of kinds that are rare, from random numbers of their own."""
+    draw = random.Random(~plan.seed)
+    places = sorted({fault.place for fault in plan.faults if fault.kind not in ("cut", "dismiss")}) or [0]
+    more = []
+    if draw.random() < 0.08:
+        hang = Fault(kind="hang", at_s=2.0 * draw.random(), generation=draw.choice((0, 1, 1, 2)),
+                     place=draw.choice(places), for_s=40.0)  # fmt: skip
+        more.append(hang)
+    if style == "leaving" and draw.random() < 0.4:
+        place, after_s = draw.choice(places), draw.random()
+        more += [
+            Fault(kind="sigterm", at_s=1.0, place=place),
+            Fault(kind="stop", at_s=1.0 + 0.5 * after_s**2, place=place),
+        ]
+    if style == "leaving" and plan.min_world_size > 1:
+        more.append(
+            Fault(kind="sigterm", at_s=0.02 * draw.random(), after="MeetAfter", place=draw.choice(places))
+        )
+    if style == "skew" and draw.random() < 0.5:
+        more.append(Fault(kind="kill source", at_s=0.02 * draw.random(), after="copies", place=0))
+    if draw.random() < 0.1:
+        more.append(Fault(kind="raise", at_s=0.01, after="Start", place=draw.choice(places)))
+    most = draw.choice((1, 2, 3)) if draw.random() < 0.15 else plan.max_recoveries
+    return replace(plan, max_recoveries=most, faults=(*plan.faults, *more))
 
 
 def _faults(draw: random.Random, style: str, kinds: list[str], places: Sequence[int]) -> Iterator[Fault]:

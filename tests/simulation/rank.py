@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Process"]
 
 ALL_HERE_WITHIN_S = 20.0
-CALL_WITHIN_S = 3.0
+CALL_WITHIN_S = 5.0
 EXPLAINED_WITHIN_S = 0.5
 ASKS_EVERY_S = 0.5
 NUM_TESTS = 80
@@ -95,6 +95,14 @@ class Process:
         self._outbox: list[Message] = []
         """What it says before it is connected."""
         self.was_asked_to_leave = False
+        self.asked_to_stop_at: float | None = None
+        """When a signal has asked it to have all stop."""
+        self.entered_last = 0
+        """The last generation that it has entered."""
+        self.raised_outside = False
+        """Whether its script has raised while it was no member."""
+        self._is_hanging = False
+        """Whether the main thread does not return from where it is, while the channel goes on."""
         self.log: list[tuple[int, int]] = []
         """Committed steps: in which generation, by how many ranks."""
         self.is_clean = True
@@ -160,6 +168,25 @@ class Process:
             for message in inbox:  # in one piece, before the main thread runs
                 self.hear(message)
             self.poke()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it, or its main thread alone, stands still."""
+        return self.is_frozen or self._is_hanging
+
+    def hang(self) -> None:
+        self._is_hanging = True
+
+    def go_on_after_hanging(self) -> None:
+        self._is_hanging = False
+        self.poke()
+
+    def ask_to_stop(self) -> None:
+        """A signal that asks all to stop, perhaps after one that has asked this process to leave."""
+        if self.state.has_met and self._may_leave:
+            self.asked_to_stop_at = self.asked_to_stop_at or self.kernel.now
+            self.state.ask(Wish(WishKind.STOP, 2))
+            self.post_news()
 
     def sigterm(self) -> None:
         """As `FailureHandler._requested_by` answers it; `WaitSignals` ends one that waits for others."""
@@ -242,7 +269,7 @@ class Process:
 
     def _resume(self) -> None:
         self._is_resuming = False
-        if not self.is_alive or self.is_frozen or self._wait is None:
+        if not self.is_alive or self.is_held or self._wait is None:
             return
         wait, now = self._wait, self.kernel.now
         error = self._interruption(wait)
@@ -315,13 +342,15 @@ class Process:
             try:
                 yield from self._script()
                 code = 0
-            except (Leaves, Stops):
+            except (Leaves, Stops) as error:
+                if isinstance(error, Leaves):
+                    self.world.checks.left_alone(self)
                 code, self.is_training = 0, False
                 self.state.end_run()
             except RunFailed:
                 pass
             except UserError:
-                self.is_sound = False
+                self.is_sound, self.raised_outside = False, not self.is_training
                 self._decline(None if self.world.plan.exceptions else "cannot continue: bad sample")
                 record = FailureRecord.of_identity(
                     self._ranked(), "bad sample", exception_type="ValueError", exception_class="ValueError"
@@ -381,6 +410,8 @@ class Process:
         self.state.begin_run("fit")
         if self.is_new:
             yield from self._sleep(0.05)
+            if self.user_error:
+                raise UserError
             self._may_leave = True
             yield from self._join()
         else:
@@ -572,6 +603,7 @@ class Process:
                     raise self.world.violation(f"{self} has no state made for those that join")
                 yield from self._sleep(0.03)
                 yield from self._collective("hand over", form.members)
+            yield from self._sleep(0.01)  # deals the data anew
             self._go_on_in(form)
             entered.append(form)
 
@@ -607,6 +639,7 @@ class Process:
             yield from self._meet(form)
             yield from self._collective("hand over", form.members)
             self.world.copy(self, form)
+            yield from self._sleep(0.01)
             self._go_on_in(form)
             self._form = form
 

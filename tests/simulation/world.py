@@ -14,6 +14,7 @@ from lightning_ddp.supervise.orders import JobPhase, NewGeneration, Order, RankP
 from lightning_ddp.supervise.processes import ProcessState
 from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
+from simulation.checks import GRACE_S, Checks
 from simulation.kernel import Kernel, Violation
 from simulation.network import Collective, Connections, Socket, describe
 from simulation.plan import Fault, Plan
@@ -21,7 +22,6 @@ from simulation.rank import Process
 
 __all__ = ["World"]
 
-GRACE_S = 12.0
 HEARTBEAT_S = 2.0
 COMES_S = 6.0
 LATE_STEP = 25
@@ -39,7 +39,7 @@ class _Node0(LocalProcesses):
 
     def kill_one(self, pid: int) -> None:
         process = self._world.processes[pid]
-        is_frozen = any(p.is_frozen for p in self._world.processes.values())  # who waits for it looks alike
+        is_frozen = any(p.is_held for p in self._world.processes.values())  # who waits for it looks alike
         if process.is_alive and process.is_sound and not is_frozen:
             raise self._world.violation(f"{process} is sound, and is killed")
         self._world.later("launcher", 0.1, lambda: self._world.processes[pid].end(-9))
@@ -55,7 +55,10 @@ class World:
         self.plan = plan
         self.kernel = Kernel(plan.seed, is_random=plan.is_random, held=dict(plan.held))
         self.kernel.trace = [] if traces else None
-        options: dict[str, Any] = {"min_world_size": plan.min_world_size, "max_recoveries": 1000}
+        options: dict[str, Any] = {
+            "min_world_size": plan.min_world_size,
+            "max_recoveries": plan.max_recoveries,
+        }
         options["exceptions"] = plan.exceptions
         recovery = RecoverySettings(**options)
         if plan.replaces:
@@ -91,7 +94,7 @@ class World:
         self._calls: dict[tuple[int, Any], Collective] = {}
         self._offered: dict[int, list[tuple[int, int]]] = {}
         self._num_exits = 0
-        self._reports: dict[int, Report] = {}
+        self.reports: dict[int, Report] = {}
         """Process id -> its last report that was heard."""
         self._num_all_ended = 0
         self._asked: dict[int, list[int]] = {}
@@ -103,11 +106,9 @@ class World:
         """Whose state is taken in the last generation."""
         self.has_glitch = False
         """Whether ranks lose their connections when they set up the next generation, and nobody is lost."""
-        self._has_declined = False
+        self.has_declined = False
         """Whether a process could not go on after a loss, as it did not train yet, or any more."""
         self.was_killed_late = self._is_quiet = False
-        self._forming = -1, 0.0
-        """The generation that is formed, and since when."""
         self._struck: set[int] = set()
         """Steps that somebody has got the gradients of."""
         self._moments: Counter[str] = Counter()
@@ -115,6 +116,7 @@ class World:
         self.whole_after = 0
         """Number of the event after which all were well again."""
         self._loaded, self._num_pending = 0, len(plan.faults)
+        self.checks = Checks(self)
         self._news_at = 0.0
         """When a fault has come last, or a generation."""
 
@@ -167,14 +169,14 @@ class World:
             first = self.control.decide(self.kernel.now)
         except KeyError as error:
             raise self.violation(f"the server fails: {error!r}") from error
-        self._check_forming()
+        self.checks.look()
         if self.job.generation > self._loaded:
             self._load_faults(self.job.generation)
-            self._check_excluded()
+            self.checks.formed()
         if first is not None:
             self.kernel.note(lambda: f"the run has failed: {first.message}")
             self.is_failing = True
-            self._check_reason(first)
+            self.checks.reason(first)
             self.kernel.at(self.kernel.now + GRACE_S + 3.0, self._end_late)
         deadline = self.control.deadline(self.kernel.now)
         if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
@@ -198,10 +200,10 @@ class World:
         """What a report tells that is new: faults come after it."""
         if not isinstance(message, Report):
             return [type(message).__name__]
-        before, names = self._reports.get(process.pid), []
+        before, names = self.reports.get(process.pid), []
         if before is not None and message.number <= before.number:
             return []
-        self._reports[process.pid] = message
+        self.reports[process.pid] = message
         if before is None or message.phase is not before.phase:
             kinds = {
                 RankPhase.FINISHED: "Stopped", RankPhase.STANDING: "Ready", RankPhase.IDLE: "ended",
@@ -217,7 +219,7 @@ class World:
     def _moments_of_order(self, message: Message) -> list[str]:
         if not isinstance(message, Order):
             return [type(message).__name__]
-        self.check_left(message)
+        self.checks.may_leave(message, self._num_all_ended)
         kinds = {
             Task.HOLD: ["Hold"] if self.job.stopping is not None else ["Gather"], Task.MEET: ["MeetAfter"],
             Task.STOP: ["StopAfter"], Task.RECOVER: ["Muster"], Task.ENTER: ["Form"],
@@ -282,7 +284,7 @@ class World:
             return
         for process in list(self.processes.values()):
             if process.is_alive and process.place == place:
-                is_held = node in self.isolated or any(p.is_frozen for p in self.processes.values())
+                is_held = node in self.isolated or any(p.is_held for p in self.processes.values())
                 if node == 0 or (process.is_sound and not is_held):
                     raise self.violation(f"{process} lives, and another one is started in its place")
                 process.end(-9)
@@ -386,7 +388,7 @@ class World:
     def _end_late(self) -> None:
         for process in list(self.processes.values()):
             if process.is_alive:
-                self.was_killed_late |= not process.is_frozen
+                self.was_killed_late |= not process.is_held
                 self.kernel.note(lambda process=process: f"{process} has not ended by itself")  # type: ignore[misc]
                 process.end(-9)
 
@@ -409,6 +411,9 @@ class World:
                 call.lose(process)
 
     def entered(self, process: Process, form: NewGeneration) -> None:
+        if form.number <= process.entered_last:
+            raise self.violation(f"{process} enters generation {form.number} after {process.entered_last}")
+        process.entered_last = form.number
         self.members_of[form.number], self.source = form.members, form.source
         if process.state.place == form.source:
             self._offered[form.number] = list(process.log)
@@ -449,7 +454,7 @@ class World:
 
     def note_decline(self, process: Process) -> None:
         """A process ends that is called."""
-        self._has_declined |= not process.is_training
+        self.has_declined |= not process.is_training
 
     def violation(self, text: str) -> Violation:
         return Violation(f"seed {self.plan.seed}, {self.kernel.now:.3f} s: {text}")
@@ -507,6 +512,12 @@ class World:
                 process.sigterm()
             case "glitch":
                 self.has_glitch = True
+            case "stop" if process is not None and process.is_connected:
+                process.ask_to_stop()
+            case "hang" if process is not None:
+                process.is_sound = False
+                process.hang()
+                self.kernel.at(self.kernel.now + fault.for_s, process.go_on_after_hanging)
             case "raise" if process is not None:
                 process.user_error = True
             case "cut" if node != 0:
@@ -548,66 +559,15 @@ class World:
     def _is_over(self) -> bool:
         return not any(p.is_alive for p in self.processes.values())
 
-    def _check_reason(self, first: FailureRecord) -> None:
-        """Whether the run had to end."""
-        text = first.message
-        is_good = (
-            ("bad sample" in text and not self.plan.exceptions)
-            or (self.plan.is_hosted_by_rank_0 and first.pid == 100)  # the server goes with it
-            or "SIGTERM before" in text
-            or "not all ranks have arrived" in text
-            or ("asked to stop by a signal" in text and self._was_frozen_long)
-            or "min_world_size" in text
-            or "in the same way" in text
-            or "holds a whole state" in text
-            or not self.job.has_met
-            or not any(p.is_alive for p in self.processes.values())
-            or ("cannot continue" in text and self._has_declined)
-        )
-        if not is_good:
-            raise self.violation(f"the run ends for no good reason: {text}")
-
-    @property
-    def _was_frozen_long(self) -> bool:
-        """Whether a process may have been stopped for most of the time in which all are to stop."""
-        return any(fault.kind == "freeze" and fault.for_s > GRACE_S / 4 for fault in self.plan.faults)
-
     def is_running(self) -> bool:
         """Whether the run has neither failed nor ended on a rank."""
         has_begun = self.job.has_met and not self.is_failing
         return has_begun and not any(p.has_ended_fit for p in self.processes.values())
 
-    def _check_forming(self) -> None:
-        """A new process that is stopped while it joins holds up the others for a while, and not longer."""
-        now = self.kernel.now
-        frozen = [p for p in self.processes.values() if p.is_frozen and p.is_alive]
-        is_held = bool(frozen) and all(p.is_new and not p.is_training for p in frozen)
-        is_same = self.job.phase is JobPhase.FORMING and self.job.generation == self._forming[0]
-        if not (is_held and is_same):
-            self._forming = self.job.generation, now
-        if now - self._forming[1] > GRACE_S + 5.0:
-            raise self.violation(f"a process that is to join is stopped, and holds up all: {self.state()}")
-
-    def _check_excluded(self) -> None:
-        """No process that may still commit a step is left out of a generation, where its end can be known."""
-        places = [member.place for member in self.job.roster.members] + self.job.left
-        for other in self.processes.values():
-            is_there = other.is_alive and other.node == 0 and other.is_training and not other.is_stopped
-            if is_there and other.place not in places:
-                raise self.violation(f"{other} still trains, while a generation is formed without it")
-
-    def check_left(self, order: Order) -> None:
-        """All may leave a fit only when all have ended it."""
-        for other in self.processes.values() if order.all_ended > self._num_all_ended else ():
-            is_there = other.is_alive and other.is_sound and other.node not in self.isolated
-            is_member = other.place in [member.place for member in self.job.roster.members]
-            if is_there and other.is_training and is_member:
-                raise self.violation(f"all may leave, and {other} trains")
-
     def is_whole(self) -> bool:
         """Whether every place that may be filled is filled, and all train."""
         alive = [p for p in self.processes.values() if p.is_alive]
-        if not alive or any(p.was_asked_to_leave or p.is_frozen for p in alive):
+        if not alive or any(p.was_asked_to_leave or p.is_held for p in alive):
             return False
         generation = max(p.state.generation for p in alive)
         members = self.members_of[generation]
@@ -615,13 +575,14 @@ class World:
             return False
         if self.job.phase is not JobPhase.RUNNING:
             return False
-        return not self.plan.replaces or all(p in members for p in self._fillable())
+        gives_up = not self.plan.replaces or self.plan.max_recoveries < 1000  # some places may stay empty
+        return gives_up or all(p in members for p in self._fillable())
 
     @property
     def _is_disturbed(self) -> bool:
         """Whether a fault lasts: a process is stopped, or about to raise, or a node cut off."""
         alive = [p for p in self.processes.values() if p.is_alive]
-        return bool(self.isolated) or any(p.is_frozen or p.user_error for p in alive)
+        return bool(self.isolated) or any(p.is_held or p.user_error for p in alive)
 
     def _fillable(self) -> list[int]:
         return [
@@ -660,25 +621,13 @@ class World:
             self.last_step = max((p.committed for p in alive), default=0) + MORE_STEPS
         if not self._run_until(self.kernel.now + ENDS_S, lambda: self._is_over):
             raise self.violation(f"does not end: {self.state()}")
-        self._check_end()
+        self.checks.end()
 
     def _run_until(self, until: float, condition: Callable[[], bool] = lambda: False) -> bool:
         while not condition():
             if self.kernel.now >= until or not self.kernel.step():
                 return condition()
         return True
-
-    def _check_end(self) -> None:
-        if self.was_killed_late:
-            raise self.violation("a process had to be killed at the end")
-        causes = Counter(
-            (p.cause.rank, p.cause.message[:80])
-            for p in self.processes.values()
-            if p.cause is not None and p.node not in self.isolated
-        )
-        known = {cause for cause in causes if cause[1] != GONE and not cause[1].startswith("another process")}
-        if len(known) > 1:
-            raise self.violation(f"the ranks know different causes: {known}")
 
     def state(self) -> str:
         """Where all are, for a report."""
