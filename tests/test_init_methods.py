@@ -44,9 +44,10 @@ def test_a_file_is_used_once_and_one_of_a_crashed_run_is_named(tmp_path) -> None
     crashed = run_ranks_outcomes(killed_after_joining, 2, init_method, process_group=False)
     assert [outcome.status for outcome in crashed] == ["died", "died"]
     assert path.stat().st_size > 0
-    for outcome in run_ranks_outcomes(joined, 2, init_method, process_group=False):
+    for rank, outcome in enumerate(run_ranks_outcomes(joined, 2, init_method, process_group=False)):
         assert outcome.exception_type == "RendezvousError"
-        assert f"file://{path} is left over from an earlier run (last written" in outcome.message
+        assert f"file://{path}: rank {rank} is there already." in outcome.message
+        assert "left over from an earlier run (last written" in outcome.message
     path.unlink()
     assert run_ranks(joined, 2, init_method, process_group=False) == [3.0, 3.0]
 

@@ -1,20 +1,25 @@
-"""Through which network interface the first node is reached.
+"""The network interface that leads to the first node.
 
-A backend that is told nothing looks up this host's own name, which on many clusters belongs to another
-network, or to the loopback.
+A backend that gets none looks up this host's own name, which on many clusters belongs to another network, or
+to the loopback.
 """
 
 from __future__ import annotations
 
-import ctypes
+import array
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from lightning_ddp.errors import RendezvousError
+
+if sys.platform == "linux":
+    import fcntl
 
 __all__ = [
     "backend_names",
@@ -29,51 +34,35 @@ __all__ = [
 
 _RESOLVED_WITHIN_S = 30.0
 _ASK_AGAIN_S = 0.5
-
-
-class _Address(ctypes.Structure):
-    """`struct ifaddrs` of getifaddrs(3)."""
-
-
-_Address._fields_ = [
-    ("next", ctypes.POINTER(_Address)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
+_SIOCGIFCONF = 0x8912
+_ENTRY_BYTES, _MOST_ENTRIES = 40, 1024
+"""Size of a `struct ifreq`, and how many fit into the answer."""
+_IPV6 = Path("/proc/net/if_inet6")
 
 
 def interfaces() -> Iterator[tuple[str, str]]:
-    """(interface, address) for each address of this host; nothing where the C library cannot tell."""
-    library = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Address)()
-    if library.getifaddrs(ctypes.byref(first)) != 0:
+    """Yield (interface, address) for each address of this host, IPv4 first; nothing outside of Linux."""
+    if sys.platform != "linux":
         return
-    try:
-        entry = first
-        while entry:
-            text = _text_of(entry.contents.address)
-            if text is not None:
-                yield entry.contents.name.decode(), text
-            entry = entry.contents.next
-    finally:
-        library.freeifaddrs(first)
-
-
-def _text_of(address: int | None) -> str | None:
-    """A `struct sockaddr` in letters, if it is one of IP."""
-    if not address:
-        return None
-    family = int.from_bytes(ctypes.string_at(address, 2), "little")
-    if family == socket.AF_INET:
-        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(address + 4, 4))
-    if family == socket.AF_INET6:
-        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(address + 8, 16))
-    return None
+    answer = array.array("B", bytes(_ENTRY_BYTES * _MOST_ENTRIES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("iP", len(answer), answer.buffer_info()[0])
+        size = struct.unpack("iP", fcntl.ioctl(probe, _SIOCGIFCONF, request))[0]
+    for entry in range(0, size, _ENTRY_BYTES):
+        name, _, address = struct.unpack_from("16sI4s", answer, entry)
+        yield name.partition(b"\0")[0].decode(), socket.inet_ntop(socket.AF_INET, address)
+    with suppress(OSError):  # a kernel without IPv6
+        entries = [line.split() for line in _IPV6.read_text().splitlines()]
+        for address, *_, name in sorted(entries, key=lambda entry: int(entry[1], 16)):
+            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
 
 
 def route_to(address: str) -> tuple[str | None, str]:
-    """The interface that leads to a host, or None, and this host's address on it; OSError if none does."""
+    """Return the interface that leads to a host, or None, and this host's address on it.
+
+    Raises:
+        OSError: no interface leads there.
+    """
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # of a datagram socket: sends nothing
@@ -83,7 +72,7 @@ def route_to(address: str) -> tuple[str | None, str]:
 
 
 def backend_names(backend: str) -> frozenset[str]:
-    """The backends of a process group, in torch's spelling: one name, or one for each type of device.
+    """Return the backends that torch's spelling names: one, or one per type of device.
 
     >>> sorted(backend_names("cpu:gloo,cuda:nccl")), sorted(backend_names("NCCL"))
     (['gloo', 'nccl'], ['nccl'])
@@ -92,16 +81,15 @@ def backend_names(backend: str) -> frozenset[str]:
 
 
 def choose_interface(address: str, backend: str) -> dict[str, str]:
-    """The variables by which gloo and NCCL are told the interface that leads to the first node.
+    """Return the variables that name to gloo and NCCL the interface that leads to the first node.
+
+    Empty where the user has named one, or no interface is found. The loopback is named to gloo alone, and
+    only where the address is a number: a name may lead elsewhere from another node. NCCL, which spreads its
+    sockets over all interfaces, gets none where it finds the way itself.
 
     Args:
-        address: where the first node is reached.
+        address: address of the first node.
         backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...
-
-    Returns:
-        Nothing where the user has named one, or no interface is found. The loopback is named to gloo only,
-        and only where the address is a number: a name may lead elsewhere from another node. NCCL, which
-        spreads its sockets over all interfaces that it finds, is told nothing where it finds the way itself.
     """
     backends = backend_names(backend)
     if not backends & {"gloo", "nccl"}:
@@ -125,11 +113,11 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
 
 
 def _names_for_nccl(found: Sequence[str], route: str) -> str | None:
-    """What to name to NCCL so that its ranks meet by the interface `route`; None if they would anyway.
+    """Return the value by which NCCL's ranks meet by the interface `route`; None if they do anyway.
 
     NCCL takes InfiniBand's interfaces if there are some, else all that are neither Docker's nor the loopback.
-    Its ranks meet by the first of them, in the order of the C library; data goes over all. So of those that
-    it would take only the ones before the right one are in the way, such as a bridge of containers.
+    Its ranks meet by the first of them, in the order of the C library, and data goes over all. So only
+    interfaces before the right one, such as a bridge of containers, are left out.
 
     >>> _names_for_nccl(["lo", "eth0", "eth1", "docker0"], "eth0") is None
     True
@@ -144,7 +132,7 @@ def _names_for_nccl(found: Sequence[str], route: str) -> str | None:
 
 
 def describe_route(address: str) -> str:
-    """Through which interface an address is reached, for an error message."""
+    """Describe the interface that leads to an address, for an error message."""
     try:
         name, own = route_to(address)
     except OSError as error:
@@ -153,7 +141,7 @@ def describe_route(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a name or address leads to this host only. False where the name cannot be resolved."""
+    """Return True if a name or address leads to this host only; False if it cannot be resolved."""
     with suppress(OSError):
         return _is_loopback(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
     return False
@@ -164,7 +152,7 @@ def _is_loopback(address: object) -> bool:
 
 
 def is_own_address(address: str) -> bool:
-    """Whether this host has the address, which can be resolved."""
+    """Return True if this host has the address, which can be resolved."""
     for family, kind, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(target)
@@ -173,14 +161,16 @@ def is_own_address(address: str) -> bool:
 
 
 def require_resolvable(address: str, named_by: str = "MASTER_ADDR") -> None:
-    """Returns once the first node's name can be resolved, which a cluster may publish late; or raises.
+    """Wait until the first node's name, which a cluster may publish late, can be resolved.
 
     Args:
-        address: name or address.
-        named_by: where the user has named it, for the `RendezvousError`.
+        named_by: where the user named it, for the error.
+
+    Raises:
+        RendezvousError: it cannot be resolved within 30 s.
     """
     deadline = time.monotonic() + _RESOLVED_WITHIN_S
-    is_told = False
+    is_said = False
     while True:
         try:
             socket.getaddrinfo(address, None)
@@ -191,7 +181,7 @@ def require_resolvable(address: str, named_by: str = "MASTER_ADDR") -> None:
                     f"{named_by}={address} cannot be resolved on {socket.gethostname()}: {error}. Set"
                     f" {named_by} to a name or an address of the first node that all nodes can resolve."
                 ) from error
-            if not is_told:
+            if not is_said:
                 print(f"lightning_ddp: {named_by}={address} cannot be resolved yet: {error}", file=sys.stderr)
-                is_told = True
+                is_said = True
         time.sleep(_ASK_AGAIN_S)

@@ -1,8 +1,8 @@
-"""Rendezvous of the processes of a run: the key-value store, and the default process group from it.
+"""Rendezvous of the processes of a job: the key-value store, and the default process group from it.
 
-The launcher binds the store's port before it starts a child, so that no port is ever chosen and then taken by
-somebody else. Processes that something else started (torchrun, SLURM) meet at `env://`, as in torch; all of
-them where the user says so, at `tcp://` or in a file. These are ways to one store, and in one file for that.
+A launcher binds the store's port before it starts a child, so that nobody else can take it meanwhile.
+Processes that something else started (torchrun, SLURM) meet at `env://`, as in torch, or where the user says:
+at `tcp://`, or in a file.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import atexit
 import os
 import secrets
 import socket
-import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlparse
 
 import torch
@@ -33,9 +32,6 @@ from lightning_ddp.launch.interface import (
     is_own_address,
     require_resolvable,
 )
-
-if sys.platform != "win32":
-    import fcntl
 
 __all__ = [
     "JOIN_VARIABLE",
@@ -58,38 +54,37 @@ __all__ = [
 ]
 
 STORE_VARIABLE = "LIGHTNING_DDP_STORE"
-"""Environment variable by which a launcher tells its processes where its store listens: `host:port/run`.
+"""Environment variable with the address of a launcher's store: `host:port/run`.
 
-`run` counts the runs of the launching process: with a port that the user named they share one store."""
+`run` counts the runs of the launching process, which share one store if the user named the port."""
 
 TOKEN_VARIABLE = "LIGHTNING_DDP_TOKEN"
 """Environment variable with the secret of the control channel.
 
-On one node the launcher draws it. Elsewhere the user may set it, the same for all processes; where nobody
-has, rank 0 draws one and leaves it in the store, where it is as readable as that is."""
+On one node the launcher draws it. On several the user may set it, the same for all processes; otherwise
+rank 0 draws one and publishes it in the store, where it is as readable as that is."""
 
 JOIN_VARIABLE = "LIGHTNING_DDP_JOIN"
-"""Environment variable by which a process knows that it comes in the place of one that a run has lost."""
+"""Environment variable of a process that replaces a lost one: the number of its start."""
 
 _RUN_KEY = "lightning_ddp/run"
-"""In a store of several runs: the number of the present one."""
+"""Key of the number of the present run."""
 _MET_KEY = "lightning_ddp/has_met"
-"""In the store of a run that goes on without ranks that it loses: all have been there."""
+"""Key that is set once all ranks of a run, which may continue without some, have connected."""
 _PROBE_S = 2.0
-_LEFT_OVER = b"left over"
 
 
 class HostedStore:
-    """A store that listens in this process, or in its control process.
+    """Store that listens in this process, or in its control process.
 
     Args:
-        address: name or address under which the other processes reach this one.
+        address: name or address of this host that the others know.
         port: port to bind; None for any free one.
-        named_by: where the user has named the port, for the error.
+        named_by: where the user named the port, for the error.
         control: the control process, if that is to host it.
 
     Raises:
-        RendezvousError: the port is taken, or the address is none of this host.
+        RendezvousError: the port is taken, or the address is not one of this host.
     """
 
     def __init__(
@@ -120,20 +115,19 @@ class HostedStore:
             ) from error
 
     def close(self) -> None:
-        """Frees the port, as far as this object has it."""
+        """Free the port, if this object has it."""
         if self._control is not None:
             self._control.close_store()
 
 
 class Rendezvous:
-    """Where this process meets the others of its runs: in a store that it hosts, or in another process's."""
+    """Store in which this process meets the others: its own, or that of another process."""
 
     def __init__(self) -> None:
         self.handed: dict[str, str] = {}
-        """STORE_VARIABLE and TOKEN_VARIABLE of the processes that a launcher in this one starts.
+        """STORE_VARIABLE and TOKEN_VARIABLE for the processes that this one starts as ranks.
 
-        They are kept out of this process's environment, from which the programs that the user's script starts
-        would have them."""
+        Not in the environment of this process, which the user's script hands to other programs."""
         self.control: Any = None
         """The control process, where that hosts the store and the control server of this run."""
         self._hosted: HostedStore | None = None
@@ -148,13 +142,11 @@ class Rendezvous:
         node_rank: int,
         control: Any = None,
     ) -> dict[str, str]:
-        """On the first node, opens the store of this run; returns torch's variables for it.
+        """Open the store of this run on the first node; return torch's variables for it.
 
         Args:
-            environment: tells where the first node is reached.
-            init_method: a `tcp://` URL tells so instead.
-            num_nodes: nodes of the run.
-            node_rank: this node.
+            environment: has the address of the first node.
+            init_method: a `tcp://` URL has it instead.
             control: as of `HostedStore`.
 
         Raises:
@@ -182,10 +174,7 @@ class Rendezvous:
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def comes_back(self) -> bool:
-        """Whether the run had all its ranks before this process, which is the first of another node, came.
-
-        Then it is the present one of the store's process, which may have had others before.
-        """
+        """Return True if all ranks had connected before this node came; then join the present run."""
         assert self.where is not None
         address, port, _ = _parts_of(self.where)
         number = running(address, port)
@@ -201,24 +190,25 @@ class Rendezvous:
 
     @property
     def hosted(self) -> Any:
-        """The store that `host` has opened, for the present run."""
+        """Store of the present run that `host` opened."""
         assert self._hosted is not None  # only launchers ask, after they have opened it
         return dist.PrefixStore(f"run{self._num_runs}", self._hosted.store)
 
     @property
     def where(self) -> str | None:
-        """STORE_VARIABLE as this run has it; None if no launcher of this package has started it."""
+        """STORE_VARIABLE of this run; None if no launcher of this package started it."""
         return os.environ.get(STORE_VARIABLE) or self.handed.get(STORE_VARIABLE)
 
     @property
     def token(self) -> str | None:
-        """TOKEN_VARIABLE as this run has it."""
+        """TOKEN_VARIABLE of this run."""
         return os.environ.get(TOKEN_VARIABLE) or self.handed.get(TOKEN_VARIABLE)
 
     def find(self, environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
-        """The store of the run: the launcher's if there is one, else the one of `env://`.
+        """Connect to the store of the run: the launcher's if there is one, else that of `env://`.
 
-        Raises `RendezvousError` if it cannot be reached in time; a timeout of None is torch's own.
+        Raises:
+            RendezvousError: it cannot be reached within `timeout` (None: torch's own).
         """
         with remember_connections():  # a store on a node that is unreachable blocks as collectives do
             if self.where is None:
@@ -227,10 +217,9 @@ class Rendezvous:
             return self.hosted if self._is_hosted(address, port) else run_store(self.where, timeout)
 
     def close(self) -> None:
-        """Closes this process's store, at the end of a run.
+        """Close this process's store, unless the user named its port.
 
-        One on a port that the user named stays open for the next run of this process: its other nodes may be
-        there before this one.
+        Then it stays open for the next run of this process, to which other nodes may come before this one.
         """
         self.handed = {}
         if self._hosted is not None and not self._hosted.is_named:
@@ -239,7 +228,7 @@ class Rendezvous:
 
 
 def named_port() -> int | None:
-    """The port that the user named in MASTER_PORT, or None; `ConfigurationError` if it is no port number."""
+    """Return the port that the user named in MASTER_PORT, or None."""
     text = os.environ.get("MASTER_PORT")
     if not text:
         return None
@@ -249,7 +238,7 @@ def named_port() -> int | None:
 
 
 def _port_of(environment: ClusterEnvironment) -> int | None:
-    """The port that the user or the cluster named; None where Lightning would draw one at random."""
+    """Return the port that the user or the cluster named; None where Lightning would draw one."""
     if isinstance(environment, LightningEnvironment) and "STANDALONE_PORT" not in os.environ:
         return named_port()
     return int(environment.main_port)
@@ -278,14 +267,17 @@ def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> A
 def join_default_group(
     backend: str, store: Any, *, rank: int, world_size: int, timeout: timedelta | None, device: torch.device
 ) -> Any:
-    """Makes the default process group of this process. All ranks call it; it returns once all have.
+    """Make the default process group of this process.
+
+    Collective: all ranks must call it.
 
     Args:
-        backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...; `ConfigurationError` if it is not known here.
-        store: the store of the run.
-        rank, world_size: of this process, and of the run.
-        timeout: of collectives; None for the backend's own.
-        device: this process's device; NCCL is bound to it.
+        backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...
+        timeout: timeout of collectives; None for the backend's own.
+        device: device to which NCCL is bound.
+
+    Raises:
+        ConfigurationError: the backend is unknown.
     """
     require_backend(backend)
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
@@ -300,7 +292,7 @@ def join_default_group(
 
 
 def require_backend(backend: str) -> None:
-    """Raises `ConfigurationError` for a backend, or several in torch's spelling, that are not known here."""
+    """Raise `ConfigurationError` for an unknown backend in torch's spelling."""
     known = dist.Backend.backend_list
     for name in sorted(backend_names(backend)):
         if name not in known:
@@ -312,7 +304,7 @@ def require_backend(backend: str) -> None:
 
 
 def existing_group(world_size: int) -> Any | None:
-    """The default process group of this process; None if there is none, an error if it has another size."""
+    """Return the default process group or None; raise `ConfigurationError` if it has another size."""
     if not dist.is_initialized():
         return None
     if dist.get_world_size() != world_size:
@@ -324,9 +316,10 @@ def existing_group(world_size: int) -> Any | None:
 
 
 def run_store(where: str, timeout: timedelta | None) -> Any:
-    """The store of a run that a launcher of ours has opened; `where` is the value of STORE_VARIABLE.
+    """Connect to the store that a launcher opened; `where` is the value of STORE_VARIABLE.
 
-    Raises `RendezvousError` if it cannot be reached in time; a timeout of None is torch's own.
+    Raises:
+        RendezvousError: it cannot be reached within `timeout` (None: torch's own).
     """
     address, port, run = _parts_of(where)
     require_resolvable(address)
@@ -342,7 +335,7 @@ def run_store(where: str, timeout: timedelta | None) -> Any:
 
 
 def running(address: str, port: int) -> int | None:
-    """The number of the run whose store listens there; None if there is none, or its ranks have not met."""
+    """Return the number of the run whose store listens there, or None unless all ranks have connected."""
     try:
         socket.create_connection((address, port), timeout=_PROBE_S).close()
     except OSError:  # the first node begins as well
@@ -353,33 +346,33 @@ def running(address: str, port: int) -> int | None:
 
 
 def note_met(store: Any) -> None:
-    """Called by rank 0 with the store of its run: all ranks have connected."""
+    """Note in the store of a run that all ranks have connected. In rank 0."""
     store.set(_MET_KEY, "")
 
 
 def _parts_of(where: str) -> tuple[str, int, str]:
-    """Address, port and run of STORE_VARIABLE."""
+    """Split STORE_VARIABLE into address, port and run."""
     listener, _, run = where.rpartition("/")
     address, _, port = listener.rpartition(":")
     return address, int(port), run
 
 
 def leave_default_group() -> None:
-    """Destroys the default process group, if there is one. Called at the end of a process that uses NCCL."""
+    """Destroy the default process group, if there is one."""
     if dist.is_initialized():
         with suppress(RuntimeError):  # a peer may be gone already, and this process is about to be
             dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------- where the user says
+# ---------------------------------------------------------------------- chosen by the user
 
 
 def check_meeting_place(init_method: str | None, store: Any | None, sent_by: str | None) -> None:
-    """Refuses what cannot be where ranks meet. Does not communicate.
+    """Check the options that say where ranks meet.
 
     Args:
-        init_method: a URL; None for where the launcher says.
-        store: one that the script has made.
+        init_method: a URL; None for the launcher's store.
+        store: a store that the script has made.
         sent_by: the start method, if it sends the strategy to the processes.
 
     Raises:
@@ -420,7 +413,7 @@ def _check_init_method(init_method: str) -> None:
 
 
 def tcp_address(init_method: str | None) -> tuple[str, int] | None:
-    """Host and port of a `tcp://` URL, `ConfigurationError` if one is missing; None for any other URL."""
+    """Return host and port of a `tcp://` URL; None for any other URL."""
     if init_method is None or not init_method.startswith("tcp://"):
         return None
     url = urlparse(init_method)
@@ -437,7 +430,9 @@ def tcp_address(init_method: str | None) -> tuple[str, int] | None:
 
 
 def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
-    """The store at a URL that `torch.distributed.rendezvous` knows. All ranks call it.
+    """Return the store at a URL that `torch.distributed.rendezvous` knows.
+
+    Collective: all ranks must call it.
 
     Raises:
         ConfigurationError: torch does not know the scheme.
@@ -462,88 +457,36 @@ def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None
 
 
 def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | None) -> Any:
-    """A store in a file that all ranks reach. Refuses what an earlier run has left there.
+    """Return a store in a file that all ranks reach. The last rank that exits removes it.
 
-    A crashed run leaves its file behind, and ranks that read the old entries hang. So each process holds a
-    shared lock on `<path>.lock` as long as it lives. Whoever gets it exclusively is the first of its run:
-    nobody alive has written the file, and if there is something in it, that is left over. The kernel gives
-    the locks back however a process ends, on NFS too. At exit, the last process removes both files.
+    A crashed run leaves its file behind. Ranks that read the old entries would hang, so each rank counts
+    itself there, and refuses to be the second of its number.
 
     Raises:
-        RendezvousError: the file is left over or used by another run, or it cannot be locked.
+        RendezvousError: the file is left over or in use, or there is no such folder.
     """
-    if sys.platform == "win32":
-        raise RendezvousError(f"file://{path}: needs file locks as Linux and macOS have them")
     if not path.parent.is_dir():
         raise RendezvousError(f"file://{path}: rank {rank} finds no folder {path.parent}")
-    lock = _lock(path, rank)
-    # it holds the lock until then; unlike atexit it also runs where multiprocessing ends its processes
-    Finalize(None, _leave, args=(path, lock), exitpriority=0)
+    written = ""
+    with suppress(OSError):
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+        written = f" (last written {stamp})"
     store: Any = dist.FileStore(str(path), world_size)
     if timeout is not None:
         store.set_timeout(timeout)
     if store.add(f"lightning_ddp/rank/{rank}", 1) > 1:
         raise RendezvousError(
-            f"file://{path}: rank {rank} is there already, because another running job uses this file, or"
-            " two processes have the same rank. Use a new file for each run."
+            f"file://{path}: rank {rank} is there already. The file is left over from an earlier"
+            f" run{written}, another running job uses it, or two processes have the same rank. Use a new file"
+            " for each run, or delete this one."
         )
+    # unlike atexit it also runs where multiprocessing ends its processes
+    Finalize(None, _leave, args=(path, store, world_size), exitpriority=0)
     return store
 
 
-def _lock(path: Path, rank: int) -> IO[bytes]:
-    """Takes the shared lock; the first process of the run looks at the file before."""
-    name = Path(f"{path}.lock")
-    while True:
-        try:
-            lock = name.open("a+b")
-            if _try_lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(lock, name):
-                # what the first one finds is what the others find, who wait for it in the line after
-                lock.truncate(0)
-                lock.write(_LEFT_OVER if path.exists() and path.stat().st_size else b"fresh")
-                lock.flush()
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            lock.seek(0)
-            found = lock.read()
-            if not _is_at(lock, name):  # the last process of a run that ended just now has removed it
-                lock.close()
-                continue
-        except OSError as error:
-            raise RendezvousError(f"file://{path}: rank {rank} cannot lock {name}: {error}") from error
-        if found == _LEFT_OVER:
-            lock.close()
-            raise RendezvousError(
-                f"file://{path} is left over from an earlier run{_age(path)}: none of its processes is"
-                f" alive, and its entries would make rank {rank} hang. Delete it, or use another file for"
-                " each run."
-            )
-        return lock
-
-
-def _is_at(lock: IO[bytes], name: Path) -> bool:
-    """Whether an open file is still the one of that name."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(lock.fileno()), name.stat())
-    return False
-
-
-def _try_lock(lock: IO[bytes], how: int) -> bool:
-    with suppress(BlockingIOError):
-        fcntl.flock(lock, how)
-        return True
-    return False
-
-
-def _age(path: Path) -> str:
-    with suppress(OSError):
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
-        return f" (last written {stamp})"
-    return ""
-
-
-def _leave(path: Path, lock: IO[bytes]) -> None:
-    """Gives the lock back; the last process removes the files, so that a run leaves none behind."""
-    with suppress(OSError, ValueError):
-        if _try_lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+def _leave(path: Path, store: Any, world_size: int) -> None:
+    """Remove the file if this is the last rank that exits, so that a run leaves none behind."""
+    with suppress(OSError, RuntimeError):
+        if path.exists() and store.add("lightning_ddp/left", 1) == world_size:
             path.unlink(missing_ok=True)
-            Path(lock.name).unlink(missing_ok=True)
-        lock.close()
