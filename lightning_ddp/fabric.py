@@ -96,11 +96,14 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
 
     def _setup_distributed(self) -> None:
         from lightning_ddp.launch.job_context import job_context
+        from lightning_ddp.launch.script_run import ScriptRun
 
         self._set_world_ranks()
         context = job_context()
         self._join(context)
-        context.control.follow_script(is_whole=self._runs_script)
+        context.control.restore_sigterm()
+        if self._runs_script:  # and not a function that a launcher runs
+            ScriptRun(context.control).begin()
 
     def setup_module(self, module: torch.nn.Module) -> Any:
         """Wrap a model, with its own communication hook.

@@ -27,7 +27,6 @@ from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.supervise.client import ControlClient, ServerAddress, ask
 from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
-from lightning_ddp.supervise.desync import StallWatch
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
 from lightning_ddp.supervise.orders import Order, RankPhase, Report, Task, Wish, WishKind
 from lightning_ddp.supervise.protocol import (
@@ -45,6 +44,7 @@ from lightning_ddp.supervise.rank_state import Passage, RankState
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S, RootCauseTracker
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
+from lightning_ddp.supervise.stall_watch import StallWatch
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0
@@ -616,7 +616,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_boundary() -> None:
             assert not thread.is_alive()
         assert counts[1] >= 100
         assert len(set(counts)) == 1
-        assert [rank.stops_for for rank in run.ranks] == [STOP, STOP, STOP]
+        assert [rank.watch.state.stops_for for rank in run.ranks] == [STOP, STOP, STOP]
 
 
 def test_a_failure_frees_a_rank_that_is_held() -> None:

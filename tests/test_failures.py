@@ -31,7 +31,7 @@ from user_script import ALL, order, read_notes, wait_for_notes
 from lightning_ddp.comm import group
 from lightning_ddp.encoding import mean, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError, PeerFailure
-from lightning_ddp.launch.failure_handler import _is_of_backend
+from lightning_ddp.launch.failure_causes import Cause, cause_of_error
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.shm import arena
 from lightning_ddp.supervise.connections import pack
@@ -460,7 +460,7 @@ CLOSED = (
     ],
 )
 def test_only_what_a_backend_has_raised_may_be_an_echo(error, is_of_backend) -> None:
-    assert _is_of_backend(error, str(error)) == is_of_backend
+    assert (cause_of_error(error) is not Cause.OWN) == is_of_backend
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_what_a_module_that_communicates_raises_may_be_an_echo(module, is_of_bac
     code = compile("raise RuntimeError('the other side is gone')", module.__file__, "exec")
     with pytest.raises(RuntimeError) as raised:
         exec(code)
-    assert _is_of_backend(raised.value, str(raised.value)) == is_of_backend
+    assert (cause_of_error(raised.value) is not Cause.OWN) == is_of_backend
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_a_rank_hears_of_the_end_of_its_launcher_whose_process_id_is_gone_alread
     record = FailureRecord.of_identity(Identity(rank=0, node_rank=0, pid=launcher.pid), GONE)
 
     def be_interrupted() -> None:
-        threading.Thread(target=ours._ring, args=(record.to_error(1),), daemon=True).start()
+        ours._learned(record)
         threading.Event().wait(SOON_S)
 
     ours.alarm.arm()
@@ -543,7 +543,7 @@ def test_a_rank_hears_of_the_end_of_its_launcher_whose_process_id_is_gone_alread
         with pytest.raises(PeerFailure):
             be_interrupted()
     finally:
-        ours.alarm.release()
+        ours.restore_handlers()
 
 
 HANDLER_RAISES = """
@@ -558,7 +558,7 @@ def raise_once(number, frame):
 
 def signal_itself(frame, event, argument):
     code = frame.f_code
-    if event == "call" and code.co_name == "_end" and code.co_filename.endswith("failure_handler.py"):
+    if event == "call" and code.co_name == "end" and code.co_filename.endswith("failure_handler.py"):
         sys.setprofile(None)
         os.kill(os.getpid(), signal.SIGUSR1)
 

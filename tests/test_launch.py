@@ -262,7 +262,7 @@ import os, signal, sys, threading, time
 import pytorch_lightning as pl
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
-from lightning_ddp.launch.desync_probe import DesyncReporter
+from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.job_context import job_context
 
 def state():

@@ -8,7 +8,7 @@ import re
 import pytest
 from harness import free_port, start_script
 
-from lightning_ddp.launch.failure_handler import show_report
+from lightning_ddp.launch.last_words import show_report
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 
 SCRIPT = """

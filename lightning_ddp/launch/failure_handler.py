@@ -1,56 +1,43 @@
-"""Supervision of one process: what it hears of failures, what it reports, how it is interrupted.
-
-It is long because it is one subject: how a failure of this rank, or of another one, ends what this rank does.
-"""
+"""Supervision of one process: reports its failure, and interrupts it for another rank's."""
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
 import math
 import multiprocessing
 import os
-import re
 import signal
-import sys
-import textwrap
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any, TextIO
+from enum import Enum, auto
+from typing import Any
 
-import torch.distributed as dist
-
-import lightning_ddp.comm as comm
-import lightning_ddp.encoding as encoding
-import lightning_ddp.shm as shm
 from lightning_ddp._lightning import Trainer, running_hook, stop_exceptions
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_process, explain_retired
-from lightning_ddp.encoding import side_stream
-from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
+from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.control_process import ControlProcess
-from lightning_ddp.launch.desync_probe import DesyncReporter
+from lightning_ddp.launch.desync_reporter import DesyncReporter
+from lightning_ddp.launch.end_limit import EndLimit
+from lightning_ddp.launch.failure_causes import Cause, cause_of_error, interruption_behind
+from lightning_ddp.launch.last_words import exit_now, fill_error_file
 from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervisor import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
-from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT
 from lightning_ddp.supervise.failure_record import (
     FailureRecord,
     Identity,
     Where,
     render,
     shortened,
-    write_error_file,
 )
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
@@ -61,48 +48,38 @@ from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
 
-__all__ = [
-    "LAST_WORDS_S",
-    "FailureHandler",
-    "is_enabled",
-    "limit_last_words",
-    "show_report",
-]
+__all__ = ["FailureHandler", "is_enabled"]
 
 _SWITCH_VARIABLE = "LIGHTNING_DDP_SUPERVISION"
 _WATCHDOG_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_RING_EVERY_S = 0.5
-_ABORT_AFTER_S = 0.3
 _MOST_INTERRUPTIONS = 3
-_LONGEST_STEP_S = 1.0
-"""How long an optimizer step may take that is not to be interrupted."""
 _LONGEST_END_S = 1800.0
-_LATER_S = 1.0
-"""By how much the launching process outlives the others, which print their stacks and end by themselves."""
 _EXPLAINED_WITHIN_S = 2 * EXIT_WAIT_S
-"""How long a rank that cannot connect to others waits for the loss of one that explains it."""
-_LONGEST_WHY = 200
+"""Seconds that a rank which cannot connect to others waits for the loss that explains it."""
 _OWN_WORD_S = 0.3
-"""How long a rank goes on after another one has raised, as it may be about to raise the same."""
-LAST_WORDS_S = 15.0
-"""How long a launching process may take to end its children and to say what happened."""
-
-_LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
-_FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
-_COMMUNICATE = tuple(os.path.dirname(str(room.__file__)) + os.sep for room in (comm, shm, encoding, dist))
-_WIDTH = 100
-_BOLD_RED, _FAINT, _PLAIN = "\033[1;31m", "\033[2m", "\033[0m"
-_RUNS_JOBS = side_stream.__file__
+"""Seconds that a rank continues after another one raised, as it may be about to raise the same."""
 
 
 def is_enabled() -> bool:
-    """Whether the processes of a run end together; LIGHTNING_DDP_SUPERVISION=0 switches it off."""
+    """Return True if the processes of a job end together: unless LIGHTNING_DDP_SUPERVISION=0."""
     return os.environ.get(_SWITCH_VARIABLE, "1") != "0"
 
 
+class _State(Enum):
+    """What the main thread does."""
+
+    IDLE = auto()
+    """Code of the script, outside of a run."""
+    RUNNING = auto()
+    """A run: a fit, a test ..."""
+    ENDING = auto()
+    """It has raised, and reports that."""
+    OVER = auto()
+    """It has failed, or unwinds from a failure: nobody answers collectives."""
+
+
 class FailureHandler:
-    """One generation of a run. Made in the main thread; its methods are called there.
+    """Supervision of this process in one generation of its job. Made and used in the main thread.
 
     Args:
         children: the processes that this one has started.
@@ -114,46 +91,104 @@ class FailureHandler:
         self.server: ControlServer | ControlProcess | None = None
         self.watch: ControlClient | None = None
         self.calls: RecoveryClient | None = None
-        """Where the run goes on without ranks that it loses."""
+        """None if a failure ends the job."""
         self.inspector = DesyncReporter(self.interrupt, self._position)
         self.save_last: Callable[[], str | None] | None = None
-        """Saves a checkpoint where a failure ends a fit, and returns its place."""
-        self.is_over = False
-        """Whether this process has failed or unwinds from a failure: then nobody answers collectives."""
+        """Function that saves a checkpoint where a failure ends a fit, and returns its path."""
+        self._pid = os.getpid()
+        self._state = _State.IDLE
+        self._depth = 0
+        """Number of runs within each other."""
         self._children = children
-        self._is_inherited = False
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = SupervisionSettings()
+        self.end_limit = EndLimit(children, self.wait_for_verdict)
         self._parent_pid: int | None = None
-        self._call_within_s = ECHO_WAIT_S + 3.0
+        self._called_within_s = ECHO_WAIT_S + 3.0
         self._device_watch: DeviceWatch | None = None
-        self._depth = 0
-        self._ends_at: float | None = None
-        self._limiting = threading.Lock()
-        """Held by who sets the time at which this process is ended, of which there is one."""
-        self._timer: threading.Timer | None = None
         self._own: FailureRecord | None = None
-        self._has_raised = threading.Event()
         self._variables: dict[str, str | None] = {}
         self._stop_signals: StopSignals | None = None
-        self._hook_before: Callable[..., Any] | None = None
+
+    # ------------------------------------------------------------------ what is known
+
+    @property
+    def is_over(self) -> bool:
+        """True if this process has failed or unwinds from a failure: it answers no collectives."""
+        return self._state is _State.OVER or self.is_inherited
 
     @property
     def has_met(self) -> bool:
-        """Whether all ranks of the run have connected; without a control channel nobody knows."""
+        """True if all ranks have connected, or there is no control channel."""
         return self.watch.has_met if self.watch is not None else not is_enabled()
 
     @property
     def has_left(self) -> bool:
-        """Whether the others go on without this process, which has left them as it was asked to, and ends."""
+        """True if this process has left the others on request, and exits while they continue."""
         return self.calls is not None and self.calls.has_left
 
     @property
+    def has_failed(self) -> bool:
+        """True if a failure of the job, or of this process, is known."""
+        return self.first_failure() is not None or self.is_ending
+
+    @property
     def identity(self) -> Identity | None:
-        """Which process of the run this is, once it has connected."""
+        """Identity of this process, once it has connected."""
         return self.watch.identity if self.watch is not None else None
 
-    # ------------------------------------------------------------------ joining
+    @property
+    def is_inherited(self) -> bool:
+        """True in a process that user code has forked: it is no rank."""
+        return os.getpid() != self._pid
+
+    @property
+    def is_launcher(self) -> bool:
+        """True if this process starts the others of its node."""
+        return self._children.first_rank is not None
+
+    @property
+    def _is_between_runs(self) -> bool:
+        has_ended = self._depth == 0 and self.inspector.num_runs > 0
+        return has_ended and not self.is_over and not self.has_left
+
+    @property
+    def is_ending(self) -> bool:
+        """True if this process unwinds, or will in a moment."""
+        return self.is_over or self.interrupt.error is not None
+
+    def _position(self) -> Where:
+        """Return where in its Trainer this rank is. Thread-safe."""
+        trainer = self._trainer()
+        module = None if trainer is None else trainer.lightning_module
+        if trainer is None or module is None:
+            return Where()
+        return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
+
+    def _where(self) -> Where:
+        """Return what this rank does. In the thread of the channel, which the interpreter has just run."""
+        self.end_limit.expect_progress()
+        activity = self.interrupt.activity
+        return replace(self._position(), waits_for=activity.label, count=activity.count)
+
+    def first_failure(self) -> FailureRecord | None:
+        """Return the first failure of the job, as far as this process knows."""
+        known = self.server.first_failure if self.server is not None else None
+        return known or (self.watch.failure if self.watch is not None else None)
+
+    def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
+        """Wait up to `timeout_s` seconds for the first failure; return it, or None."""
+        known_by = self.watch or self.server
+        if known_by is not None:
+            known_by.wait_for_verdict(timeout_s)
+        return self.first_failure()
+
+    def check_end(self) -> None:
+        """Raise `PeerFailure` if the job has ended with a failure."""
+        if self.watch is not None and self.watch.failure is not None:
+            raise self.watch.failure.to_error(self.watch.identity.rank)
+
+    # ------------------------------------------------------------------ connecting
 
     def connect(
         self,
@@ -164,16 +199,17 @@ class FailureHandler:
         *,
         start: int | None = None,
     ) -> None:
-        """Connects to the control server. Raises `RendezvousError` if that cannot be reached.
+        """Connect to the control server.
 
         Args:
-            server: where it is.
-            identity: this process.
-            settings: times.
-            parent_pid: the process that has started this one, if it is ours.
-            start: which one in its place this process is, if it is to join; 0 if nobody has asked for it.
+            parent_pid: process of this job that started this one; None if there is none.
+            start: number of the start in the slot of a process that is to join; 0 if nobody requested it.
+
+        Raises:
+            RendezvousError: the server cannot be reached.
         """
-        self._settings, self._parent_pid = settings, parent_pid
+        self._settings = self.end_limit.settings = settings
+        self._parent_pid = parent_pid
         parent = None
         if parent_pid is not None:
             parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
@@ -181,24 +217,24 @@ class FailureHandler:
                 parent = server.identity
             elif parent.node_rank == server.identity.node_rank:
                 parent = None  # it has a supervisor, which tells the server of its end
-        if identity.node_rank != server.identity.node_rank:  # the call has to come from there
-            self._call_within_s += settings.heartbeat_timeout_s
+        if identity.node_rank != server.identity.node_rank:  # the order has to come from there
+            self._called_within_s += settings.heartbeat_timeout_s
         self.watch = ControlClient(
             server,
             identity,
             settings,
             on_failure=self._learned,
-            on_order=self._on_order,
+            on_order=lambda error: None if self.calls is None else self.calls.on_order(error),
             where=self._where,
             parent=parent,
             on_message=self._on_message,
             start=start,
-            is_launcher=self._children.first_rank is not None,
+            is_launcher=self.is_launcher,
         )
         if settings.recovery is not None:
             with self.watch.lock:
                 self.calls = RecoveryClient(self.interrupt, self.alarm, self.watch)
-                if self.watch.state.is_called:  # sooner than that was there to hear it
+                if self.watch.state.is_called:  # the order came before there was a client to handle it
                     self.calls.on_order(self.watch.state.error)
         permit_stack()
         self._tell_guard(None)
@@ -209,161 +245,102 @@ class FailureHandler:
         self._stop_signals = StopSignals(
             self.watch,
             is_between=lambda: self._is_between_runs,
-            is_ending=lambda: self._is_ending or self.has_left,
+            is_ending=lambda: self.is_ending or self.has_left,
             request=self._requested_by,
             numbers=[settings.preemption.number] if settings.preemption is not None else [],
         )
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Waits until all ranks have connected.
-
-        Raises `RendezvousError` if not all came in time, `PeerFailure` if a rank failed before.
-        """
+        """Wait until all ranks have connected; raise `RendezvousError` or `PeerFailure`."""
         if self.watch is not None:
             self.watch.wait_for_all(timeout_s, self.interrupt.check)
         self.interrupt.check()
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
-            self._children.start_again(message.place, message.number)
+            self._children.start_again(message.slot, message.number)
         else:
             self.inspector.on_message(message)
 
-    def _on_order(self, error: PeerFailure | None) -> None:
-        if self.calls is not None:
-            self.calls.on_order(error)
+    def follow(self, trainer: Trainer) -> None:
+        """Report the position of this Trainer from now on. It is not kept alive."""
+        self._trainer = weakref.ref(trainer)
+
+    # ------------------------------------------------------------------ recovery
 
     def is_call(self, error: BaseException) -> bool:
-        """Whether an exception of the main thread comes from a loss of a rank with which the run goes on.
+        """Return True if an exception is a consequence of a loss with which the job continues.
 
-        It may wait for the server to say so.
+        Wait for the order that says so if necessary.
         """
         if self.calls is None or self.watch is None or self.watch.failure is not None:
             return False
-        while isinstance(error, LightningDDPError) and isinstance(error.__cause__, PeerFailure):
-            error = error.__cause__
-        if isinstance(error, PeerFailure):
-            return self.calls.is_called
-        text = str(error)
-        is_aborted = self.calls.is_called  # connections to the store as well, in many words
-        is_echo = _is_of_backend(error, text) and (is_aborted or _LOST_CONNECTION.search(text) is not None)
-        if not is_echo:
-            return False
-        if self.calls.state.is_entering:  # it says so itself, and all meet anew
-            self.calls.wait_for_call(_EXPLAINED_WITHIN_S)
-            return True
-        return self.calls.wait_for_call(self._call_within_s)
+        match cause_of_error(error):
+            case Cause.PEER:
+                return self.calls.is_called
+            case Cause.LOST_CONNECTION if self.calls.state.is_entering:
+                self.calls.wait_for_call(_EXPLAINED_WITHIN_S)  # then it reports that, and all meet anew
+                return True
+            case Cause.LOST_CONNECTION:
+                return self.calls.wait_for_call(self._called_within_s)
+            case Cause.BACKEND:  # also connections to the store that were aborted, in many words
+                return self.calls.is_called
+        return False
 
     def forget_device(self) -> None:
-        """What a device has still to run is not looked after any more, as its groups are to be aborted."""
+        """Stop watching what a device has still to run, as its groups will be aborted."""
         if self._device_watch is not None:
             self._device_watch.forget()
 
-    def check_end(self) -> None:
-        """Raises `PeerFailure` if the run has ended with a failure."""
-        if self.watch is not None and self.watch.failure is not None:
-            raise self.watch.failure.to_error(self.watch.identity.rank)
-
     def check_whether_late(self) -> None:
-        """In a process that is to join: ends it, with code 0, if the others have ended their run.
+        """Exit with code 0 from a process that is to join if the others have ended the job.
 
-        Raises `PeerFailure` if they have done so with a failure.
+        Raises:
+            PeerFailure: the job ended with a failure.
         """
         self.interrupt.check()
         if self.watch is not None and self.watch.has_been_left:
             self.leave_late()
 
     def leave_late(self) -> None:
-        """Ends this process with code 0, and those that it has started, as they come too late as well."""
+        """Exit with code 0, and kill the processes that this one has started: they come too late as well."""
         self._children.kill()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        exit_now(0)
 
-    def follow(self, trainer: Trainer) -> None:
-        """From now on it is this Trainer that a report tells of. It is not kept alive."""
-        self._trainer = weakref.ref(trainer)
-
-    def _position(self) -> Where:
-        """Where in its Trainer this rank is. Any thread."""
-        trainer = self._trainer()
-        module = None if trainer is None else trainer.lightning_module
-        if trainer is None or module is None:
-            return Where()
-        return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
-
-    def _where(self) -> Where:
-        """What this rank is doing. Where stalls are looked for it is asked while the interpreter is free."""
-        stall_s, grace_s = self._settings.stall_timeout_s, self._settings.failure_grace_s
-        with self._limiting:
-            if stall_s is not None and self._depth > 0 and self._ends_at is None:
-                # later than the others find out, up to two reports after the limit, and ask for the stack
-                limit_last_words(stall_s + max(grace_s, 2 * stall_s / REPORTS_A_TIMEOUT) + _LATER_S)
-        activity = self.interrupt.activity
-        return replace(self._position(), waits_for=activity.label, count=activity.count)
-
-    def _requested_by(self, number: int) -> Wish:
-        """What a signal asks for: that all stop, or that this process or its node leaves."""
-        preemption, first = self._settings.preemption, self._children.first_rank
-        is_notice = preemption is not None and number == preemption.number
-        if not is_notice or self.calls is None or not self.calls.may_leave or self.identity is None:
-            return Wish(WishKind.STOP, number)
-        if first is not None and self.identity.node_rank == 0 and not self._may_go_alone(number):
-            return Wish(WishKind.STOP, number)
-        is_node = first is not None and self.identity.node_rank != 0
-        return Wish(WishKind.LEAVE_NODE if is_node else WishKind.LEAVE, number)
-
-    def _may_go_alone(self, number: int) -> bool:
-        """In rank 0 of a script: whether the others of its node live on, and the signal was to it alone."""
-        outlives_it = isinstance(self.server, ControlProcess) and self._children.are_forked
-        return outlives_it and not was_passed_on(number)
-
-    @property
-    def _is_between_runs(self) -> bool:
-        """Whether the script is on its own: a run has ended here, and no other one has begun."""
-        has_ended = self._depth == 0 and self.inspector.num_runs > 0
-        return has_ended and not self.is_over and not self.has_left
-
-    @property
-    def _is_ending(self) -> bool:
-        return self.is_over or self.interrupt.error is not None
-
-    # ------------------------------------------------------------------ running
+    # ------------------------------------------------------------------ runs
 
     def run(self, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of a Trainer, in which this rank counts as running: its silent end is a failure.
+        """Call a function of a Trainer as a run: until it returns, the exit of this process is a failure.
 
         Raises:
-            PeerFailure: another rank failed; also where `function` raised an echo of that, and where another
-                rank fails at its end after it has returned here.
-            BaseException: what `function` raised, after the others have been told.
+            PeerFailure: another rank failed, also at its end after the function has returned here.
+            BaseException: what the function raised, after that was reported.
         """
         self.interrupt.check()
         if trainer is not None:
             self.follow(trainer)
-        self._enter(function)
+        # Lightning's functions are called _fit_impl, _test_impl ...
+        self.enter(getattr(function, "__name__", "run").removeprefix("_").removesuffix("_impl"))
         try:
             try:
                 result = function(*args, **kwargs)
             except Exception as error:
-                retired = explain_retired(error) if self.calls is not None else None
-                if retired is not None:
+                if self.calls is not None and (retired := explain_retired(error)) is not None:
                     raise retired from error
                 raise
-            self._leave_together()
+            self.leave_together()
             return result
         except stop_exceptions():  # raised by all ranks, and no failure
             raise
         except BaseException as error:
-            if self._is_inherited:  # user code has forked this process: it is no rank
+            if self.is_inherited:
                 raise
             failure, num_attempts = None, 0
             while num_attempts < _MOST_INTERRUPTIONS:  # no call before `try`: handlers run at calls
                 num_attempts += 1
                 try:
                     self.alarm.silence()
-                    self._has_raised.set()
-                    failure = self._end(error)
+                    failure = self.end(error)
                     break
                 except BaseException:  # noqa: BLE001 (what such a handler raised: a data loader's, Ctrl-C)
                     continue
@@ -372,76 +349,20 @@ class FailureHandler:
                 raise failure.with_traceback(error.__traceback__) from None
             raise
         finally:
-            self._leave()
+            self.leave()
 
-    def _enter(self, function: Callable[..., Any]) -> None:
+    def enter(self, name: str) -> None:
+        """Begin a run; do nothing within another one but count it."""
         self._depth += 1
-        if self._depth == 1:  # Lightning's functions are called _fit_impl, _test_impl ...
+        if self._depth == 1:
+            if self._state is _State.IDLE:
+                self._state = _State.RUNNING
+            self.end_limit.expect_progress(True)
             self.alarm.arm()
-            name = getattr(function, "__name__", "run")
-            self.inspector.enter(name.removeprefix("_").removesuffix("_impl"))
+            self.inspector.enter(name)
 
-    def follow_script(self, *, is_whole: bool) -> None:
-        """From now on the script counts as running, whose loop is its own: that is how Fabric is used.
-
-        SIGTERM ends this process, as there is no step boundary of ours to stop at.
-
-        Args:
-            is_whole: whether it does up to its end, and not for a function that a launcher runs.
-        """
-        if self._stop_signals is not None:
-            self._stop_signals.restore()
-        if not is_whole or self._hook_before is not None:
-            return
-        self._hook_before = sys.excepthook
-        self._enter(self._script_ends)
-        self.inspector.enter("the script")
-        sys.excepthook = self._script_raised
-        atexit.register(self._script_ends)
-
-    def _script_raised(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        """The script ends with an exception: as in `run`."""
-        self.alarm.silence()
-        self._has_raised.set()
-        failure = None if self.is_over else self._end(error)
-        if failure is not None:
-            kind, error = type(failure), failure.with_traceback(trace)
-        assert self._hook_before is not None
-        self._hook_before(kind, error, trace)
-
-    def _script_ends(self) -> None:
-        """At exit: waits until all ranks have come to the end of the script, unless this one has failed."""
-        if self._is_inherited:
-            return
-        try:
-            if not self._is_ending:
-                self._leave_together()
-        except BaseException as error:  # noqa: BLE001 (nobody is left to catch it)
-            self.alarm.silence()
-            failure = self._end(error) or error
-            traceback.print_exception(failure)
-            if self._children.first_rank is None:  # the launching process still ends the others
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)
-        finally:
-            self._leave()
-
-    def set_while_running(self, variables: dict[str, str]) -> None:
-        """Sets environment variables until the run (a fit, a test ...) ends; outside of one until the end."""
-        if self._depth > 0:
-            self._variables = {name: os.environ.get(name) for name in variables} | self._variables
-        os.environ.update(variables)
-
-    def outlive_watchdog(self) -> None:
-        """Keeps the watchdog of NCCL groups made from now on from ending this process when another is gone.
-
-        It does what the user has set, if anything.
-        """
-        self.set_while_running({_WATCHDOG_VARIABLE: os.environ.get(_WATCHDOG_VARIABLE, "0")})
-
-    def _leave_together(self) -> None:
-        """Waits until the run has ended on all ranks: what this one does next may build on that."""
+    def leave_together(self) -> None:
+        """Wait until the run has ended on all ranks: what this one does next may rely on that."""
         if self.watch is not None and self._depth == 1:
             limit_s = min(self.interrupt.deadline_s, _LONGEST_END_S)
             self.watch.leave_run(self.inspector.leave, limit_s, self.alarm.silence)
@@ -450,120 +371,38 @@ class FailureHandler:
         self.check_end()  # it was told of a failure a moment ago, perhaps
         self.interrupt.check()
 
-    def _leave(self) -> None:
-        with self._limiting:
-            self._depth -= 1
-            if self._depth == 0 and self._ends_at is None and self._settings.stall_timeout_s is not None:
-                faulthandler.cancel_dump_traceback_later()
+    def leave(self) -> None:
+        """End the run."""
+        self._depth -= 1
         if self._depth == 0:
+            self.end_limit.expect_progress(False)
             restore(self._variables)
             self._variables = {}
             self.alarm.silence()
             self.save_last = None
             if not self.is_over:
+                self._state = _State.IDLE
                 self.inspector.leave()
 
-    def _end(self, error: BaseException) -> PeerFailure | None:
-        """Reports what ended the run on this rank, and makes its collectives fail instead of waiting."""
-        failure = None
-        for _ in range(_MOST_INTERRUPTIONS):
-            try:
-                failure = self._explain(error)
-                break
-            except BaseException:  # noqa: BLE001 (what a signal handler raised: a data loader's, Ctrl-C)
-                continue
-        else:  # not a handler, but where or how it was raised: the others have to hear of it all the same
-            if self.watch is not None:
-                kind = type(error).__name__
-                record = FailureRecord.of_identity(self.watch.identity, "", exception_type=kind)
-                self.watch.report(record, is_echo=False)
-        if self.watch is not None:
-            self._fail(error)
-            self.is_over = True
-            abort_groups()
-            self._wake_parent()  # if it is stopped, it would never hear of this failure
-            if self._ends_at is None:
-                self._limit_ending()
-            goes_on = self._settings.recovery is not None and isinstance(error, SystemExit)
-            if failure is None and not goes_on and not self._is_left_behind(error):
-                self._tell_guard(True, self._own)
-        return failure
+    def restore_sigterm(self) -> None:
+        """Let SIGTERM end this process, as it has no step boundary of ours to stop at."""
+        if self._stop_signals is not None:
+            self._stop_signals.restore()
 
-    def _fail(self, error: BaseException) -> None:
-        assert self.watch is not None
-        why = f"rank {self.watch.identity.rank} cannot continue: {error}"[:_LONGEST_WHY]
-        is_left_behind = self._is_left_behind(error)
-        self.watch.update(lambda state: state.fail(None if is_left_behind else why))
+    def set_while_running(self, variables: dict[str, str]) -> None:
+        """Set environment variables until the run ends, or outside of a run until the process does."""
+        if self._depth > 0:
+            self._variables = {name: os.environ.get(name) for name in variables} | self._variables
+        os.environ.update(variables)
 
-    def _is_left_behind(self, error: BaseException) -> bool:
-        """Whether the others go on without this rank, whose code has raised."""
-        recovery = self._settings.recovery
-        return recovery is not None and recovery.exceptions and not isinstance(error, LightningDDPError)
+    def outlive_watchdog(self) -> None:
+        """Keep NCCL's watchdog from ending this process when a peer is gone, unless the user has set it."""
+        self.set_while_running({_WATCHDOG_VARIABLE: os.environ.get(_WATCHDOG_VARIABLE, "0")})
 
-    def _save_last(self, error: BaseException, *, is_own: bool) -> None:
-        """Saves a checkpoint, if this is the lowest rank that has not failed first.
-
-        Where `error` is this rank's own, a process that died meanwhile is no better reason.
-        """
-        if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
-            return
-        with suppress(BaseException):  # whatever comes now, the failure itself is what is raised
-            first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0)
-            if first is None or first.exception_type == "KeyboardInterrupt":
-                return
-            if is_own and first.exception_type is None:
-                return
-            path = self.save_last() if self.watch.identity.rank == int(first.rank == 0) else None
-            if path is not None:
-                self.watch.post(Saved(path))
-                self.watch.flush()
-                if self.watch.has_lost_server:  # nobody else is left to report
-                    report = render(replace(first, checkpoint=path).cut())
-                    tell_guard(guarded_by(), self.watch.identity.rank, True, report=report)
-
-    def _tell_guard(self, is_aware: bool | None, failure: FailureRecord | None = None) -> None:
-        """As the function: that this process has joined (None), knows of a failure, or goes on after one."""
-        is_interrupt = failure is not None and failure.exception_type == "KeyboardInterrupt"
-        report = "" if failure is None or is_interrupt else render(failure.cut())
-        limit_s = self._settings.failure_grace_s if is_aware else math.inf
-        if self.identity is not None:
-            tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
-
-    def _explain(self, error: BaseException) -> PeerFailure | None:
-        """Reports an exception of this process; returns the failure that it is the consequence of, if any."""
-        told = self._interruption_behind(error)
-        if told is not None:
-            return told.like()
-        if self.watch is None:
-            return None
-        record = FailureRecord.of_exception(error, self.watch.identity, self._position())
-        self._write_error_file(record)
-        is_echo = _is_of_backend(error, record.message)
-        is_echo &= self.watch.failure is not None or _LOST_CONNECTION.search(record.message) is not None
-        self._own = None if is_echo else record
-        self.watch.report(record, is_echo=is_echo)
-        if isinstance(error, KeyboardInterrupt):  # from the terminal all ranks get it, and none is at fault
-            second_interrupt_ends(self.alarm, self._children.kill)
-            return None
-        first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0) if is_echo else None
-        if first is None or first.rank == record.rank:
-            return None
-        self._write_error_file(first)  # over this rank's own
-        return first.to_error(record.rank).like()
-
-    def _interruption_behind(self, error: BaseException) -> PeerFailure | None:
-        """The failure that interrupted this rank, which code of the user's may have turned into `error`."""
-        cause: BaseException | None = error if isinstance(error, Exception) else None
-        seen: set[int] = set()
-        while cause is not None and id(cause) not in seen:
-            if isinstance(cause, PeerFailure) and (cause is error or cause is self.interrupt.error):
-                return cause
-            seen.add(id(cause))
-            cause = cause.__cause__ or cause.__context__
-        return None
+    # ------------------------------------------------------------------ step boundaries and signals
 
     def reached_step_boundary(self) -> Passage:
-        """What this rank does at a step boundary: it goes on, or all stop, or meet here. Called at each."""
+        """Pass a step boundary, or return how this rank stops there."""
         self.interrupt.check()
         self.interrupt.activity.advance()
         if self.watch is None:
@@ -587,31 +426,128 @@ class FailureHandler:
             self.watch.update(lambda state: None)  # which reports it
         return passage
 
-    @property
-    def stops_for(self) -> Wish | None:
-        """What all have stopped for at a boundary, where they have."""
-        return self.watch.state.stops_for if self.watch is not None else None
+    def _requested_by(self, number: int) -> Wish:
+        """Return what a signal requests: that all stop, or that this process or its node leaves."""
+        preemption, first = self._settings.preemption, self._children.first_rank
+        is_notice = preemption is not None and number == preemption.number
+        if not is_notice or self.calls is None or not self.calls.may_leave or self.identity is None:
+            return Wish(WishKind.STOP, number)
+        if first is not None and self.identity.node_rank == 0 and not self._may_go_alone(number):
+            return Wish(WishKind.STOP, number)
+        is_node = first is not None and self.identity.node_rank != 0
+        return Wish(WishKind.LEAVE_NODE if is_node else WishKind.LEAVE, number)
+
+    def _may_go_alone(self, number: int) -> bool:
+        """Return True if the others of the node outlive this rank 0, and the signal was for it alone."""
+        outlives_it = isinstance(self.server, ControlProcess) and self._children.are_forked
+        return outlives_it and not was_passed_on(number)
+
+    # ------------------------------------------------------------------ a failure of this process
+
+    def end(self, error: BaseException) -> PeerFailure | None:
+        """Report what ended the run here, and make collectives of this rank fail instead of waiting.
+
+        Returns the failure of another rank that caused `error`, if any.
+        """
+        if self._state is _State.RUNNING:
+            self._state = _State.ENDING
+        failure = None
+        for _ in range(_MOST_INTERRUPTIONS):
+            try:
+                failure = self._explain(error)
+                break
+            except BaseException:  # noqa: BLE001 (what a signal handler raised: a data loader's, Ctrl-C)
+                continue
+        else:  # not a handler, but where or how it was raised: the others have to hear of it all the same
+            if self.watch is not None:
+                kind = type(error).__name__
+                record = FailureRecord.of_identity(self.watch.identity, "", exception_type=kind)
+                self.watch.report(record, is_echo=False)
+        if self.watch is not None:
+            recovery = self._settings.recovery
+            raises_alone = recovery is not None and recovery.exceptions
+            is_left_behind = raises_alone and not isinstance(error, LightningDDPError)
+            why = f"rank {self.watch.identity.rank} cannot continue: {error}"[:200]
+            self.watch.update(lambda state: state.fail(None if is_left_behind else why))
+            self._state = _State.OVER
+            abort_groups()
+            self._wake_parent()  # if it is stopped, it would never hear of this failure
+            if not self.end_limit.is_set:
+                self._limit_end()
+            goes_on = is_left_behind or (recovery is not None and isinstance(error, SystemExit))
+            if failure is None and not goes_on:
+                self._tell_guard(True, self._own)
+        return failure
+
+    def _explain(self, error: BaseException) -> PeerFailure | None:
+        """Report an exception of this process; return the failure of which it is a consequence, if any."""
+        if (interruption := interruption_behind(error, self.interrupt.error)) is not None:
+            return interruption.like()
+        if self.watch is None:
+            return None
+        record = FailureRecord.of_exception(error, self.watch.identity, self._position())
+        fill_error_file(record, is_cause=True)
+        cause, is_known = cause_of_error(error), self.watch.failure is not None
+        is_echo = cause is Cause.LOST_CONNECTION or (cause is Cause.BACKEND and is_known)
+        self._own = None if is_echo else record
+        self.watch.report(record, is_echo=is_echo)
+        if isinstance(error, KeyboardInterrupt):  # from the terminal all ranks get it, and none is at fault
+            second_interrupt_ends(self.alarm, self._children.kill)
+            return None
+        first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0) if is_echo else None
+        if first is None or first.rank == record.rank:
+            return None
+        fill_error_file(first, is_cause=False)  # over this rank's own
+        return first.to_error(record.rank).like()
+
+    def _save_last(self, error: BaseException, *, is_own: bool) -> None:
+        """Save a checkpoint if this is the lowest rank that has not failed first.
+
+        If `error` is this rank's own, a process that died meanwhile is no better reason.
+        """
+        if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
+            return
+        with suppress(BaseException):  # whatever comes now, the failure itself is what is raised
+            first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0)
+            if first is None or first.exception_type == "KeyboardInterrupt":
+                return
+            if is_own and first.exception_type is None:
+                return
+            path = self.save_last() if self.watch.identity.rank == int(first.rank == 0) else None
+            if path is not None:
+                self.watch.post(Saved(path))
+                self.watch.flush()
+                if self.watch.has_lost_server:  # nobody else is left to report
+                    report = render(replace(first, checkpoint=path).cut())
+                    tell_guard(guarded_by(), self.watch.identity.rank, True, report=report)
+
+    def _tell_guard(self, is_aware: bool | None, failure: FailureRecord | None = None) -> None:
+        """Report that this process has joined (None), knows of a failure, or continues after one."""
+        is_interrupt = failure is not None and failure.exception_type == "KeyboardInterrupt"
+        report = "" if failure is None or is_interrupt else render(failure.cut())
+        limit_s = self._settings.failure_grace_s if is_aware else math.inf
+        if self.identity is not None:
+            tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
 
     def fail(self, trace: str, cause: str | None = None) -> None:
-        """Tells all ranks that this one has failed, as the text `trace` says; None for its last line."""
+        """Report a failure of this rank to all ranks.
+
+        Args:
+            trace: the traceback.
+            cause: one line; the last of the traceback if None.
+        """
         if self.watch is None:
             return
         where = self._position()
         if cause is None:
             cause = trace.strip().splitlines()[-1] if trace.strip() else "reconciliate_processes was called"
             trace = trace.replace(cause, shortened(cause))
-        record = FailureRecord.of_identity(
-            self.watch.identity, shortened(cause), step=where.step, phase=where.phase, traceback=trace or None
-        )
+        more = {"step": where.step, "phase": where.phase, "traceback": trace or None}
+        record = FailureRecord.of_identity(self.watch.identity, shortened(cause), **more)
         self.watch.report(record, is_echo=False)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a failure of the run, or of this process, is known."""
-        return self.first_failure() is not None or self._is_ending
-
     def child_ended(self, record: FailureRecord) -> None:
-        """A child of this launching process ended without success. Any thread."""
+        """Report a child of this launching process that exited without success. Thread-safe."""
         if self.watch is not None:
             self.watch.post(Exited(record.cut()))
             return
@@ -619,20 +555,65 @@ class FailureHandler:
             self.server.tell(Exited(record))
         self.interrupt.set(record.to_error())
 
-    def first_failure(self) -> FailureRecord | None:
-        """The first failure of the run, as far as this process knows."""
-        known = self.server.first_failure if self.server is not None else None
-        return known or (self.watch.failure if self.watch is not None else None)
+    # ------------------------------------------------------------------ a failure of another process
 
-    def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
-        """As `first_failure`, waiting up to `timeout_s` seconds for it."""
-        heard_by = self.watch or self.server
-        if heard_by is not None:
-            heard_by.wait_for_verdict(timeout_s)
-        return self.first_failure()
+    def _learned(self, record: FailureRecord) -> None:
+        """Handle the failure of the job. In the thread of the channel."""
+        rank = self.identity.rank if self.identity is not None else None
+        error = record.to_error(rank)
+        if rank is not None and record.rank != rank:
+            fill_error_file(record, is_cause=False)
+        self._tell_guard(True, record)
+        self._limit_end()
+        if record.exception_type is None or record.rank == rank:
+            self.interrupt.set(error)
+        self._wake_stopped(error)
+        threading.Thread(target=self._interrupt_main, args=(error,), daemon=True, name="own-word").start()
+
+    def _device_failed(self, error: BaseException) -> None:
+        """Handle work on the device that failed or does not end. In the thread that watches the device."""
+        if self.is_call(error):  # which stops the main thread
+            return
+        if self.interrupt.set(error):
+            self._limit_end()
+            self._interrupt_main(error)
+
+    def _gloo_failed(self) -> None:
+        """Handle a mismatch or a broken connection. In gloo's thread, which then ends the process."""
+        with suppress(PeerFailure):
+            self._device_failed(self.inspector.mismatch())
+        time.sleep(self._settings.failure_grace_s)  # meanwhile the main thread unwinds and ends the process
+
+    def _interrupt_main(self, error: BaseException) -> None:
+        """Interrupt the main thread, unless it raises by itself in a moment."""
+        until = time.monotonic() + _OWN_WORD_S
+        while self._state is _State.RUNNING and self.interrupt.error is None and time.monotonic() < until:
+            time.sleep(0.02)
+        self.interrupt.set(error)
+        self.alarm.sound(error, abort_groups, is_final=True)
+
+    def _wake_stopped(self, error: PeerFailure) -> None:
+        """Continue stopped processes (SIGSTOP) that this one has started, so that they can end."""
+        self._children.wake()
+        for process in multiprocessing.active_children():  # such as workers of a data loader
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGCONT)
+        if error.pid == self._parent_pid:  # the launching process, which is part of this job
+            self._wake_parent()
+
+    def _wake_parent(self) -> None:
+        if self._parent_pid is not None and self._parent_pid == launcher_pid():
+            with suppress(ProcessLookupError):  # it ends at this very moment
+                os.kill(self._parent_pid, signal.SIGCONT)
+
+    # ------------------------------------------------------------------ the end
+
+    def _limit_end(self) -> None:
+        if self.is_over or not self.alarm.is_silent:
+            self.end_limit.set(is_needed=self.watch is not None and self.watch.failure is None)
 
     def may_begin_anew(self) -> bool:
-        """Whether the run has failed with an exception, so that all ranks may take part in another one."""
+        """Return True if the job has failed with an exception, so that all ranks may fit again."""
         if self.watch is None or not self.is_over or self._depth:
             return False
         failure = self.wait_for_verdict(ECHO_WAIT_S + 1.0)
@@ -640,7 +621,7 @@ class FailureHandler:
         return failure is not None and "Collective" not in (failure.exception_type or "Collective")
 
     def close(self) -> None:
-        """Leaves the run: the end of this process is no failure from now on."""
+        """Leave the job: the exit of this process is no failure from now on."""
         if self._device_watch is not None:
             self._device_watch.close()
         if self.watch is not None:
@@ -649,175 +630,18 @@ class FailureHandler:
             self.server.close()
 
     def restore_handlers(self) -> None:
-        """Gives the signals and the last-resort timer back that this process has taken for the run."""
-        faulthandler.cancel_dump_traceback_later()
-        if self._ends_at is not None:
+        """Give back the signals and timers that this process has taken for the job."""
+        self.end_limit.cancel()
+        if self.end_limit.is_set:
             self._tell_guard(False)
         forbid_stack()
-        if self._timer is not None:
-            self._timer.cancel()
         before_gloo_ends_the_process(None)
         self.alarm.release()
-        if self._stop_signals is not None:
-            self._stop_signals.restore()
+        self.restore_sigterm()
 
     def disown(self) -> None:
-        """Called in a forked process: the rank is another one, whose sockets must not live on here."""
-        self._is_inherited = self.is_over = True
-        self._limiting = threading.Lock()  # a thread that is not here may have held the other one
-        if self._stop_signals is not None:
-            self._stop_signals.is_inherited = True
+        """Close the sockets in a process that was forked: the rank is the other one."""
+        self.end_limit.disown()
         for end in (self.watch, self.server):
             if end is not None:
                 end.close_sockets()
-
-    # ------------------------------------------------------------------ being interrupted
-
-    def _learned(self, record: FailureRecord) -> None:
-        """In the watching thread: the run has failed."""
-        rank = self.identity.rank if self.identity is not None else None
-        error = record.to_error(rank)
-        if record.rank != rank:
-            self._write_error_file(record)
-        self._tell_guard(True, record)
-        self._limit_ending()
-        if record.exception_type is None or record.rank == rank:
-            self.interrupt.set(error)
-        threading.Thread(target=self._ring, args=(error,), daemon=True, name="failure-alarm").start()
-
-    def _device_failed(self, error: BaseException) -> None:
-        """In the thread that looks after the device: what it has to run does not end, or has failed."""
-        if self.is_call(error):  # which stops the main thread
-            return
-        if self.interrupt.set(error):
-            self._limit_ending()
-            self._ring(error)
-
-    def _gloo_failed(self) -> None:
-        """In gloo's thread, which then ends the process: collectives differ, or a connection has broken."""
-        with suppress(PeerFailure):
-            self._device_failed(self.inspector.mismatch())
-        time.sleep(self._settings.failure_grace_s)  # meanwhile the main thread unwinds and ends the process
-
-    def _limit_ending(self) -> None:
-        """Gives this process its time to end; one that others need to hear, or to be ended by, a bit more."""
-        if self.alarm.is_silent and not self.is_over:
-            return
-        grace_s = self._settings.failure_grace_s
-        starts_others = self._children.first_rank is not None
-        is_needed = starts_others or (self.watch is not None and self.watch.failure is None)
-        with self._limiting:
-            self._ends_at = time.monotonic() + grace_s
-            limit_last_words(grace_s + (2 * _LATER_S if is_needed else 0.0))
-        if starts_others and self._timer is None:
-            self._timer = threading.Timer(grace_s + _LATER_S, self._end_late)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _end_late(self) -> None:
-        """In a thread: the time of this launching process is over; ends its children first, and then it."""
-        if not self._children.ending.acquire(blocking=False):  # the main thread does the same
-            return
-        limit_last_words(LAST_WORDS_S)
-        rank, grace_s = self._children.first_rank, self._settings.failure_grace_s
-        print(f"lightning_ddp: rank {rank} has not ended {grace_s:g} s after a failure:", file=sys.stderr)
-        faulthandler.dump_traceback(_standard_error(), all_threads=True)
-        self._children.end(0.0)
-        failure = self.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
-        if failure is not None:
-            show_report(failure)
-        sys.stderr.flush()
-        os._exit(1)
-
-    def seconds_left(self) -> float:
-        """How long this process and its children have to end after a failure."""
-        if self._ends_at is None:
-            return self._settings.failure_grace_s
-        return max(0.0, self._ends_at + _LATER_S - time.monotonic())
-
-    def _ring(self, error: BaseException) -> None:
-        if isinstance(error, PeerFailure):
-            self._wake_stopped(error)
-        if self.interrupt.error is None:
-            self._has_raised.wait(_OWN_WORD_S)
-            self.interrupt.set(error)
-        start, has_aborted = time.monotonic(), False
-        while not self.alarm.is_silent:
-            if time.monotonic() - start >= _LONGEST_STEP_S:
-                self.alarm.force()
-            self.alarm.ring(error)
-            time.sleep(_ABORT_AFTER_S if not has_aborted else _RING_EVERY_S)
-            if not has_aborted and time.monotonic() - start >= _ABORT_AFTER_S and not self.alarm.is_silent:
-                has_aborted = True
-                abort_groups()  # the main thread may be blocked inside of one of torch's own collectives
-
-    def _wake_stopped(self, error: PeerFailure) -> None:
-        """Continues processes of this one's that are stopped (SIGSTOP), so that they can end."""
-        self._children.wake()
-        for process in multiprocessing.active_children():  # such as workers of a data loader
-            with suppress(ProcessLookupError):
-                os.kill(process.pid or 0, signal.SIGCONT)
-        if error.pid == self._parent_pid:  # the launching process, which is part of this run
-            self._wake_parent()
-
-    def _wake_parent(self) -> None:
-        if self._parent_pid is not None and self._parent_pid == launcher_pid():
-            with suppress(ProcessLookupError):  # it ends at this very moment
-                os.kill(self._parent_pid, signal.SIGCONT)
-
-    def _write_error_file(self, record: FailureRecord) -> None:
-        path = os.environ.get(_ERROR_FILE_VARIABLE)
-        if path and self.identity is not None:
-            with suppress(OSError):  # the agent then reports the exit code alone
-                write_error_file(path, record, is_cause=record.rank == self.identity.rank)
-
-
-def _is_of_backend(error: BaseException, text: str) -> bool:
-    """Whether a call that communicates has raised it, and not code of the user's in words of its own."""
-    while isinstance(error, LightningDDPError) and isinstance(error.__cause__, RuntimeError):
-        error = error.__cause__
-    if isinstance(error, LightningDDPError):
-        return type(error) is CollectiveError  # those derived from it say more
-    if not isinstance(error, RuntimeError):
-        return False
-    if isinstance(error, dist.DistError) or _FROM_GLOO.search(text):
-        return True
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(file.startswith(_COMMUNICATE) and file != _RUNS_JOBS for file in files)
-
-
-def limit_last_words(limit_s: float) -> None:
-    """Prints all stacks and ends this process after so long, in C, without the GIL, whatever holds that."""
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=_standard_error())
-
-
-def _standard_error() -> Any:
-    """What the C library can write to as standard error."""
-    for stream in (sys.stderr, sys.__stderr__):
-        with suppress(AttributeError, OSError, ValueError):
-            stream.fileno()  # type: ignore[union-attr]
-            return stream
-    return 2
-
-
-def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
-    """Prints the report of a failure to standard error; on a terminal in colors and within 100 columns."""
-    stream = stream or sys.stderr
-    text = render(record)
-    if stream.isatty():
-        text = _dressed(text, is_coloured="NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb")
-    print(text, file=stream, end="", flush=True)
-
-
-def _dressed(text: str, *, is_coloured: bool) -> str:
-    """The lines before the traceback wrapped, the first one in red, the frames of a traceback faint."""
-    head, mark, trace = text.partition("Traceback of ")
-    lines = [
-        part
-        for line in head.splitlines()
-        for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [line]
-    ]
-    if is_coloured:
-        lines[0] = f"{_BOLD_RED}{lines[0]}{_PLAIN}"
-        trace = re.sub(r"^(  .*)$", rf"{_FAINT}\1{_PLAIN}", trace, flags=re.MULTILINE)
-    return "\n".join(lines) + "\n" + mark + trace

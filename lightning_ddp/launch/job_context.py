@@ -24,13 +24,9 @@ from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.control_process import ControlProcess
-from lightning_ddp.launch.failure_handler import (
-    LAST_WORDS_S,
-    FailureHandler,
-    limit_last_words,
-    show_report,
-)
+from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.interface import is_loopback
+from lightning_ddp.launch.last_words import LAST_WORDS_S, exit_now, limit_last_words, show_report
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,
     TOKEN_VARIABLE,
@@ -234,7 +230,7 @@ class JobContext:
         if not has_failed:
             self.children.end(_EXIT_GRACE_S)
         else:  # without a control channel nobody has told the children
-            grace_s = ours.seconds_left() if ours.watch is not None else 0.0
+            grace_s = ours.end_limit.seconds_left() if ours.watch is not None else 0.0
             limit_last_words(grace_s + LAST_WORDS_S)
             self.children.end(grace_s)
         has_lost_some = ours.calls is not None and ours.calls.state.generation > 0
@@ -254,9 +250,7 @@ class JobContext:
             return  # the scripts of all ranks here have caught the failure and ended well
         show_report(failure)
         if error is None:  # else Python itself exits with 1
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)  # an exit handler has no other way to change the exit code
+            exit_now(1)  # an exit handler has no other way to change the exit code
 
 
 def global_seed() -> int:

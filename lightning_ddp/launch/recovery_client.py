@@ -1,7 +1,6 @@
-"""How the main thread of a rank is stopped by the loss of another one, and goes on in the next generation.
+"""Stops the main thread of a rank for the loss of another one, and leads it into the next generation.
 
-`RankState` knows what this process is; here are the threads: that of the control channel stops the main one,
-which answers, and waits for the generation that it enters next.
+`RankState` has what this process is; here is what its threads do.
 """
 
 from __future__ import annotations
@@ -22,86 +21,62 @@ from lightning_ddp.supervise.rank_state import RankState
 
 __all__ = ["RecoveryClient"]
 
-_RING_EVERY_S = 0.1
-_ABORT_AFTER_S = 0.3
 _LOOK_EVERY_S = 0.05
 _ASK_EVERY = 10
-"""After so many looks it is asked once more."""
+"""Number of looks after which the state is reported once more."""
 
 
 class RecoveryClient:
     """What this process does about lost ranks.
 
     Args:
-        interrupt: what the waits of this process look at.
-        alarm: what raises in its main thread.
-        watch: its end of the control channel.
+        interrupt: interrupts waits for collectives.
+        alarm: interrupts the main thread.
+        watch: this end of the control channel.
     """
 
     def __init__(self, interrupt: Interrupt, alarm: InterruptGuard, watch: ControlClient) -> None:
         self.state = watch.state
         self.may_leave = False
-        """Whether a step boundary is still to come at which this process may leave the others."""
+        """True while a step boundary is to come at which this process may leave the others."""
         self.has_left = False
-        """Whether it has, as it was asked to: it ends with code 0, and nobody expects anything of it."""
+        """True if this process has left on request: it exits with code 0."""
         self.heard_at = 0.0
-        """When the first call came since this process had the state of a generation, of `time.monotonic`."""
+        """Time of the first order to recover since this process had the state of a generation."""
         self._timed_in = -1
         """That generation."""
         self.error: PeerFailure | None = None
-        """What the main thread was stopped by last, until it enters another generation."""
+        """Error that stopped the main thread last, until it enters another generation."""
         self._watch = watch
         self._interrupt, self._alarm = interrupt, alarm
         self._changed = threading.Event()
-        self._aborting = threading.Lock()
-        """Held by who aborts the groups of the generation, so that none does so with those of the next."""
-        self._num_stops = 0
-
-    # ------------------------------------------------------------------ the thread of the channel
 
     def on_order(self, error: PeerFailure | None) -> None:
-        """An order has come: `error` stops the main thread. The lock of the watch is held."""
+        """Handle an order: `error` stops the main thread. In the channel's thread, which holds its lock."""
         if error is not None:
             self.error = error
             if self._timed_in != self.state.state_of:
                 self.heard_at, self._timed_in = time.monotonic(), self.state.state_of
             self._interrupt.clear()
             self._interrupt.set(error)
-            arguments = (error, self._num_stops)
-            threading.Thread(target=self._ring, args=arguments, daemon=True, name="recovery-alarm").start()
+            self._alarm.sound(error, abort_groups, is_final=False)
         self._changed.set()
-
-    def _ring(self, error: PeerFailure, stop: int) -> None:
-        """Until the main thread has stopped; one that is blocked in C++ is freed.
-
-        Again and again, as it may be about to open connections in which it is blocked then.
-        """
-        abort_at = time.monotonic() + _ABORT_AFTER_S
-        while True:
-            with self._aborting:
-                if self._num_stops != stop or self.error is not error:  # it may be in another generation
-                    return
-                if time.monotonic() >= abort_at:
-                    abort_at = time.monotonic() + _ABORT_AFTER_S
-                    abort_groups()
-            self._alarm.ring(error)
-            time.sleep(_RING_EVERY_S)
 
     # ------------------------------------------------------------------ the main thread
 
     def defer(self, is_deferred: bool) -> None:
-        """Whether the alarm waits, as the main thread is between the end of a backward and a boundary."""
+        """Defer interruptions between the end of a backward and a boundary, or allow them again."""
         self._alarm.defer(is_deferred)
 
     @property
     def is_called(self) -> bool:
-        """Whether the main thread has to stop, as a rank is lost."""
+        """True if the main thread has to stop, as a rank is lost."""
         return self.state.is_called
 
     def wait_for_call(self, within_s: float) -> bool:
-        """Whether there is a call, waiting for one if a connection was lost: it says why.
+        """Wait for an order to recover, which explains a lost connection; return True if there is one.
 
-        Time in which this process is stopped does not count, as it hears nothing then.
+        Time in which this process is stopped does not count, as it receives nothing then.
         """
         for number in range(math.ceil(within_s / _LOOK_EVERY_S)):
             if self.is_called or self._watch.failure is not None:
@@ -112,33 +87,31 @@ class RecoveryClient:
         return self.is_called and self._watch.failure is None
 
     def stop(self, *, has_met: bool = False) -> None:
-        """The main thread has stopped: nothing is raised in it any more, and its groups are aborted.
+        """Disable interruptions and abort all groups, as the main thread has stopped.
 
         Args:
-            has_met: whether it stands at the boundary where all meet.
+            has_met: True at the boundary where all ranks meet.
         """
         self._alarm.silence()
         self._watch.update(lambda state: state.stop(has_met=has_met))
-        with self._aborting:
-            self._num_stops += 1
-            self._interrupt.clear()
-            abort_groups()
+        self._alarm.take()
+        self._interrupt.clear()
+        abort_groups()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """In here the main thread waits for the other ranks, which is no stall of this one."""
+        """Return a context in which the main thread waits for the other ranks, which is no stall."""
         return self._interrupt.activity.waiting("the other ranks, to continue with them")
 
     def wait_for_generation(
         self, progress: Progress | None, check: Callable[[], None]
     ) -> NewGeneration | None:
-        """Says where this process has stopped; returns the generation that it has entered then.
+        """Report where this process has stopped; wait for the next generation, enter and return it.
 
-        From then on what fails is another failure. None if it is to end with code 0: it has left, as it was
-        asked to, or the others have ended without it.
+        Returns None if this process is to exit with code 0, as it has left or the others have ended.
 
         Args:
-            progress: where; None for a process that has no state.
-            check: called now and then; raises where the run ends.
+            progress: None for a process without state.
+            check: called now and then; raises where the job ends.
         """
         watch = self._watch
         if progress is None:
@@ -161,28 +134,29 @@ class RecoveryClient:
                 check()
 
     def begin_fit(self) -> None:
-        """A fit begins, in which boundaries have places; all ranks have passed equally many."""
+        """Begin a fit, in which boundaries have numbers. All ranks have passed equally many."""
         with self._watch.lock:
             self.state.begin_fit()
 
     def place_boundary(self, number: int, *, may_meet: bool) -> None:
-        """As of `RankState`."""
+        """Set the number of the next boundary, as `RankState.place_boundary`."""
         with self._watch.lock:
             self.state.place_boundary(number, may_meet=may_meet)
 
     def stop_instead_of_leaving(self) -> None:
-        """No such boundary is to come in this fit: if this process was asked to leave, all stop."""
+        """Note that no boundary to leave at comes in this fit: a request to leave stops all ranks."""
         self.may_leave = False
         self._watch.update(RankState.end_boundaries)
 
     def meet(self) -> None:
-        """This process stands at the boundary where others join or leave."""
+        """Note that this process is at the boundary where others join or leave."""
         self.heard_at = time.monotonic()
 
     def settle(self) -> None:
-        """The generation that was entered has its state: the main thread may be interrupted again.
+        """Note that this process has the state of its generation; allow deferred interruptions.
 
-        Raises `PeerFailure` if another rank is lost already.
+        Raises:
+            PeerFailure: another rank is lost already.
         """
         self._watch.update(RankState.settle)
         self._alarm.arm(is_deferred=True)

@@ -62,7 +62,8 @@ class StepStop:
         if passage is Passage.MEET:
             return True
         note_sigterm(self._trainer)
-        if (wish := ours.stops_for) is not None and wish.is_requeue:
+        wish = ours.watch.state.stops_for if ours.watch is not None else None
+        if wish is not None and wish.is_requeue:
             # all ranks save a checkpoint together, and rank 0 asks SLURM to start the job again
             self._requeue(wish.signal, None)
         raise sigterm_exception(self._trainer)

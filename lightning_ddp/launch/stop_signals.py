@@ -1,6 +1,6 @@
-"""SIGTERM stops all ranks at one step boundary, or has one leave there; a second one ends it at once.
+"""SIGTERM, which stops all ranks at a step boundary, or makes one leave; a second one exits at once.
 
-While a rank still waits for others, which it says in a line, SIGTERM and Ctrl-C end it at once.
+While a rank waits for others, which it prints in a line, SIGTERM and Ctrl-C end it at once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _POLL_S = 0.02
 
 
 def describe_rank(rank: int) -> str:
-    """This process, for people."""
+    """Describe this process."""
     return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
 
 
 @contextmanager
 def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, None]:
-    """Says in one line for what this rank waits, once that has taken 5 s; `what` is called in a thread."""
+    """Print in a line what this rank waits for in this context, after 5 s; calls `what` in a thread."""
 
     def tell() -> None:
         who = describe_rank(rank)
@@ -52,25 +52,24 @@ def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, 
 
 
 class WaitSignals:
-    """While this rank waits for others, SIGTERM and Ctrl-C end it at once, and say what it has waited for.
+    """Context in which a rank waits for others, and SIGTERM and Ctrl-C end it at once.
 
-    A context, in which SIGTERM raises `RendezvousError` and Ctrl-C `KeyboardInterrupt`. Where the main thread
-    waits in C++ it raises nothing: then a thread, which the interpreter tells of signals, ends the process.
-    Outside of the main thread it does nothing.
+    SIGTERM raises `RendezvousError` and Ctrl-C `KeyboardInterrupt`. If the main thread waits in C++, where it
+    raises nothing, another thread ends the process. Does nothing outside of the main thread.
 
     Args:
         who: this process, for people.
-        what: what it waits for, for people; any thread.
-        end: called in the thread before it ends the process, with what has happened.
+        what: what it waits for, for people. Thread-safe.
+        end: called with the reason in the other thread, before that ends the process.
     """
 
     def __init__(self, who: str, what: Callable[[], str], end: Callable[[str], None]) -> None:
         self._who, self._what, self._end = who, what, end
         self._begun_at = time.monotonic()
         self.is_on = False
-        """Whether this process waits."""
+        """True in the context."""
         self.previous: dict[int, Any] = {}
-        """The handlers in whose place this one is."""
+        """Handlers that this one replaces."""
         self._has_reacted = threading.Event()
         self._wakes: tuple[socket.socket, socket.socket] | None = None
 
@@ -103,7 +102,7 @@ class WaitSignals:
                 signal.signal(number, previous)
 
     def on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """The handler: raises `RendezvousError` for SIGTERM, `KeyboardInterrupt` for SIGINT."""
+        """Raise `RendezvousError` for SIGTERM, `KeyboardInterrupt` for SIGINT."""
         self._has_reacted.set()
         if number == signal.SIGINT:
             raise KeyboardInterrupt(self._message(number))
@@ -127,17 +126,17 @@ class WaitSignals:
 
 
 class StopSignals:
-    """Handles SIGTERM, and others, for the life of this process; between two runs as if it were not there.
+    """Handler of SIGTERM and other signals; between two runs the script's own handler is used.
 
-    The handler only asks: the answer comes over the control channel, and the main thread looks for it where
-    a step begins. Made in the main thread; in another one it does nothing.
+    It only reports a wish; the main thread reads the answer of the control server where a step begins. Does
+    nothing outside of the main thread.
 
     Args:
-        watch: this process's end of the control channel.
-        is_between: whether this process is between two runs.
-        is_ending: whether the process ends anyway, so that a signal asks for nothing new.
-        request: what is asked for by a signal; called in the handler.
-        numbers: signals beside SIGTERM.
+        watch: this end of the control channel.
+        is_between: returns True between two runs.
+        is_ending: returns True if the process ends anyway.
+        request: returns the wish of a signal.
+        numbers: signals besides SIGTERM.
     """
 
     def __init__(
@@ -153,8 +152,7 @@ class StopSignals:
         self._is_between, self._is_ending, self._request = is_between, is_ending, request
         self._num_received = 0
         self._previous: dict[int, Any] = {}
-        self.is_inherited = False
-        """Whether this is a forked process, such as a worker of a data loader."""
+        self._pid = os.getpid()
         self._wait: WaitSignals | None = None
         if threading.current_thread() is threading.main_thread():
             for number in {signal.SIGTERM, *numbers}:
@@ -165,19 +163,20 @@ class StopSignals:
                 self._previous[signal.SIGTERM] = wait.previous.get(signal.SIGTERM)
 
     def restore(self) -> None:
-        """Sets the handlers back to those that were there before, unless somebody has replaced ours."""
+        """Restore the previous handlers, unless somebody has replaced this one."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, previous or signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         previous = self._previous.get(number)
-        is_between = not self.is_inherited and self._is_between()
+        is_inherited = os.getpid() != self._pid  # such as a worker of a data loader
+        is_between = not is_inherited and self._is_between()
         if is_between and previous not in (None, signal.SIG_DFL):
             if callable(previous):
                 previous(number, frame)
             return
-        if self.is_inherited or is_between:
+        if is_inherited or is_between:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -197,10 +196,10 @@ class StopSignals:
 
 
 def second_interrupt_ends(alarm: InterruptGuard, kill_children: Callable[[], None]) -> None:
-    """After a first Ctrl-C: a second one ends this process and its children at once.
+    """Let a second Ctrl-C end this process and its children at once.
 
-    Lightning ignores SIGINT while it shuts down, from a moment that nobody is told of. So a thread waits for
-    that moment, and has the main thread, which alone may, set our handler.
+    Lightning ignores SIGINT while it shuts down, from a moment that it does not announce. So a thread waits
+    for that, and calls the main thread, which alone may set a handler.
     """
 
     def end(number: int, frame: types.FrameType | None) -> None:

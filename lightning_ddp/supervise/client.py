@@ -1,4 +1,4 @@
-"""A process's end of the control channel: one thread that listens, reports and, when it must, interrupts."""
+"""A process's end of the control channel: a thread that reports and receives."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import TypeVar
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import PeerFailure, RendezvousError
 from lightning_ddp.supervise.connections import Unpacker, explain_loss, keep_alive, pack
-from lightning_ddp.supervise.desync import REPORTS_A_TIMEOUT, silent
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import with_stack
 from lightning_ddp.supervise.orders import Order, Wish
 from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
+from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT, silent
 
 __all__ = ["ControlClient", "ServerAddress", "ask"]
 
@@ -32,40 +32,40 @@ _FLUSH_WAIT_S = 1.0
 _LOOK_AGAIN_S = 5.0
 _LOOK_EVERY_S = 0.05
 _FIRST_PERIOD_S = 1.0
-"""How often a rank reports that has not heard how often it is to."""
+"""Period of reports until an order says another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """Where the control server listens."""
+    """Address of the control server."""
 
     host: str
     port: int
     token: str
-    """The run's secret."""
+    """Secret of the job."""
     identity: Identity
-    """The process that it runs in, to be named if it vanishes."""
+    """Process of the server, which is named if it vanishes."""
 
 
 def _do_nothing() -> None:
-    """The default of a callback."""
+    """Do nothing, as the default of a callback."""
 
 
 class ControlClient:
-    """Connects a process to the control server, and learns of the first failure.
+    """Connection of this process to the control server. Callbacks are called in its thread.
 
     Args:
-        server: where to connect.
+        server: address of the server.
         identity: this process.
         settings: times.
-        on_failure: called once, in the watching thread, with the first failure of the run.
-        on_order: called in the watching thread, which holds `lock`, after each order: with what the main
-            thread is to be stopped with, if it is.
-        where: tells what this rank is doing; asked by the watching thread.
-        parent: the process that started this one, if it is ours: its end is noticed.
-        on_message: called in the watching thread with each message of a kind that is not the watch's own.
-        start: number of the `Start` that this process follows, as in `Hello`.
-        is_launcher: whether it starts the processes of its node.
+        on_failure: called once, with the first failure of the job.
+        on_order: called while `lock` is held, after each order: with the error that stops the main thread, or
+            None.
+        where: returns what this rank does.
+        parent: process that started this one, if it is of this job: its end is noticed.
+        on_message: called with each message that is not for the client itself.
+        start: number of the start that this process follows, as in `Hello`.
+        is_launcher: True if it starts the processes of its node.
 
     Raises:
         RendezvousError: the server cannot be reached.
@@ -91,7 +91,7 @@ class ControlClient:
         self._first_identity = identity
         self.failure: FailureRecord | None = None
         self.has_lost_server = False
-        """Whether the failure is that the server's process is gone, which reports failures else."""
+        """True if the failure is that of the server's process, which would report others."""
         self._server, self._settings, self._parent = server, settings, parent
         self._on_failure, self._on_message, self._where = on_failure, on_message, where
         self._on_order = on_order
@@ -103,7 +103,7 @@ class ControlClient:
         self._next_report = time.monotonic() + _FIRST_PERIOD_S
         self._learned = threading.Event()
         self._ordered = threading.Event()
-        """Set with each order, and when the run has failed."""
+        """Set with each order, and when the job has failed."""
         self._when_all_left: Callable[[], None] = _do_nothing
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
@@ -136,30 +136,44 @@ class ControlClient:
             connection.sendall(pack(hello))
         return connection
 
-    # ------------------------------------------------------------------ called by the main thread
+    # ------------------------------------------------------------------ what is known
 
     @property
     def identity(self) -> Identity:
-        """This process, with its present rank."""
+        """Identity of this process, with its present rank."""
         return replace(self._first_identity, rank=self.state.rank)
 
+    @property
+    def server(self) -> Identity:
+        """Process of the control server."""
+        return self._server.identity
+
+    @property
+    def has_met(self) -> bool:
+        """True if all ranks of the job have connected."""
+        return self.state.has_met
+
+    @property
+    def has_been_left(self) -> bool:
+        """True if the server has released this process, although nothing has failed."""
+        return self.failure is None and (self._is_deaf or self.state.is_released)
+
+    # ------------------------------------------------------------------ called by the main thread
+
     def post(self, message: Message) -> None:
-        """Queues a message; returns at once. Also safe in a signal handler."""
+        """Queue a message. Safe in a signal handler."""
         self._outbox.append(pack(message))
         self._wake()
 
     def update(self, change: Callable[[RankState], _T]) -> _T:
-        """Changes what this process is; returns what `change` does. The watching thread reports the news.
-
-        Raises what `change` raises.
-        """
+        """Change the state of this process and report what is new; return what `change` returns."""
         with self.lock:
             result = change(self.state)
         self._wake()
         return result
 
     def ask(self, wish: Wish) -> None:
-        """A signal asks something of this process. Also safe in a signal handler."""
+        """Note what a signal requests. Safe in a signal handler."""
         self.state.ask(wish)
         self._wake()
 
@@ -169,30 +183,29 @@ class ControlClient:
             self._wake_sender.send(b"x")
 
     def flush(self, timeout_s: float = _FLUSH_WAIT_S) -> bool:
-        """Waits until all that is to be said is handed to the kernel; returns whether it is."""
+        """Wait until the kernel has all messages and reports; return False if that takes too long."""
         wakes = self._num_wakes
         with self._sent:
             return self._sent.wait_for(lambda: self._num_sent >= wakes, timeout=timeout_s)
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
-        """Tells the server of a failure of this process, and waits until that is on its way."""
+        """Report a failure of this process, and wait until that is on its way."""
         self.post((protocol.SecondaryFailure if is_echo else protocol.Failed)(record.cut()))
         self.flush()
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
-        """The first failure of the run, waiting up to `timeout_s` seconds for it."""
+        """Wait up to `timeout_s` seconds for the first failure of the job; return it, or None."""
         self._learned.wait(timeout_s)
         return self.failure
 
     def wait_for_all(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Waits until every rank of the run is connected.
+        """Wait until all ranks of the job have connected.
 
         Args:
-            timeout_s: how long.
-            check: called every now and then; raises if the run has failed.
+            check: called now and then; raises if the job has failed.
 
         Raises:
-            RendezvousError: not all came in time; names the missing ranks.
+            RendezvousError: not all connected in time.
         """
         deadline = time.monotonic() + timeout_s
         while not self.has_met:
@@ -206,31 +219,16 @@ class ControlClient:
                 )
 
     def wait_for_order(self) -> None:
-        """Waits a moment, or until an order comes. In the main thread, which looks what to do then."""
+        """Wait a moment, or until an order comes. In the main thread."""
         self._ordered.wait(_LOOK_EVERY_S)
         self._ordered.clear()
 
     def who_is_here(self) -> list[int] | None:
-        """Which ranks have connected, as the server says, or None. Not in the channel's thread."""
+        """Return the connected ranks, or None if the server does not answer."""
         self._here_answered.clear()
         self.post(protocol.ListRanks())
         self._here_answered.wait(_FLUSH_WAIT_S)
         return self._here
-
-    @property
-    def has_been_left(self) -> bool:
-        """Whether the server has nothing more to say, although nothing has failed."""
-        return self.failure is None and (self._is_deaf or self.state.is_released)
-
-    @property
-    def server(self) -> Identity:
-        """The process where the control server is."""
-        return self._server.identity
-
-    @property
-    def has_met(self) -> bool:
-        """Whether every rank of the run has been connected."""
-        return self.state.has_met
 
     def leave_run(
         self, end: Callable[[], None], timeout_s: float, when_all_left: Callable[[], None] = _do_nothing
@@ -239,9 +237,9 @@ class ControlClient:
 
         Args:
             end: ends the run in the state of this process, with `RankState.end_run`.
-            timeout_s: time limit, after which this rank leaves alone, and its end is no failure any more.
-            when_all_left: called in the watching thread once all ranks have ended the run, and before that
-                thread can learn of a failure which comes after it.
+            timeout_s: time limit, after which this rank leaves alone, and its end is no failure anymore.
+            when_all_left: called in the client's thread once all ranks have ended the run, before that
+                thread can learn of a later failure.
         """
         deadline = time.monotonic() + timeout_s
         looks_at = time.monotonic() + _LOOK_AGAIN_S
@@ -253,16 +251,14 @@ class ControlClient:
                 if time.monotonic() >= deadline:
                     self.update(RankState.leave)
                     return
-                if time.monotonic() >= looks_at:
+                if time.monotonic() >= looks_at:  # a rank may wait for what this rank will never call
                     looks_at = time.monotonic() + _LOOK_AGAIN_S
-                    self.post(
-                        protocol.CheckOrphanedWaits()
-                    )  # whether a rank waits for what this rank will never call
+                    self.post(protocol.CheckOrphanedWaits())
         finally:
             self._when_all_left = _do_nothing
 
     def close(self) -> None:
-        """Says goodbye: the end of this process is no failure any more."""
+        """Leave the job: the exit of this process is no failure anymore."""
         self.update(RankState.leave)
         self.flush()
         self._is_closed = True
@@ -280,17 +276,17 @@ class ControlClient:
             self.close_sockets()
 
     def _report(self) -> float | None:
-        """Reports, if there are news or it is time; returns the seconds until then."""
+        """Report if something is new or it is time; return the seconds until then."""
+        if self._is_deaf:
+            return None
         now = time.monotonic()
-        is_due = now >= self._next_report and not self._is_deaf
+        is_due = now >= self._next_report
         with self.lock:
             order = self.state.order
-            report = None if self._is_deaf else self.state.news(self._where, is_due=is_due)
+            report = self.state.news(self._where, is_due=is_due)
         if report is not None:
             with suppress(OSError):  # the server is gone: reading says so too, and that is handled
                 self._connection.sendall(pack(report))
-        if self._is_deaf:
-            return None
         period_s = order.period_s if order is not None else _FIRST_PERIOD_S
         was_late = is_due and now - self._next_report > period_s  # this process was stopped itself
         self._next_report = now + period_s if is_due else min(self._next_report, now + period_s)
@@ -306,7 +302,7 @@ class ControlClient:
         return max(0.0, min(self._next_report, silent_at) - now)
 
     def _stop_listening(self) -> None:
-        """All that can be learned is known; what remains is to send what is posted."""
+        """Listen no more, as all is known; what is posted is still sent."""
         if not self._is_deaf:
             self._is_deaf = True
             self._selector.unregister(self._connection)
@@ -392,21 +388,19 @@ class ControlClient:
             self._on_failure(record)
 
     def close_sockets(self) -> None:
-        """Called at the end; and in a forked process, so that a socket does not live on there."""
-        self._connection.close()
-        self._wake_receiver.close()
-        self._wake_sender.close()
-        self._selector.close()
+        """Close all sockets, also in a process that was forked."""
+        for closed in (self._connection, self._wake_receiver, self._wake_sender, self._selector):
+            closed.close()
         if self._parent_fd is not None:
             with suppress(OSError):
                 os.close(self._parent_fd)
 
 
 def ask(server: ServerAddress, question: Message, *, timeout_s: float) -> Message:
-    """Asks the server something, of a process that is no rank; returns the first answer.
+    """Ask the server something from a process that is no rank; return the first answer.
 
     Raises:
-        RendezvousError: it cannot be reached, or does not know this process's secret.
+        RendezvousError: the server cannot be reached, or does not know this process's secret.
     """
     try:
         with socket.create_connection((server.host, server.port), timeout=timeout_s) as connection:
@@ -424,7 +418,7 @@ def ask(server: ServerAddress, question: Message, *, timeout_s: float) -> Messag
 
 
 def _open_pid(process: Identity | None) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where the kernel has none."""
+    """Return a descriptor that becomes readable when the process ends; None if the kernel has none."""
     if process is None or not hasattr(os, "pidfd_open"):
         return None
     with suppress(OSError):  # it is gone: then its connection is closed as well

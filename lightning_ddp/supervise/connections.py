@@ -1,8 +1,8 @@
 """Connections of the control channel: messages as bytes, and the sockets of the server.
 
-A message travels as a JSON object behind its length, bounded in size, never pickled. Bytes from a socket are
-not trusted: whatever they are, reading them ends in messages or in a `ProtocolError`, and never takes more
-memory than the limit. Texts and lists that are longer than their field allows are cut.
+A message is a JSON object behind its length. Bytes from a socket are not trusted: reading them ends in
+messages or in a `ProtocolError`, within the memory limit. Texts and lists over the limit of their field are
+cut.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if sys.platform != "win32":
 __all__ = ["LIMIT_BYTES", "Connections", "Peer", "Unpacker", "explain_loss", "keep_alive", "pack"]
 
 LIMIT_BYTES = 64 * 1024
-"""Longest message in bytes, without its length."""
+"""Longest message, without its length."""
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
-"""Errors of a socket whose other host is unreachable, as opposed to a process that ended."""
+"""Errors of a socket whose other host is unreachable, while a process that exits causes others."""
 
 _LENGTH = struct.Struct(">I")
 _MAX_DEPTH_BYTES = b"[" * 64
@@ -47,7 +47,7 @@ _HELLO_WAIT_S = 10.0
 _BACKLOG = 65_535  # the kernel has a limit of its own
 _MOST_UNSENT_BYTES = 4 * 1024 * 1024
 _SPARE_CONNECTIONS = 64
-"""Strangers whose hello is waited for, on top of the ranks that have not come."""
+"""Number of connections without a hello, beyond those of ranks that have not connected."""
 _ACCEPTED_AT_ONCE = 256
 _RETRY_S = 0.05
 
@@ -56,7 +56,7 @@ _RETRY_S = 0.05
 
 
 def pack(message: Message) -> bytes:
-    """The bytes of a message.
+    """Return the bytes of a message.
 
     Raises:
         ProtocolError: it is longer than `LIMIT_BYTES`.
@@ -72,7 +72,7 @@ class Unpacker:
     """Collects the bytes of one connection into messages.
 
     Args:
-        limit_bytes: longest message that is taken; a connection that has not said who it is gets a small one.
+        limit_bytes: longest message; less for a connection without a hello.
     """
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -80,7 +80,7 @@ class Unpacker:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete with `data`.
+        """Return the messages that are complete with `data`.
 
         Raises:
             ProtocolError: a length over the limit, no JSON, or JSON that is no message.
@@ -117,12 +117,12 @@ def _parse(data: bytes) -> Message:
 
 
 _Reader = Callable[[Any], Any]
-"""Turns what JSON has for a field into the field's type; raises ProtocolError with what is wrong."""
+"""Converts a JSON value into the type of a field; raises ProtocolError with what is wrong."""
 
 
 @functools.cache
 def _reader(hint: Any) -> _Reader:
-    """Reads values of one type; made once for each, as a message is read by 16,384 ranks at once."""
+    """Return the reader of a type; cached, as 16,384 ranks read a message at once."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return lambda value: value
@@ -193,7 +193,7 @@ def _reader_of_fields(kind: Any) -> _Reader:
 
 
 class Peer:
-    """One connection: a stranger until its hello, then a process of the run."""
+    """One connection: a stranger until its hello, then a process of the job."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -203,36 +203,36 @@ class Peer:
         self.since = time.monotonic()
         self.identity: Identity | None = None
         self.reads_nothing = False
-        """Whether it was hung up on for that."""
+        """True if the connection was closed for that."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether this process has hung up."""
+        """True if this process has closed the connection."""
         return self.connection.fileno() < 0
 
 
 _Received = tuple[Peer, bytes, OSError | None]
-"""From whom, and what: no bytes if it has hung up, with the error."""
+"""Sender and data: no bytes, but perhaps an error, if it has closed the connection."""
 
 
 class Connections:
-    """All connections of the server: accepts, reads and sends, whatever is said. In one thread, but `wake`.
+    """All connections of the server. In one thread, except `wake`.
 
     Args:
-        address: name or address of this host whose interface is bound; '' for all of them, of IPv6 too.
-        num_ranks: how many are to come; the limit of open files is raised for them.
+        address: name or address of this host whose interface is bound; '' for all, of IPv6 too.
+        num_ranks: number of ranks, for which the limit of open files is raised.
 
     Raises:
-        RendezvousError: the address is none of this host.
+        RendezvousError: the address is not one of this host.
     """
 
     def __init__(self, address: str, num_ranks: int) -> None:
         self.peers: dict[Peer, None] = {}
-        """Processes of the run."""
+        """Processes of the job."""
         self.strangers: dict[Peer, None] = {}
-        """Those that have not said who they are; the oldest first."""
+        """Connections without a hello, the oldest first."""
         self._packed: tuple[Message, bytes] | None = None
-        """What was sent last."""
+        """The last message, and its bytes."""
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]
         self._restore_limit = _allow_descriptors(2 * num_ranks + _SPARE_CONNECTIONS)  # with the store's
@@ -243,12 +243,12 @@ class Connections:
             self._selector.register(sock, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """Has `wait` return. Any thread."""
+        """Make `wait` return. Thread-safe."""
         with suppress(OSError):  # closed already, or so many wake-ups are pending that it sees them anyway
             self._wake_sender.send(b"x")
 
     def wait(self, until: float | None, num_awaited: int) -> Iterator[_Received]:
-        """Waits until something comes, `until` a time at the latest; `num_awaited` ranks have not come."""
+        """Wait for data, until `until` at the latest; `num_awaited` ranks have not connected."""
         deadlines = [stranger.since + _HELLO_WAIT_S for stranger in islice(self.strangers, 1)]
         deadlines += [until] if until is not None else []
         timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -283,7 +283,7 @@ class Connections:
             self._hang_up_on_strangers(most_strangers)
 
     def _hang_up_on_strangers(self, num_left: int) -> None:
-        """Hangs up on the oldest, so that `num_left` remain: a process of the run speaks at once."""
+        """Close the oldest, so that `num_left` remain: a process of the job sends its hello at once."""
         for stranger in list(islice(self.strangers, max(0, len(self.strangers) - num_left))):
             self.hang_up(stranger)
 
@@ -300,7 +300,7 @@ class Connections:
             yield peer, data, None
 
     def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
-        """A stranger has said who it is."""
+        """Take a stranger for a process of the job."""
         peer.unpacker.limit_bytes = LIMIT_BYTES
         with suppress(OSError):  # it is gone already, which reading from it will say
             keep_alive(peer.connection, heartbeat_timeout_s)
@@ -308,13 +308,13 @@ class Connections:
         self.peers[peer] = None
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Sends a message, as soon as the connection takes it; the same object to many is packed once."""
+        """Send a message as soon as the connection takes it; the same object to many is packed once."""
         if self._packed is None or self._packed[0] is not message:
             self._packed = message, pack(message)
         self._send_packed(peer, self._packed[1])
 
     def send_all(self, messages: Iterable[Message]) -> None:
-        """Send messages to all processes of the run, last to this one, which may end once it knows them."""
+        """Send messages to all processes of the job, last to this one, which may exit then."""
         for data in map(pack, messages):
             for peer in sorted(self.peers, key=_is_this_process):
                 self._send_packed(peer, data)
@@ -343,7 +343,7 @@ class Connections:
             self._selector.modify(peer.connection, wanted, peer)
 
     def hang_up(self, peer: Peer) -> None:
-        """Closes a connection."""
+        """Close a connection."""
         if not peer.is_closed:
             self._selector.unregister(peer.connection)
             peer.connection.close()
@@ -351,7 +351,7 @@ class Connections:
             self.peers.pop(peer, None)
 
     def close(self) -> None:
-        """Closes all; also called in a forked process, so that no socket lives on there."""
+        """Close all, also in a process that was forked."""
         for peer in (*self.peers, *self.strangers):
             peer.connection.close()
         self._listener.close()
@@ -366,11 +366,7 @@ def _is_this_process(peer: Peer) -> bool:
 
 
 def _allow_descriptors(num_more: int) -> Callable[[], None]:
-    """Raises the soft limit of open files, so that connections take none of what the process has itself.
-
-    Returns:
-        What sets it back, unless somebody else has changed it.
-    """
+    """Raise the soft limit of open files; return the function that restores it if nobody has changed it."""
     if sys.platform == "win32":
         return lambda: None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -387,7 +383,7 @@ def _allow_descriptors(num_more: int) -> Callable[[], None]:
 
 
 def _listen(address: str) -> socket.socket:
-    """A socket that listens on any free port."""
+    """Return a socket that listens on a free port."""
     try:
         if not address and socket.has_dualstack_ipv6():
             everywhere = ("", 0)
@@ -405,10 +401,9 @@ def _listen(address: str) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket, timeout_s: float) -> None:
-    """Has the kernel notice within about `timeout_s` seconds that the other host is unreachable.
+    """Let the kernel notice within about `timeout_s` seconds that the other host is unreachable.
 
-    The probes of the two kernels are the heartbeats: they cost no Python, and a process that holds the GIL
-    for long, or is stopped, is not mistaken for a lost node.
+    The kernels' probes are the heartbeats: a process that holds the GIL, or is stopped, is not lost.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -427,7 +422,7 @@ def keep_alive(connection: socket.socket, timeout_s: float) -> None:
 
 
 def explain_loss(error: OSError | None, who: Identity, timeout_s: float) -> str:
-    """Why the connection to a process was lost; `GONE` where its host can be reached."""
+    """Describe why the connection to a process was lost; `GONE` if its host can be reached."""
     if error is None or error.errno not in _UNREACHABLE:
         return GONE
     return (

@@ -1,4 +1,4 @@
-"""The record of a failure: what is known of it, as it travels, and the report that people read."""
+"""Record of a failure, its report, and the generations of a job that continued."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ __all__ = [
     "Where",
     "describe_exit",
     "render",
+    "text_of",
     "write_error_file",
 ]
 
 GONE = "the process died without a report (killed by a signal, or ended by os._exit)"
-"""What is known of a process whose connection closed."""
+"""Message of a process whose connection closed."""
 
 _LONGEST = {
     "message": 16_000,
@@ -40,14 +41,14 @@ _LONGEST = {
     "exception_class": 1_200,
     "checkpoint": 4_100,
 }
-"""In bytes as JSON, where a character takes up to twelve; together they fit into a message of the channel."""
+"""Longest texts in bytes of JSON; together they fit into a message of the channel."""
 _MOST_LINES, _MOST_COLUMNS = 40, 200
-"""Of a message in a report."""
+"""Longest message in a report."""
 _NOTE_BYTES = 60
-"""What says that there are more, in a message of the control channel."""
+"""Size of the note that characters were left out."""
 _MOST_SHOWN = 20
 _LATER_S = 60
-"""torchelastic reports the earliest of a node; a survivor must not be taken for the cause."""
+"""Seconds added to a survivor's error: torchelastic reports the earliest error of a node."""
 
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
 _SITE_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
@@ -57,7 +58,7 @@ _ASCII_CONTROL_CHARACTERS = bytes(code for code in range(128) if _CONTROL_CHARAC
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, in words.
+    """Describe how a process exited.
 
     >>> describe_exit(3), describe_exit(-9)
     ('exited with code 3', 'was killed by SIGKILL')
@@ -72,7 +73,7 @@ def describe_exit(code: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which process of the run this is."""
+    """Identity of a process of the job."""
 
     rank: int
     """Global rank; -1 for a launching process that is no rank."""
@@ -83,26 +84,26 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What a rank is doing."""
+    """Position of a rank."""
 
     step: int | None = None
-    """Its global step; None outside of training."""
+    """Global step; None outside of training."""
     phase: str | None = None
-    """The hook or stage that runs."""
+    """Hook or stage that runs."""
     waits_for: str | None = None
-    """The collective that it waits for."""
+    """Awaited collective."""
     count: int = 0
-    """Grows while the rank makes progress."""
+    """Number that grows while the rank makes progress."""
 
     def in_words(self) -> str:
-        """Step and phase, after words that say what the rank does there."""
+        """Return step and phase, to follow words that say what the rank does."""
         step = f" at step {self.step}" if self.step is not None else ""
         return step + (f" in {self.phase}" if self.phase else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """The first failure of a run; the first fields are those of `PeerFailure`."""
+    """The first failure of a job; the first fields are those of `PeerFailure`."""
 
     rank: int
     message: str
@@ -116,12 +117,12 @@ class FailureRecord:
     traceback: str | None = None
     exit_code: int | None = None
     checkpoint: str | None = None
-    """Where a rank that was left has saved the last step."""
+    """Path where a remaining rank has saved the last step."""
     time: float = field(default_factory=time.time)
-    """Seconds since the epoch when it was noticed."""
+    """When it was noticed, in seconds since the epoch."""
 
     def __post_init__(self) -> None:
-        """The texts are printed, and may be of anybody: none of them controls a terminal."""
+        """Escape the texts, which anybody may have written, so that none controls a terminal."""
         for name in _LONGEST:
             text = getattr(self, name)
             if text is not None:
@@ -129,11 +130,11 @@ class FailureRecord:
 
     @classmethod
     def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
-        """What is known of an exception on this process."""
+        """Return the record of an exception in this process."""
         kind = type(error)
         return cls.of_identity(
             identity,
-            shortened(_text_of(error)),
+            shortened(text_of(error)),
             step=where.step,
             phase=where.phase,
             exception_type=kind.__name__,
@@ -143,16 +144,16 @@ class FailureRecord:
 
     @classmethod
     def of_identity(cls, identity: Identity, message: str, **more: Any) -> FailureRecord:
-        """A failure of a process that says nothing itself."""
+        """Return the record of a failure without an exception."""
         return cls(**vars(identity), message=message, **more)
 
     @property
     def cause(self) -> str:
-        """What happened, in words."""
+        """What happened, as text."""
         return cause_of(self)
 
     def cut(self) -> FailureRecord:
-        """This record with its texts cut to what a message of the control channel may hold."""
+        """Return this record with texts that fit into a message of the control channel."""
         shorter: dict[str, Any] = {
             name: _cut(getattr(self, name), longest, keeps_end=name == "traceback")
             for name, longest in _LONGEST.items()
@@ -161,14 +162,14 @@ class FailureRecord:
         return replace(self, **shorter)
 
     def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
-        """The error that the process `healthy_rank` raises, or a launching process that is no rank."""
+        """Return the error to raise in rank `healthy_rank`, or in a launching process that is no rank."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("checkpoint", "time")}
         if self.checkpoint is not None:
             values["message"] += f"\n  The last step was saved to {self.checkpoint}"
         return PeerFailure(**values, is_own=healthy_rank == self.rank if is_rank else None)
 
     def with_exit(self, exit_code: int, description: str) -> FailureRecord:
-        """This record, with what the process that waited for the dead one knows."""
+        """Return this record with the exit code that the parent of the process knows."""
         if self.exception_type is not None or self.message not in ("", GONE):
             return replace(self, exit_code=exit_code)
         return replace(self, exit_code=exit_code, message=description)
@@ -180,7 +181,7 @@ def _escaped(text: str) -> str:
     return _CONTROL_CHARACTERS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as failure:  # noqa: BLE001 (the user's own method, which may raise anything)
@@ -188,11 +189,11 @@ def _text_of(error: BaseException) -> str:
 
 
 def shortened(message: str) -> str:
-    """Return a message, or its first 40 lines of 200 characters and how many characters there are more.
+    r"""Return a message, or its first 40 lines of 200 characters and the number of characters left out.
 
-    There are fewer lines where their bytes would not fit into a message of the control channel.
+    Fewer lines if they would not fit into a message of the control channel.
 
-    >>> shortened("1\\n" * 50).splitlines()[39:]
+    >>> shortened("1\n" * 50).splitlines()[39:]
     ['1', '... 21 characters left out']
     """
     lines = list(islice(_lines_of(message), _MOST_LINES + 1))
@@ -207,7 +208,7 @@ def shortened(message: str) -> str:
 
 
 def _lines_of(message: str) -> Iterator[tuple[str, int]]:
-    """Yield a message as it is printed, in lines of 200 characters, and where each of them ends in it."""
+    """Yield the printed lines of 200 characters of a message, and the index in it where each ends."""
     end = 0
     for line in message.split("\n"):
         shown = ""
@@ -225,7 +226,7 @@ def _lines_of(message: str) -> Iterator[tuple[str, int]]:
 def traceback_of(error: BaseException) -> str:
     """Format an exception as Python does, with the messages of it and of its causes shortened."""
     text = "".join(traceback_module.format_exception(error))
-    for message in sorted({_text_of(link) for link in _chain_of(error)}, key=len, reverse=True):
+    for message in sorted({text_of(link) for link in _chain_of(error)}, key=len, reverse=True):
         if (shorter := shortened(message)) != message:
             text = text.replace(message, shorter)
     return text
@@ -245,7 +246,7 @@ def _chain_of(error: BaseException) -> list[BaseException]:
 
 
 def _cut(text: str, longest: int, *, keeps_end: bool) -> str:
-    """As much of a text as takes about `longest` bytes as JSON."""
+    """Cut a text to about `longest` bytes of JSON."""
     kept = text[-longest:] if keeps_end else text[:longest]
     while (size := len(json.dumps(kept))) > longest + 2:
         number = len(kept) * longest // size
@@ -259,7 +260,7 @@ def _cut(text: str, longest: int, *, keeps_end: bool) -> str:
 
 
 def render(record: FailureRecord) -> str:
-    """The report for people: who failed first, where, how, with the traceback last."""
+    """Return the report for people: who failed first, where and how, with the traceback last."""
     name = f"rank {record.rank}" if record.rank >= 0 else "the launching process"
     facts = {"node": record.node_rank, "host": record.host, "pid": record.pid, "exit code": record.exit_code}
     lines = [
@@ -277,7 +278,7 @@ def render(record: FailureRecord) -> str:
 
 
 def _folded(traceback: str) -> str:
-    """A traceback in which one line stands for the frames of packages before one of the user, or the last."""
+    """Replace frames of packages by a line, except the last frame."""
     pieces: list[tuple[str, str]] = []  # package, or "" for what is kept; text
     end = 0
     for frame in _FRAME.finditer(traceback):
@@ -291,7 +292,7 @@ def _folded(traceback: str) -> str:
 
 
 def _package_of(file: str) -> str:
-    """The installed package that a file belongs to; "" for one of the user's."""
+    """Return the installed package of a file; "" for the user's files."""
     found = _SITE_PACKAGE.search(file)
     if found:
         return found[1]
@@ -305,12 +306,12 @@ def _piece(is_left_out: bool, pieces: list[tuple[str, str]]) -> str:
 
 
 def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
-    """Writes the file in which torchelastic's agent looks for the error of one of its processes.
+    """Write the file in which torchelastic's agent looks for the error of one of its processes.
 
     Args:
         path: the value of TORCHELASTIC_ERROR_FILE.
         record: the first failure.
-        is_cause: whether it happened in this process; the agent reports the earliest one of its node.
+        is_cause: True if it happened in this process.
     """
     text = record.cause if is_cause else render(record)
     trace = record.traceback if is_cause and record.traceback else text
@@ -333,50 +334,50 @@ def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> Non
 
 @dataclass
 class _Generation:
-    """One that followed another."""
+    """A generation that followed another."""
 
     change: str
     who: str
-    """Who was lost, or has left, and who has joined."""
+    """Ranks that were lost, have left or have joined."""
     seconds: float | None = None
-    """From the first loss until all went on; None while they have not."""
+    """Time from the first loss until all continued; None until then."""
 
 
 class History:
-    """The generations of a run that went on after failures, as the control server sees them."""
+    """Generations of a job that continued after failures."""
 
     def __init__(self) -> None:
         self._generations: list[_Generation] = []
         self._left: dict[int, FailureRecord] = {}
         self._since: float | None = None
 
-    def lost(self, place: int, record: FailureRecord, now: float) -> None:
-        """A process is lost, with the rank of `record`; `place` is that which it had in the beginning."""
-        self._left.setdefault(place, record)
+    def lost(self, slot: int, record: FailureRecord, now: float) -> None:
+        """Note the loss of the process in a slot."""
+        self._left.setdefault(slot, record)
         self._since = now if self._since is None else self._since
 
-    def released(self, place: int, record: FailureRecord) -> None:
-        """A process leaves, as it was asked to. The next generation is without it."""
-        self._left[place] = record
+    def released(self, slot: int, record: FailureRecord) -> None:
+        """Note that a process leaves on request."""
+        self._left[slot] = record
 
     def formed(self, step: int, before: Sequence[int], after: Sequence[int], now: float) -> None:
-        """The next generation goes on from a step; `before` and `after` are the members' places, by rank."""
+        """Note the next generation, from a step; `before` and `after` are slots by rank."""
         self._since = now if self._since is None else self._since
-        left = [self._left.pop(place) for place in before if place not in after and place in self._left]
-        joined = [str(rank) for rank, place in enumerate(after) if place not in before]
+        left = [self._left.pop(slot) for slot in before if slot not in after and slot in self._left]
+        joined = [str(rank) for rank, slot in enumerate(after) if slot not in before]
         who = f"; left: {', '.join(map(_who, left))}" if left else ""
         who += f"; joined: rank {', '.join(joined)}" if joined else ""
         change = f"step {step}: {len(before)} -> {len(after)} ranks"
         self._generations.append(_Generation(change, who))
 
     def went_on(self, now: float) -> None:
-        """All of the last generation go on."""
+        """Note that all members of the last generation continue."""
         if self._since is not None and self._generations:
             self._generations[-1].seconds = now - self._since
             self._since = None
 
     def tell(self) -> str:
-        """What people read, once; empty where nothing has happened.
+        """Return the text for people, once; empty if nothing has happened.
 
         >>> history = History()
         >>> gone = FailureRecord(rank=1, host="gpu-07", pid=6091, message="was killed by SIGKILL")

@@ -1,56 +1,167 @@
-"""Interrupts the main thread of a rank when another rank has failed.
+"""Interrupts the main thread of a rank when another rank has failed, as if its own code had raised.
 
-A failure is raised in the main thread, whatever that does, exactly as if its own code had raised it. A thread
-cannot raise in another one at a place of its choice. A signal can: its handler runs in the main thread
-between two bytecodes, and a system call that blocks (a data loader's queue, a sleep) returns for it. Without
-a free signal the interpreter's own asynchronous exception does the same, less promptly.
+A thread cannot raise in another thread at a place of its choice. A signal can: its handler runs in the main
+thread between two bytecodes, and a system call that blocks (a data loader's queue, a sleep) returns for it.
+Without a free signal the interpreter's own asynchronous exception does the same, less promptly.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 
 __all__ = ["InterruptGuard"]
 
-_FINALISERS = {"__del__", "_callback", "remove"}
-"""The latter two are what weakref.finalize and WeakValueDictionary call."""
+_ABORT_EVERY_S = 0.3
+_LONGEST_STEP_S = 1.0
+"""Longest time that an interruption for the end of the job is deferred, as for an optimizer step."""
+_FINALIZERS = {"__del__", "_callback", "remove"}
+"""Functions in which Python swallows exceptions; the latter two are those of weakref."""
 
 
 class _Guard(Enum):
+    """Which errors may interrupt the main thread."""
+
     OUTSIDE = auto()
-    """Nothing: the main thread has begun to unwind, or is outside of a run."""
+    """None: it unwinds, or is outside of a run."""
     OPEN = auto()
-    """What fails."""
+    """All."""
     DEFERRED = auto()
-    """Nothing for now: it must not be interrupted half-way."""
+    """None for now: it must not be interrupted halfway."""
     FORCED = auto()
-    """What fails, in spite of that, as it took too long."""
+    """All, although deferred, as it took too long."""
+
+
+@dataclass(frozen=True)
+class _Alarm:
+    error: BaseException
+    abort: Callable[[], None]
+    is_final: bool
+    """True if the job ends, False if it continues after the main thread has stopped."""
 
 
 class InterruptGuard:
-    """One for a process; made in its main thread.
+    """Guard of the main thread; made there. One alarm rings at a time, in a thread of its own.
 
-    `ring` may be repeated until the main thread has begun to unwind: a ring that finds it inside of a
-    finaliser (where exceptions are swallowed), or handling this very error, does nothing.
+    A ring that finds the main thread in a finalizer, or handling this very error, does nothing.
     """
 
     def __init__(self) -> None:
-        self._error: BaseException | None = None
         self._guard = _Guard.OUTSIDE
-        """What may interrupt the main thread."""
         self._changing = threading.Lock()
-        """Held by who changes that, in the main thread or another one; not by who looks."""
+        """Held to change the guard."""
+        self._alarm: _Alarm | None = None
+        self._aborting = threading.Lock()
+        """Held while an alarm aborts, so that it aborts nothing that was made after it was over."""
         self._call: Callable[[], object] | None = None
         self._main = threading.main_thread().ident
         self._sending = threading.Lock()
         self._signal: signal.Signals | int | None = None
+
+    # ------------------------------------------------------------------ the guard
+
+    @property
+    def is_silent(self) -> bool:
+        """True while nothing may interrupt the main thread: it unwinds, or is outside of a run."""
+        return self._guard is _Guard.OUTSIDE
+
+    @property
+    def is_deferred(self) -> bool:
+        """True while an interruption waits, as the main thread must not stop halfway."""
+        return self._guard is _Guard.DEFERRED
+
+    @property
+    def is_forced(self) -> bool:
+        """True if the main thread may be interrupted although it deferred that, as it took too long."""
+        return self._guard is _Guard.FORCED
+
+    def arm(self, *, is_deferred: bool = False) -> None:
+        """Allow interruptions, at once or when `defer` allows them. In the main thread."""
+        if self._signal is None:
+            self._signal = self._claim_signal()
+        with self._changing:
+            self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
+
+    def silence(self) -> None:
+        """Disable interruptions: the main thread unwinds, or leaves a run."""
+        with self._changing:
+            self._guard = _Guard.OUTSIDE
+
+    def defer(self, is_deferred: bool) -> None:
+        """Let interruptions wait, or allow them again, unless they are disabled."""
+        with self._changing:
+            if self._guard is not _Guard.OUTSIDE:
+                self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
+
+    def release(self) -> None:
+        """Disable interruptions and give the signal back. In the main thread."""
+        self.silence()
+        self._alarm = None
+        with self._sending:
+            number, self._signal = self._signal, None
+        if number is not None and signal.getsignal(number) == self._on_signal:
+            signal.signal(number, signal.SIG_IGN)  # one that is on its way is dropped, and ends nothing
+            signal.signal(number, signal.SIG_DFL)
+
+    # ------------------------------------------------------------------ the alarm
+
+    def sound(self, error: BaseException, abort: Callable[[], None], *, is_final: bool) -> None:
+        """Interrupt the main thread with `error` again and again, in place of any other alarm.
+
+        Thread-safe.
+
+        Args:
+            abort: called in the alarm's thread to free a main thread that is blocked in C++.
+            is_final: True if the job ends: the alarm is over once interruptions are disabled, and is not
+                deferred for long. Otherwise it is over when the main thread calls `take`.
+        """
+        alarm = _Alarm(error, abort, is_final)
+        if not (is_final and self.is_silent):
+            self._alarm = alarm
+            threading.Thread(target=self._ring, args=(alarm,), daemon=True, name="failure-alarm").start()
+
+    def take(self) -> None:
+        """End the alarm, as the main thread has stopped; return once it aborts nothing anymore."""
+        with self._aborting:
+            self._alarm = None
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call `function`, which must not raise, in the main thread as soon as that runs Python."""
+        self._call = function
+        self._send()
+
+    def _ring(self, alarm: _Alarm) -> None:
+        interval_s = 0.5 if alarm.is_final else 0.1
+        begun_at = time.monotonic()
+        abort_at = begun_at + _ABORT_EVERY_S
+        while True:
+            now = time.monotonic()
+            with self._aborting:
+                if self._alarm is not alarm or (alarm.is_final and self.is_silent):
+                    return
+                if now >= abort_at:  # again in a recovery, which may be about to open other connections
+                    abort_at = math.inf if alarm.is_final else now + _ABORT_EVERY_S
+                    alarm.abort()
+            with self._changing:
+                if alarm.is_final and now >= begun_at + _LONGEST_STEP_S and self._guard is _Guard.DEFERRED:
+                    self._guard = _Guard.FORCED
+            if self._may_interrupt() and self._main is not None and not self._send():
+                _raise_asynchronously(self._main, alarm.error)
+            time.sleep(min(interval_s, max(0.01, abort_at - time.monotonic())))
+
+    def _may_interrupt(self) -> bool:
+        return self._guard in (_Guard.OPEN, _Guard.FORCED)
+
+    # ------------------------------------------------------------------ the signal
 
     def _claim_signal(self) -> signal.Signals | int | None:
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGRTMIN"):
@@ -61,62 +172,6 @@ class InterruptGuard:
                 return number
         return None
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether a ring does nothing, as the main thread has begun to unwind or is outside of a run."""
-        return self._guard is _Guard.OUTSIDE
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether a ring does nothing for now, as the main thread must not be interrupted half-way."""
-        return self._guard is _Guard.DEFERRED
-
-    @property
-    def is_forced(self) -> bool:
-        """Whether a ring interrupts although it was deferred, as the main thread took too long."""
-        return self._guard is _Guard.FORCED
-
-    def arm(self, *, is_deferred: bool = False) -> None:
-        """From now on a ring raises. Called where the main thread enters code that may be interrupted.
-
-        Args:
-            is_deferred: whether it does so once `defer` says, as the main thread must not be interrupted yet.
-        """
-        if self._signal is None:
-            self._signal = self._claim_signal()
-        with self._changing:
-            self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
-
-    def silence(self) -> None:
-        """From now on a ring does nothing: the main thread has begun to unwind, or is outside of a run."""
-        with self._changing:
-            self._guard = _Guard.OUTSIDE
-
-    def defer(self, is_deferred: bool) -> None:
-        """Says whether a ring waits, as the main thread must not be interrupted half-way."""
-        with self._changing:
-            if self._guard is not _Guard.OUTSIDE:
-                self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
-
-    def ring(self, error: BaseException) -> None:
-        """Has `error` raised in the main thread. Any thread."""
-        self._error = error
-        if self.is_silent or self.is_deferred or self._main is None:
-            return
-        if not self._send() and not self.is_silent:
-            _raise_asynchronously(self._main, error)
-
-    def force(self) -> None:
-        """From now on a ring raises even if it was deferred. Any thread."""
-        with self._changing:
-            if self._guard is _Guard.DEFERRED:
-                self._guard = _Guard.FORCED
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Has the main thread call `function` as soon as it runs Python; it must not raise. Any thread."""
-        self._call = function
-        self._send()
-
     def _send(self) -> bool:
         with self._sending:
             if self._signal is None or self._main is None:
@@ -125,28 +180,19 @@ class InterruptGuard:
                 signal.pthread_kill(self._main, self._signal)
             return True
 
-    def release(self) -> None:
-        """Gives the signal back; from now on a ring does nothing. Called in the main thread."""
-        self.silence()
-        with self._sending:
-            number, self._signal = self._signal, None
-        if number is not None and signal.getsignal(number) == self._on_signal:
-            signal.signal(number, signal.SIG_IGN)  # one that is on its way is dropped, and ends nothing
-            signal.signal(number, signal.SIG_DFL)
-
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         function, self._call = self._call, None
         if function is not None:
             function()
-        error = self._error
-        if error is None or self.is_silent or self.is_deferred:
+        alarm = self._alarm
+        if alarm is None or not self._may_interrupt():
             return
-        if not _is_handling(error) and not _is_in_finaliser(frame):
-            raise error
+        if not _is_handling(alarm.error) and not _is_in_finalizer(frame):
+            raise alarm.error
 
 
 def _is_handling(error: BaseException) -> bool:
-    """Whether the code below the signal handler stands in an `except` or `finally` for `error`."""
+    """Return True if the interrupted code is in an `except` or `finally` for `error`."""
     handled = sys.exc_info()[1]
     seen: set[int] = set()
     while handled is not None and id(handled) not in seen:
@@ -157,9 +203,9 @@ def _is_handling(error: BaseException) -> bool:
     return False
 
 
-def _is_in_finaliser(frame: types.FrameType | None) -> bool:
+def _is_in_finalizer(frame: types.FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name in _FINALISERS:
+        if frame.f_code.co_name in _FINALIZERS:
             return True
         frame = frame.f_back
     return False

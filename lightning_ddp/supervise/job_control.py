@@ -1,7 +1,7 @@
-"""What the control server decides: which failure was first, who goes on. Pure: told who says what, and when.
+"""Decisions of the control server: which failure was first, and who continues (pure).
 
-`JobState` has the processes and their orders; here its actions meet the connections, the verdict and the
-questions of ranks about each other. `server.py` carries it: the thread, the sockets and the clock.
+Connects `JobState`, which has the processes and their orders, with connections, root cause and roll calls.
+`server.py` has the thread, the sockets and the clock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import one_of
 from lightning_ddp.supervise.actions import Accuse, HangUp, Kill, Say, Send, StartProcess
 from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
-from lightning_ddp.supervise.desync import DesyncDetector, StallWatch
+from lightning_ddp.supervise.desync import DesyncDetector
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord
 from lightning_ddp.supervise.job_state import JobState
 from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
@@ -22,38 +22,34 @@ from lightning_ddp.supervise.processes import Process, ProcessState
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
 from lightning_ddp.supervise.root_cause import RootCauseTracker
 from lightning_ddp.supervise.settings import SupervisionSettings
+from lightning_ddp.supervise.stall_watch import StallWatch
 
 __all__ = ["JobControl", "LocalProcesses"]
 
 
 class LocalProcesses:
-    """What the server asks of whoever has started the processes of its node, in its thread; here nothing."""
+    """Whoever has started the processes of the server's node. Called in the server's thread."""
 
     def failed(self, record: FailureRecord) -> None:
-        """The first failure is certain. Called once."""
+        """Handle the first failure, once it is certain."""
 
     def kill_one(self, pid: int) -> None:
-        """Ends a rank that the others go on without. Its end is to be told as of any child."""
+        """Kill a rank without which the others continue. Its exit is reported like any other."""
 
-    def start_again(self, place: int, number: int) -> None:
-        """Starts a process in the place of one that is lost, to join the run: the `number`-th there.
-
-        It may be asked for once more, which starts nothing.
-        """
+    def start_again(self, slot: int, number: int) -> None:
+        """Start the process number `number` in the slot of a lost one, unless it was started already."""
 
 
 class JobControl:
-    """The state of one run as its control server knows it.
+    """State of one job.
 
     Args:
-        connections: of the server; what is sent goes there.
-        token: the run's secret; a connection that does not begin with it is closed.
-        world_size: number of ranks.
-        settings: times, and whether the run goes on without ranks that it loses.
-        processes: those of the server's node.
+        connections: sends the messages.
+        token: secret of the job.
+        processes: the processes of the server's node.
         say: prints a text for people.
-        with_stack: adds the stack of a process that says nothing, where it can be had.
-        pid: of the server's process: if a rank is there, the others do not go on without it.
+        with_stack: adds the stack of a process, where possible, to its record.
+        pid: server's process: the others do not continue without a rank in it.
     """
 
     def __init__(
@@ -75,26 +71,26 @@ class JobControl:
         self.job = JobState(world_size, settings, self._stall.interval_s)
         self._verdict = RootCauseTracker()
         self._peers: dict[int, Peer] = {}
-        """Number of a process -> its connection."""
+        """Connections by the number of the process."""
         self._process_of: dict[Peer, Process] = {}
         self._members: dict[int, Process] = {}
-        """By rank."""
+        """Members by rank."""
         self._inspection = DesyncDetector(world_size)
         self._seen = -1
-        """The last generation that these two were made for."""
+        """Generation for which the detector and the stall watch were made."""
         self._gone_between: list[FailureRecord] = []
-        """Processes that were gone between two runs: a failure if another run begins."""
+        """Processes that vanished between two runs: a failure if another run begins."""
         self._is_told = False
         self._checkpoint: str | None = None
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """The first failure of the run, once it is certain, with the checkpoint that was saved then."""
+        """The first failure of the job, once it is certain, with the checkpoint that was saved then."""
         first = self._verdict.first if self._is_told else None  # before, the others may go on without it
         return first if first is None else replace(first, checkpoint=self._checkpoint)
 
     def deadline(self, now: float) -> float | None:
-        """When to `decide` at the latest; None if nothing is pending."""
+        """Return when to call `decide` at the latest; None if nothing is pending."""
         deadlines = [self._verdict.deadline(), self._inspection.deadline()]
         if self._verdict.first is None:
             deadlines.append(self._stall.next_look(now))
@@ -102,13 +98,13 @@ class JobControl:
             deadlines.append(self.job.deadline(now))
         return min((at for at in deadlines if at is not None), default=None)
 
-    # ------------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------------ messages
 
     def hear(self, peer: Peer, message: Message, now: float) -> None:
-        """A message of a process, or of a stranger.
+        """Handle a message of a process, or of a stranger.
 
         Raises:
-            ProtocolError: it is none that may come from there: the connection is to be closed.
+            ProtocolError: the sender may not send it: the connection is to be closed.
         """
         if peer.identity is None:
             self._greet(peer, message, now)
@@ -180,7 +176,7 @@ class JobControl:
             self._connections.send(peer, protocol.Failure(self._verdict.first.cut()))
 
     def report(self, message: Message, now: float) -> None:
-        """What a process says of a failure; also one that runs in the server's own process."""
+        """Handle a report of a failure, also of the server's own process."""
         match message:
             case protocol.Failed(record):
                 self._accuse(record, now)
@@ -196,7 +192,7 @@ class JobControl:
                 self._exited(record, now)
 
     def _accuse(self, record: FailureRecord, now: float) -> None:
-        """A failure that explains itself; that of a process which is to join concerns itself alone."""
+        """Handle a failure that explains itself; that of a joining process concerns it alone."""
         if self._is_of_member(record):
             self._verdict.accuse(record)
             return
@@ -218,12 +214,12 @@ class JobControl:
             self._verdict.exited(self._ranked(record), record.message, now)
 
     def _ranked(self, record: FailureRecord) -> FailureRecord:
-        """The record with the present rank of its process."""
+        """Return the record with the present rank of its process."""
         process = self.job.roster.of(record) if self.job.goes_on else None
         return record if process is None else replace(record, rank=process.rank)
 
     def lost(self, peer: Peer, error: OSError | None, now: float) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
         process = self._process_of.get(peer)
         self.hang_up(peer, now)
         if process is None or not process.is_member:
@@ -246,7 +242,7 @@ class JobControl:
                 self._lose(other, FailureRecord.of_identity(other.who, message), now, has_ended=True)
 
     def hang_up(self, peer: Peer, now: float) -> None:
-        """Closes a connection, and has its process connected no more."""
+        """Close a connection."""
         process = self._process_of.pop(peer, None)
         if not peer.is_closed:
             self._connections.hang_up(peer)
@@ -259,7 +255,7 @@ class JobControl:
             self._deliver(self._inspection.left(process.rank, now))
 
     def _lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """A rank is lost; returns whether the others may go on without it."""
+        """Lose a rank; return True if the others may continue without it."""
         if self._is_told or not self.job.lose(process, record, now, has_ended=has_ended):
             return False
         self._stall.forget(process.rank)
@@ -267,7 +263,7 @@ class JobControl:
         return True
 
     def _end_with_echoes(self) -> None:
-        """Has the run end if a process has failed that is called: it does not answer."""
+        """End the job if a process that is to answer a recovery has failed."""
         if self._settings.recovery is not None and not self._settings.recovery.exceptions:
             for echo in self._verdict.echoes:
                 process = self.job.roster.of(echo)
@@ -275,15 +271,15 @@ class JobControl:
                     self.job.gave_up(process, f"rank {echo.rank} cannot continue: {echo.message}")
 
     def _deliver(self, outgoing: Outgoing) -> None:
-        """Sends messages to ranks."""
+        """Send messages to ranks."""
         for rank, message in outgoing:
             if rank in self._members and self._members[rank].number in self._peers:
                 self._connections.send(self._peers[self._members[rank].number], message)
 
-    # ------------------------------------------------------------------ what is to be done
+    # ------------------------------------------------------------------ decisions
 
     def decide(self, now: float) -> FailureRecord | None:
-        """Does what is due; returns the first failure of the run once, when it is certain."""
+        """Do what is due; return the first failure of the job once, when it is certain."""
         job = self.job
         self._renew(now)
         is_meeting = job.phase not in (JobPhase.RUNNING, JobPhase.OVER)
@@ -310,7 +306,7 @@ class JobControl:
         return None
 
     def _failed(self, process: Process, now: float) -> None:
-        """A member has reported that it fails, and no more."""
+        """Handle a member that has reported no more than that it fails."""
         why = process.report.why if process.report is not None else None
         record = FailureRecord.of_identity(process.who, why or "it has failed")
         recovery = self._settings.recovery
@@ -319,7 +315,7 @@ class JobControl:
             self._verdict.accuse(record)
 
     def _go_on(self, now: float) -> None:
-        """Takes what the ranks may go on without out of the verdict, and does what is due then."""
+        """Set failures aside with which the others may continue, and let the job advance."""
         job = self.job
         while job.phase is not JobPhase.OVER:
             first = self._verdict.decide(now)
@@ -354,18 +350,18 @@ class JobControl:
                 self._stall.forget(process.rank)
                 if process.number in self._peers:
                     self.hang_up(self._peers[process.number], now)
-            case StartProcess(None, place, number):
-                self._processes.start_again(place, number)
-            case StartProcess(launcher, place, number) if launcher is not None:
+            case StartProcess(None, slot, number):
+                self._processes.start_again(slot, number)
+            case StartProcess(launcher, slot, number) if launcher is not None:
                 if launcher.number in self._peers:
-                    self._connections.send(self._peers[launcher.number], protocol.Start(place, number))
+                    self._connections.send(self._peers[launcher.number], protocol.Start(slot, number))
             case Say(text):
                 self._say(text)
             case Accuse(record):
                 self._verdict.accuse(record)
 
     def _renew(self, now: float) -> None:
-        """What is kept by rank begins anew with each generation, and when all have connected."""
+        """Begin anew what is kept by rank: when all have connected, and with each generation."""
         if not self.job.has_met or self.job.generation == self._seen:
             return
         self._members = {member.rank: member for member in self.job.roster.members}
@@ -378,7 +374,7 @@ class JobControl:
         self._stall.begin([member.who for member in self.job.roster.members], now)
 
     def _is_of_one_rank(self, record: FailureRecord) -> bool:
-        """Whether the others may go on: a process has ended, or its code has raised where that is allowed."""
+        """Return True if the others may continue after a failure: of one process, not of all ranks."""
         recovery, kind = self._settings.recovery, record.exception_type
         if record.exception_class is None or recovery is None or not recovery.exceptions:
             has_ended = record.exit_code is not None or record.message == GONE
@@ -387,7 +383,7 @@ class JobControl:
         return is_of_user and kind != "KeyboardInterrupt" and record.pid != self._pid
 
     def _dismiss(self, node: int, now: float) -> protocol.DrainNodeReply:
-        """Asks the members of a node to leave; returns which do, or why not."""
+        """Request the members of a node to leave; return which do, or why none does."""
         job, why = self.job, None
         there = {member.node for member in job.roster.remaining}
         nodes = map(str, sorted(job.roster.nodes.values()) if not there else sorted(there))

@@ -1,6 +1,6 @@
-"""Protocol of the control channel: a dataclass for each kind of message, and what they are made of.
+"""Protocol of the control channel: a dataclass per kind of message.
 
-`connections.py` has how they travel, and checks what comes against the types of their fields.
+`connections.py` converts them to bytes, and checks what it receives against the types of their fields.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 __all__ = ["VERSION", "Message", "Outgoing", "ProtocolError"]
 
 VERSION = 1
-"""Of the protocol: greater with each change of a message."""
+"""Version of the protocol: greater with each change of a message."""
 _MOST_GROUPS = 6
 
 
 class ProtocolError(Exception):
-    """Bytes that are no message of this protocol. Whoever sent them is hung up on; nobody else notices."""
+    """Bytes that are no message of this protocol: their connection is closed."""
 
 
 @dataclass_transform(frozen_default=True)
 class Message:
-    """Base of all kinds of message: each is a frozen dataclass, found by its `kind`."""
+    """Base of all messages: frozen dataclasses, found by their `kind`."""
 
     kind: ClassVar[str]
     kinds: ClassVar[dict[str, Any]] = {}
@@ -35,59 +35,58 @@ class Message:
         Message.kinds[cls.kind] = cls
 
 
-# ---------------------------------------------------------------------- what ranks say of themselves
+# ---------------------------------------------------------------------- status of a rank
 
 
 State = Literal["waits", "starts", "runs", "finished", "ending", "silent", "gone"]
 Text = Annotated[str, 200]
-"""Of at most so many characters; the protocol cuts what is longer."""
+"""A text that the protocol cuts to so many characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStatus:
-    """What a rank has done with one process group."""
+    """Collectives of a rank in one process group."""
 
     name: Text
-    """The same on all ranks of the group."""
+    """Name, the same on all ranks of the group."""
     ranks: Text
-    """Its global ranks, as `join_ranks` writes them."""
+    """Global ranks, as `join_ranks` writes them."""
     number: int
-    """How many collectives it has started there."""
+    """Number of started collectives."""
     calls: dict[int, Text] = field(default_factory=dict)
-    """Number -> what it was, for the last few."""
+    """The last few collectives, by number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What a rank says that it is doing."""
+    """What a rank does."""
 
     rank: int
     state: State
-    """'waits' for a collective, 'starts' one with the others, 'runs', 'finished' its run, is 'ending' because
-    of a failure, 'silent' or 'gone'."""
+    """'waits' for a collective, 'starts' one with the others, 'runs', has 'finished' its run, is 'ending'
+    because of a failure, 'silent' or 'gone'."""
     label: Text | None = None
-    """The collective that it waits for; of one that has finished, what."""
+    """Awaited collective, or finished run."""
     group: Text | None = None
-    """Name of the process group of that."""
+    """Name of the process group of the collective."""
     number: int = 0
-    """Its number there; 0 where it is not known."""
+    """Number of the collective in its group; 0 if unknown."""
     for_s: float = 0.0
-    """Seconds since that began."""
+    """Seconds since the state began."""
     step: int | None = None
     phase: Text | None = None
     at: Text | None = None
-    """Line of the program at which its main thread is."""
+    """Line of the program that the main thread executes."""
     groups: Annotated[tuple[GroupStatus, ...], _MOST_GROUPS] = ()
     blocked_on: Annotated[tuple[tuple[Text, int, bool], ...], _MOST_GROUPS] = ()
-    """Group, number and whether it has not been started, of the collectives without which the rank does not
-    get on; empty where it may get on by itself."""
+    """Group, number and `is_start` of the collectives that block the rank; empty if it may continue."""
 
     def on(self, group: str | None) -> GroupStatus | None:
-        """What it has done with one group."""
+        """Return the status of one group."""
         return next((known for known in self.groups if known.name == group), None)
 
     def describe(self) -> str:
-        """Its state in words, after 'rank 3' or 'ranks 0-2'."""
+        """Return the state as a predicate of 'rank 3'."""
         at = Where(step=self.step, phase=self.phase).in_words()
         match self.state:
             case "waits":
@@ -110,172 +109,169 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What comparing the statuses has shown."""
+    """Result of comparing the statuses of all ranks."""
 
     sentence: str
-    """Where the ranks disagree."""
+    """Where the ranks disagree, in a sentence."""
     table: str
-    """Each rank, its state, since when."""
+    """State of each rank, and for how long."""
     missing: tuple[int, ...]
-    """Global ranks that have not come to the collective."""
+    """Global ranks that have not called the collective."""
     is_contradiction: bool = False
-    """Whether ranks wait in different ones in its place, so that it cannot end well."""
+    """True if ranks wait in different collectives of the same number, which cannot end."""
 
 
-# ---------------------------------------------------------------------- from a process of the run
+# ---------------------------------------------------------------------- from a process of the job
 
 
 class Hello(Message):
     """The first message of a connection."""
 
     token: str
-    """The secret of the run."""
+    """Secret of the job."""
     identity: Identity
     start: int | None = None
-    """Number of the `Start` that it follows; 0 for the launcher of a node that is back, None for others."""
+    """Number of the `Start` that it follows; 0 for the launcher of a node that is back; None for others."""
     is_launcher: bool = False
-    """True if it starts the processes of its node: `Start`."""
+    """True if it handles `Start`."""
     version: int = VERSION
-    """Of the protocol; a process of another one is refused."""
+    """Version of the protocol; another one is refused."""
 
     @property
     def is_new(self) -> bool:
-        """True if it is to join the run while that goes on."""
+        """True if it joins a job that has begun."""
         return self.start is not None
 
 
 class ListRanks(Message):
-    """Asks which ranks are connected: `RankList`."""
+    """Request for the connected ranks: `RankList`."""
 
 
 class DrainNode(Message):
-    """A node is to leave: `DrainNodeReply`. Also of a process that is no rank."""
+    """Request that a node leaves, also of a process that is no rank: `DrainNodeReply`."""
 
     node: int
 
 
 class Failed(Message):
-    """A process has failed."""
+    """Failure of a process."""
 
     record: FailureRecord
 
 
 class SecondaryFailure(Message):
-    """A call that communicates has failed, probably because another rank has."""
+    """Failure of a call that communicates, probably because another rank failed."""
 
     record: FailureRecord
 
 
 class PeerDisconnected(Message):
-    """A process that another one watches is gone."""
+    """Disappearance of a process that another one watches."""
 
     record: FailureRecord
 
 
 class Exited(Message):
-    """A child has ended without success, as its launcher sees it."""
+    """Exit of a child without success, reported by its launcher."""
 
     record: FailureRecord
 
 
 class Saved(Message):
-    """A rank has saved the last checkpoint of a run that a failure ends."""
+    """Path of the checkpoint that a rank saved at the end of a failed job."""
 
     path: Annotated[str, 4000]
 
 
 class DiagnoseRequest(Message):
-    """Asks where the ranks disagree about a collective, of a process group and a number: `Diagnosis`."""
+    """Question where the ranks disagree about a collective: `Diagnosis`."""
 
     group: Text | None
     number: int
 
 
 class CheckOrphanedWaits(Message):
-    """Has the server look whether a rank waits for what nobody will call."""
+    """Request to check whether a rank waits for what nobody will call."""
 
 
 class StatusReply(Message):
-    """Answers `StatusRequest`."""
+    """Answer to `StatusRequest`."""
 
     number: int
     status: RankStatus
 
 
 class CollectiveFingerprint(Message):
-    """With debug="detail": this rank is about to start a collective.
-
-    Answered by `CollectiveApproved` or `Diagnosis`.
-    """
+    """Collective that a rank is about to start: `CollectiveApproved` or `Diagnosis`."""
 
     group: Text
     ranks: Text
-    """Of the group, as `join_ranks` writes them."""
+    """Ranks of the group, as `join_ranks` writes them."""
     number: int
     text: Text
-    """What it is, with shapes and dtypes."""
+    """The collective with shapes and dtypes."""
     run: int
-    """In which run, as `Report` counts them."""
+    """Number of the run, as `Report` counts them."""
 
 
 class SendValue(Message):
-    """A value for another rank: `PeerValue`."""
+    """Value for another rank: `PeerValue`."""
 
     to: int
     topic: Text
     value: Any
-    """Of types that JSON has."""
+    """A value of JSON's types."""
 
 
 # ---------------------------------------------------------------------- from the server
 
 
 class Failure(Message):
-    """The first failure of the run."""
+    """The first failure of the job."""
 
     record: FailureRecord
 
 
 class RankList(Message):
-    """Answers `ListRanks`."""
+    """Answer to `ListRanks`."""
 
     ranks: tuple[int, ...]
 
 
 class DrainNodeReply(Message):
-    """Answers `DrainNode`: which ranks leave, or why none does."""
+    """Answer to `DrainNode`: the ranks that leave, or the reason why none does."""
 
     ranks: tuple[int, ...]
     why: Text | None
 
 
 class Closing(Message):
-    """The server's process ends, and that is no failure."""
+    """Notice that the server's process exits without a failure."""
 
 
 class Start(Message):
-    """To the launcher of another node: a new process is to be started in the place of a lost one."""
+    """Request to the launcher of another node to start a process in the slot of a lost one."""
 
-    place: int
+    slot: int
     number: int
-    """How many have been started in that place, with this one."""
+    """Number of starts in that slot, with this one."""
 
 
 class StatusRequest(Message):
-    """Asks what a rank is doing: `StatusReply`."""
+    """Question what a rank does: `StatusReply`."""
 
     number: int
 
 
 class CollectiveApproved(Message):
-    """All ranks of the group are about to start this collective."""
+    """Permission to start a collective, as all ranks of the group are about to."""
 
     group: Text
     number: int
 
 
 class Diagnosis(Message):
-    """Where the ranks disagree about a collective."""
+    """Answer where the ranks disagree about a collective."""
 
     group: Text | None
     number: int
@@ -283,7 +279,7 @@ class Diagnosis(Message):
 
 
 class PeerValue(Message):
-    """A value of another rank."""
+    """Value of another rank."""
 
     sender: int
     topic: Text
@@ -291,4 +287,4 @@ class PeerValue(Message):
 
 
 Outgoing = list[tuple[int, Message]]
-"""To which rank or place, and what."""
+"""Messages, and the rank or slot of each."""

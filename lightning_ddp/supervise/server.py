@@ -1,8 +1,4 @@
-"""The control server: every process of the run is connected to it, and it says what happened first.
-
-It runs in one thread of the process that started the run (rank 0, the launching process of spawned ranks, or
-a supervisor's control process) and sleeps until a message comes. It never takes part in a collective.
-"""
+"""The control server: a thread to which every process of the job is connected."""
 
 from __future__ import annotations
 
@@ -27,15 +23,13 @@ _log = logging.getLogger("lightning_ddp")
 
 
 class ControlServer:
-    """Listens for the processes of a run, and tells all of them the first failure.
+    """Listens for the processes of a job, and sends all of them the first failure.
 
     Args:
-        address: name or address of this host under which the others reach it; its interface is bound.
-        token: the run's secret; a connection that does not begin with it is closed.
-        world_size: number of ranks.
-        settings: times.
-        any_interface: bind all interfaces, for an address that resolves to the loopback on this host only.
-        processes: those of this node. Launchers of other nodes are told by messages.
+        address: name or address of this host; its interface is bound.
+        token: secret of the job.
+        any_interface: True to bind all interfaces, for an address that is the loopback on this host only.
+        processes: the processes of this node.
 
     Raises:
         RendezvousError: the address is not one of this host.
@@ -77,51 +71,51 @@ class ControlServer:
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """The first failure of the run, once it is certain, with the checkpoint that was saved then."""
+        """The first failure of the job, once it is certain, with the checkpoint that was saved then."""
         return self._control.first_failure
 
     @property
     def has_met(self) -> bool:
-        """Whether all ranks have been connected."""
+        """True if all ranks have connected."""
         return self._job.has_met
 
     @property
     def identities(self) -> list[Identity]:
-        """The ranks that have connected, and belong to the run."""
+        """Identities of the members that are connected."""
         return [member.who for member in self._job.roster.remaining]
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run goes on without ranks that it loses, so that each end is told, however it came."""
+        """True if the job continues without ranks that it loses, so that each exit is reported."""
         return self._job.goes_on
 
     def member(self, pid: int, node_rank: int) -> Identity | None:
-        """A process as launchers know it, with the rank that it had in the beginning; None for a stranger."""
+        """Return the first identity of the process that a launcher knows; None for a stranger."""
         members = [member.identity for member in self._job.roster.remaining]
         return next((who for who in members if (who.pid, who.node_rank) == (pid, node_rank)), None)
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
-        """The first failure, waiting up to `timeout_s` seconds for it to be certain."""
+        """Wait up to `timeout_s` seconds for the first failure to be certain; return it, or None."""
         self._decided.wait(timeout_s)
         return self.first_failure
 
-    def goes_on_without(self, place: int) -> bool:
-        """Whether there is a generation of ranks without the one that had the rank `place` at first."""
-        return self.goes_on and all(member.place != place for member in self._job.roster.members)
+    def goes_on_without(self, slot: int) -> bool:
+        """Return True if the present generation has no member in a slot."""
+        return self.goes_on and all(member.place != slot for member in self._job.roster.members)
 
     def tell(self, message: Message) -> None:
-        """Handles a message of this very process, as if a peer had sent it."""
+        """Handle a message of this very process, as if a peer had sent it. Thread-safe."""
         self._injected.append(message)
         self._connections.wake()
 
     def close(self) -> None:
-        """Tells the processes that are connected that this is no failure, ends the thread, frees the port."""
+        """Tell all processes that this is no failure, end the thread, and free the port."""
         self._is_closed = True
         self._connections.wake()
         self._thread.join(timeout=5)
 
     def close_sockets(self) -> None:
-        """Called in a forked process, so that a socket does not live on there."""
+        """Close all sockets, also in a process that was forked."""
         self._connections.close()
 
     # ------------------------------------------------------------------ the thread

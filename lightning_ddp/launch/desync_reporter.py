@@ -1,6 +1,6 @@
-"""This rank's part in questions between ranks: it says what it is doing, and asks what the others do.
+"""Questions between ranks, on the side of a rank: reports what it does, and asks what the others do.
 
-All goes through the control channel, in whose thread a rank answers while its main one waits or hangs.
+In the thread of the control channel, in which a rank answers while its main thread waits or hangs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from lightning_ddp.comm.activity import Entry, Interrupt, Waiting
 from lightning_ddp.comm.group import SLICE_S
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
 from lightning_ddp.supervise.client import ControlClient
-from lightning_ddp.supervise.desync import ANSWER_WAIT_S, join_ranks
+from lightning_ddp.supervise.desync import ANSWER_WAIT_S
+from lightning_ddp.supervise.disagreement import join_ranks
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import (
     CollectiveApproved,
@@ -52,19 +53,23 @@ _MOST_FRAMES = 200
 
 
 class _Answer:
-    """Comes from the server, for a thread that waits."""
+    """Answer of the server, for which a thread waits."""
 
     def __init__(self) -> None:
         self.has_come = threading.Event()
         self.message: Message | None = None
 
+    @property
+    def findings(self) -> Findings | None:
+        return self.message.findings if isinstance(self.message, Diagnosis) else None
+
 
 class DesyncReporter:
-    """One for a process; made in its main thread.
+    """Reports what this process does. Made in its main thread.
 
     Args:
-        interrupt: where the activity of this rank is noted.
-        where: tells step and phase. Any thread.
+        interrupt: has the record of this rank's collectives.
+        where: returns step and phase. Thread-safe.
     """
 
     def __init__(self, interrupt: Interrupt, where: Callable[[], Where]) -> None:
@@ -75,7 +80,7 @@ class DesyncReporter:
         self._answers: dict[tuple[str | None, int], _Answer] = {}
         self._listeners: dict[str, Callable[[int, Any], None]] = {}
         self.num_runs = 0
-        """How many have begun here."""
+        """Number of runs (fits, tests ...) that have begun."""
         self._is_active = False
         self._run_name = "its run"
         self._left_at = time.monotonic()
@@ -85,26 +90,26 @@ class DesyncReporter:
         return self._watch.identity.rank if self._watch is not None else 0
 
     def attach(self, watch: ControlClient) -> None:
-        """There is a control channel: a wait that takes too long can be explained from now on."""
+        """Use the control channel from now on, to explain a wait that takes too long."""
         self._watch = watch
-        if self._is_active:  # since before there was one
+        if self._is_active:  # since before there was a channel
             watch.update(lambda state: state.begin_run(self._run_name))
         self._interrupt.explain = self.explain
         self._interrupt.look = self.look
 
     def set_deadline(self, timeout: timedelta | None) -> None:
-        """A collective may take so long; None for as long as it likes.
+        """Set the timeout of collectives; None for no limit.
 
-        It is a second less, as the backend has the same limit, and what it does then breaks connections.
+        It ends a second before the backend's own, which breaks connections.
         """
         limit_s = float("inf") if timeout is None else timeout.total_seconds()
         self._interrupt.deadline_s = max(limit_s - 1.0, limit_s / 2)
 
     def compare_before_each(self, is_on: bool) -> None:
-        """Whether every collective waits until all ranks are about to start the same one.
+        """Compare each collective with those of the other ranks before it starts, or stop doing so.
 
         Raises:
-            ConfigurationError: there is no control channel, over which they would tell each other.
+            ConfigurationError: there is no control channel.
         """
         if is_on and self._watch is None and dist.get_world_size() > 1:
             raise ConfigurationError(
@@ -112,17 +117,15 @@ class DesyncReporter:
             )
         self._interrupt.compare = self.compare if is_on and self._watch is not None else None
 
-    # ------------------------------------------------------------------ runs
-
     def enter(self, name: str) -> None:
-        """A run, such as a fit, begins."""
+        """Begin a run."""
         self.num_runs += 1
         self._is_active, self._run_name = True, name[:_LONGEST_TEXT]
         if self._watch is not None:
             self._watch.update(lambda state: state.begin_run(self._run_name))
 
     def leave(self) -> None:
-        """The run has ended. Does nothing the second time."""
+        """End the run, if one is active."""
         if self._is_active:
             self._is_active, self._left_at = False, time.monotonic()
             if self._watch is not None:
@@ -131,7 +134,7 @@ class DesyncReporter:
     # ------------------------------------------------------------------ in the thread of the channel
 
     def on_message(self, message: Message) -> None:
-        """A message that the watch does not know itself."""
+        """Handle a message that the client does not handle itself."""
         match message:
             case StatusRequest(number) if self._watch is not None:
                 self._watch.post(StatusReply(number, self.status()))
@@ -146,7 +149,7 @@ class DesyncReporter:
                     listener(sender, value)
 
     def status(self) -> RankStatus:
-        """What this rank is doing. Any thread."""
+        """Return what this rank does. Thread-safe."""
         activity, where = self._interrupt.activity, self._where()
         wait, now = activity.wait(), time.monotonic()
         state: State
@@ -171,7 +174,7 @@ class DesyncReporter:
             for_s=now - since,
             step=where.step,
             phase=where.phase,
-            at=self._place() if state == "runs" else None,
+            at=self._line() if state == "runs" else None,
             groups=tuple(
                 GroupStatus(
                     name=lane.name,
@@ -184,23 +187,24 @@ class DesyncReporter:
             blocked_on=tuple(activity.blocked_on()[:_MOST_LANES]),
         )
 
-    def _place(self) -> str | None:
-        """The line of the user's program at which the main thread is."""
+    def _line(self) -> str | None:
+        """Return the line of the user's program that the main thread executes."""
         innermost: types.FrameType | None = sys._current_frames().get(self._main)
         if innermost is None:
             return None
-        frames = (frame for frame, _ in islice(traceback.walk_stack(innermost), _MOST_FRAMES))
-        frame = next((each for each in frames if not _is_of_others(each.f_code.co_filename)), innermost)
+        frames = [frame for frame, _ in islice(traceback.walk_stack(innermost), _MOST_FRAMES)]
+        own = (frame for frame in frames if not any(part in frame.f_code.co_filename for part in _OF_OTHERS))
+        frame = next(own, innermost)
         name = Path(frame.f_code.co_filename).name
         return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"[:_LONGEST_TEXT]
 
-    # ------------------------------------------------------------------ asked by a thread that waits
+    # ------------------------------------------------------------------ in a thread that waits
 
     def explain(self, waiting: Waiting) -> BaseException:
-        """The error of a wait whose deadline has passed; asks all ranks, which takes up to a few seconds.
+        """Return the error of a wait past its deadline; ask all ranks, which takes up to a few seconds.
 
         Raises:
-            PeerFailure: the run has failed meanwhile.
+            PeerFailure: the job has failed meanwhile.
         """
         found = self._ask(waiting.entry or self._interrupt.activity.entry())
         waited_s = time.monotonic() - waiting.begun_at
@@ -209,7 +213,7 @@ class DesyncReporter:
         limit_s = self._interrupt.deadline_s
         return CollectiveTimeoutError(
             f"rank {self._rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"
-            f" deadline of {limit_s:g} s{absent}\n{_tell(found)}\nCheck what the missing ranks do at this"
+            f" deadline of {limit_s:g} s{absent}\n{_in_words(found)}\nCheck what the missing ranks do at this"
             " point. If they only need more time, give the strategy a longer timeout.",
             label=waiting.label,
             rank=self._rank,
@@ -217,72 +221,33 @@ class DesyncReporter:
             missing=missing,
         )
 
-    def _ask(self, entry: Entry | None) -> Findings:
-        """What the server finds where the ranks disagree."""
-        key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
-        answer = self._answers.setdefault(key, _Answer())
-        if self._watch is not None:
-            self._watch.post(DiagnoseRequest(*key))
-        deadline = time.monotonic() + _ASK_WAIT_S
-        while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
-            self._interrupt.check()
-        self._answers.pop(key, None)
-        return answer.message.findings if isinstance(answer.message, Diagnosis) else self._unanswered(entry)
-
-    def _unanswered(self, entry: Entry | None) -> Findings:
-        """What this rank knows by itself, where the server's process is stopped, or holds its interpreter."""
-        missing, where = set(self._interrupt.activity.absent), ""
-        if self._watch is not None:
-            server = self._watch.server
-            name = f"rank {server.rank}" if server.rank >= 0 else "the process"
-            where = (
-                f": {name} (host {server.host}, pid {server.pid}), which runs it, does not execute Python"
-                " code"
-            )
-            if server.rank not in (-1, self._rank) and (entry is None or server.rank in entry.lane.ranks):
-                missing.add(server.rank)
-        sentence = f"the control channel has not answered within {_ASK_WAIT_S:g} s{where}"
-        return Findings(sentence=sentence, table="", missing=tuple(sorted(missing)))
-
     def look(self, entry: Entry) -> CollectiveMismatchError | None:
-        """The error of ranks that wait for different collectives; asks all ranks, from one of them.
+        """Return the error of ranks that wait for different collectives; the first rank asks all.
 
-        Raises `PeerFailure` if the run has failed meanwhile.
+        Raises:
+            PeerFailure: the job has failed meanwhile.
         """
         if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
             return None
         found = self._ask(entry)
-        return self._mismatch(entry, found) if found.is_contradiction else None
+        return self._called_others(entry, found) if found.is_contradiction else None
 
     def mismatch(self) -> CollectiveMismatchError:
-        """The error where gloo has found that the ranks call different collectives. Any thread.
+        """Return the error where gloo has found that the ranks call different collectives. Thread-safe.
 
         Raises:
-            PeerFailure: the run has failed meanwhile.
+            PeerFailure: the job has failed meanwhile.
         """
-        activity = self._interrupt.activity
-        entry = activity.entry() or activity.last_started()
-        return self._mismatch(entry, self._ask(entry))
-
-    def _mismatch(self, entry: Entry | None, found: Findings) -> CollectiveMismatchError:
-        return CollectiveMismatchError(
-            f"rank {self._rank}: the ranks have called different collectives.\n{_tell(found)}\nAll ranks have"
-            " to call the same ones in the same order: look for self.log(..., sync_dist=True), a barrier or"
-            ' an all_gather that only some of them reach. CustomDDPStrategy(debug="detail") names the first'
-            " difference before any data moves.",
-            label=entry.name() if entry is not None else "collective",
-            rank=self._rank,
-            waited_s=time.monotonic() - entry.since if entry is not None else 0.0,
-            missing=list(found.missing),
-        )
+        entry = self._interrupt.activity.entry() or self._interrupt.activity.last_started()
+        return self._called_others(entry, self._ask(entry))
 
     def compare(self, entry: Entry) -> None:
-        """Returns once all ranks of its group are about to start this collective.
+        """Wait until all ranks of its group are about to start this collective.
 
         Raises:
-            CollectiveMismatchError: they are not; says who is about to do what.
+            CollectiveMismatchError: they are about to start others.
             CollectiveTimeoutError: not all have come within the deadline.
-            PeerFailure: the run has failed meanwhile.
+            PeerFailure: the job has failed meanwhile.
         """
         watch, lane = self._watch, entry.lane
         if watch is None:
@@ -298,54 +263,86 @@ class DesyncReporter:
                     self._interrupt.check_deadline()
         finally:
             self._answers.pop((lane.name, entry.number), None)
-        if isinstance(answer.message, CollectiveApproved):
-            return
-        found = _findings(answer.message)
-        raise CollectiveMismatchError(
-            f"rank {self._rank}: the ranks are about to call different collectives; none of them"
-            f" was started.\n{_tell(found)}\nAll ranks have to call the same collectives, in the"
-            " same order, on tensors of the same shapes and dtypes.",
-            label=entry.name(),
+        if answer.findings is not None:
+            raise self._mismatch(
+                entry,
+                answer.findings,
+                "the ranks are about to call different collectives; none of them was started",
+                "All ranks have to call the same collectives, in the same order, on tensors of the same"
+                " shapes and dtypes.",
+            )
+
+    def _ask(self, entry: Entry | None) -> Findings:
+        """Return where the ranks disagree, as the server finds."""
+        key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
+        answer = self._answers.setdefault(key, _Answer())
+        if self._watch is not None:
+            self._watch.post(DiagnoseRequest(*key))
+        deadline = time.monotonic() + _ASK_WAIT_S
+        while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
+            self._interrupt.check()
+        self._answers.pop(key, None)
+        return answer.findings or self._unanswered(entry)
+
+    def _unanswered(self, entry: Entry | None) -> Findings:
+        """Return what this rank knows by itself, where the server's process does not run Python."""
+        missing, where = set(self._interrupt.activity.absent), ""
+        if self._watch is not None:
+            server = self._watch.server
+            name = f"rank {server.rank}" if server.rank >= 0 else "the process"
+            process = f"{name} (host {server.host}, pid {server.pid})"
+            where = f": {process}, which runs it, does not execute Python code"
+            if server.rank not in (-1, self._rank) and (entry is None or server.rank in entry.lane.ranks):
+                missing.add(server.rank)
+        sentence = f"the control channel has not answered within {_ASK_WAIT_S:g} s{where}"
+        return Findings(sentence=sentence, table="", missing=tuple(sorted(missing)))
+
+    def _called_others(self, entry: Entry | None, found: Findings) -> CollectiveMismatchError:
+        return self._mismatch(
+            entry,
+            found,
+            "the ranks have called different collectives",
+            "All ranks have to call the same ones in the same order: look for self.log(..., sync_dist=True),"
+            ' a barrier or an all_gather that only some of them reach. CustomDDPStrategy(debug="detail")'
+            " names the first difference before any data moves.",
+        )
+
+    def _mismatch(
+        self, entry: Entry | None, found: Findings, what: str, advice: str
+    ) -> CollectiveMismatchError:
+        return CollectiveMismatchError(
+            f"rank {self._rank}: {what}.\n{_in_words(found)}\n{advice}",
+            label=entry.name() if entry is not None else "collective",
             rank=self._rank,
-            waited_s=time.monotonic() - entry.since,
+            waited_s=time.monotonic() - entry.since if entry is not None else 0.0,
             missing=list(found.missing),
         )
 
     # ------------------------------------------------------------------ messages between ranks
 
     def tell(self, rank: int, topic: str, value: Any) -> bool:
-        """Sends `value`, in types that JSON has and below 60 KiB, to a rank; whether there is a channel.
+        """Send `value`, of JSON's types and below 60 KiB, to a rank; return True if there is a channel.
 
-        Returns at once. Not a collective; values of a rank arrive in order, and none after a failure.
+        Values of a rank arrive in order, and none after a failure.
         """
         if self._watch is not None:
             self._watch.post(SendValue(rank, topic, value))
         return self._watch is not None
 
     def listen(self, topic: str, listener: Callable[[int, Any], None] | None) -> None:
-        """Has `listener(rank, value)` called, in the channel's thread, for what ranks tell this one."""
+        """Call `listener(rank, value)` in the channel's thread for values that ranks send to this one."""
         if listener is None:
             self._listeners.pop(topic, None)
         else:
             self._listeners[topic] = listener
 
 
-def _is_of_others(file: str) -> bool:
-    return any(part in file for part in _OF_OTHERS)
-
-
-def _findings(message: Message | None) -> Findings:
-    if isinstance(message, Diagnosis):
-        return message.findings
-    return Findings(sentence="the control channel has not answered", table="", missing=())
-
-
-def _tell(found: Findings) -> str:
+def _in_words(found: Findings) -> str:
     return f"  {found.sentence}\n{found.table}".rstrip()
 
 
 def _cut(text: str) -> str:
-    """At most `_LONGEST_TEXT` characters, that still differ where long texts do."""
+    """Cut a text to 200 characters that still differ where long texts do."""
     if len(text) <= _LONGEST_TEXT:
         return text
     return f"{text[: _LONGEST_TEXT - 12]}... {zlib.crc32(text.encode()):08x}"[:_LONGEST_TEXT]

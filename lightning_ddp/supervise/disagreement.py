@@ -1,0 +1,181 @@
+"""Where ranks disagree, in words: the comparison of what they say that they do (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from lightning_ddp.supervise.failure_record import Where
+from lightning_ddp.supervise.protocol import Findings, RankStatus
+
+__all__ = ["explain", "join_ranks", "members", "split_ranks"]
+
+_CERTAIN_AFTER_S = 1.0
+_MOST_MISSING, _MOST_ROWS = 1000, 16
+_SENTENCE_CHARACTERS, _TABLE_CHARACTERS, _RANKS_CHARACTERS = 1_500, 2_000, 200
+_PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do", "ends": "end"}
+
+_T = TypeVar("_T", bound=Hashable)
+Statuses = Mapping[int, RankStatus]
+"""Status of each rank."""
+
+
+def explain(statuses: Statuses, asker: int, group: str | None = None, number: int = 0) -> Findings:
+    """Find where the ranks disagree.
+
+    Args:
+        statuses: of all ranks of the run.
+        asker: the rank that asks.
+        group: process group of the collective in question; None for that in which most ranks wait.
+        number: number of the collective.
+    """
+    if not any(status.on(group) for status in statuses.values()):
+        waits = [(a.group, a.number) for a in statuses.values() if a.group is not None and a.number]
+        group, number = max(waits, key=waits.count, default=(None, 0))
+    missing = _missing(statuses, asker, group, number)
+    sentence = _first_difference(statuses, group)
+    if sentence is None:
+        concerned = members(statuses, group) if group is not None else set(statuses)
+        present = [rank for rank in sorted(concerned) if rank not in missing]
+        sentence = "; ".join(filter(None, (_sum_up(statuses, present), _sum_up(statuses, missing))))
+        if not missing:
+            sentence += (
+                ". All ranks have called the same collective. The link is slow or broken, or a collective"
+                " from outside this package is in between"
+            )
+    return Findings(
+        sentence=sentence[:_SENTENCE_CHARACTERS],
+        table=_table(statuses),
+        missing=tuple(missing[:_MOST_MISSING]),
+        is_contradiction=_contradicts(statuses, group, number),
+    )
+
+
+def members(statuses: Statuses, group: str | None) -> set[int]:
+    """Return the global ranks of a group, as far as the statuses have them."""
+    for status in statuses.values():
+        known = status.on(group)
+        ranks = split_ranks(known.ranks) if known is not None else None
+        if ranks is not None:
+            return ranks & statuses.keys()
+    return {rank for rank, status in statuses.items() if status.on(group) is not None}
+
+
+def _contradicts(statuses: Statuses, group: str | None, number: int) -> bool:
+    """Return True if ranks have waited for some time in different collectives of the same number."""
+    called = set()
+    for status in statuses.values():
+        known = status.on(group)
+        is_there = status.state == "waits" and (status.group, status.number) == (group, number)
+        if known is not None and is_there and status.for_s >= _CERTAIN_AFTER_S and number in known.calls:
+            called.add(known.calls[number].rpartition(": ")[2])  # a label alone makes no difference
+    return len(called) > 1
+
+
+def _missing(statuses: Statuses, asker: int, group: str | None, number: int) -> list[int]:
+    """Return the ranks that have not come to a collective, or called another one in its place."""
+    mine = statuses[asker].on(group) if asker in statuses else None
+    expected = mine.calls.get(number) if mine is not None else None
+    missing = []
+    for rank in sorted(members(statuses, group)):
+        known = statuses[rank].on(group)
+        called = known.calls.get(number) if known is not None else None
+        is_other = expected is not None and called not in (None, expected)
+        if known is None or known.number < number or is_other:
+            missing.append(rank)
+    return missing
+
+
+def _first_difference(statuses: Statuses, group: str | None) -> str | None:
+    """Describe the first collective of a group that ranks remember differently."""
+    calls = {r: known.calls for r, a in sorted(statuses.items()) if (known := a.on(group)) is not None}
+    for number in sorted({n for known in calls.values() for n in known}):
+        callers = _by_value({rank: known[number] for rank, known in calls.items() if number in known})
+        if len(callers) > 1:
+            called = [f"{_who(rs)} called {what}{_position(statuses, rs)}" for what, rs in callers.items()]
+            return f"as collective {number} of {group} " + "; ".join(called)
+    return None
+
+
+def _position(statuses: Statuses, ranks: Sequence[int]) -> str:
+    positions = {Where(step=statuses[r].step, phase=statuses[r].phase) for r in ranks}
+    return positions.pop().in_words() if len(positions) == 1 else ""
+
+
+def _sum_up(statuses: Statuses, ranks: Sequence[int]) -> str:
+    parts = []
+    for text, same in list(_by_value({r: statuses[r].describe() for r in ranks}).items())[:_MOST_ROWS]:
+        verb, _, rest = text.partition(" ")
+        parts.append(f"{_who(same)} {_PLURAL.get(verb, verb) if len(same) > 1 else verb} {rest}")
+    return "; ".join(parts)
+
+
+def _table(statuses: Statuses) -> str:
+    """Return a table with a row per rank, or per state if there are many ranks."""
+    states = {}
+    for rank, status in sorted(statuses.items()):
+        text = status.describe()
+        if status.number and status.group:
+            text += f" (collective {status.number} of {status.group})"
+        states[rank] = (text, rank if len(statuses) <= _MOST_ROWS else 0)
+    groups = _by_value(states)
+    rows = [("rank", "state", "for")]
+    for (text, _), ranks in list(groups.items())[:_MOST_ROWS]:
+        times = sorted(statuses[rank].for_s for rank in ranks)
+        spread = f"{times[0]:.1f} s" if len(times) == 1 else f"{times[0]:.1f} to {times[-1]:.1f} s"
+        rows.append((join_ranks(ranks), text, spread))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"  {rank.ljust(widths[0])}  {text.ljust(widths[1])}  {since}" for rank, text, since in rows]
+    if len(groups) > _MOST_ROWS:
+        lines.append(f"  and {len(groups) - _MOST_ROWS} more states")
+    return "\n".join(lines)[:_TABLE_CHARACTERS]
+
+
+# ---------------------------------------------------------------------- ranks in words
+
+
+def _by_value(values: Mapping[int, _T]) -> dict[_T, list[int]]:
+    """Return the ranks of each value."""
+    ranks: dict[_T, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
+
+
+def join_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks as people do.
+
+    >>> join_ranks([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
+
+
+def split_ranks(text: str) -> set[int] | None:
+    """Read what `join_ranks` has written; return None if it was cut, or is something else.
+
+    >>> sorted(split_ranks("0-2, 5"))
+    [0, 1, 2, 5]
+    """
+    ranks: set[int] = set()
+    if len(text) >= _RANKS_CHARACTERS:
+        return None
+    for part in text.split(", "):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not first.isdecimal() or not last.isdecimal() or len(first + last) > 12:
+            return None
+        if int(last) - int(first) > 100_000:
+            return None
+        ranks.update(range(int(first), int(last) + 1))
+    return ranks
