@@ -106,11 +106,7 @@ class DesyncReporter:
         self._interrupt.deadline_s = max(limit_s - 1.0, limit_s / 2)
 
     def compare_before_each(self, is_on: bool) -> None:
-        """Compare each collective with those of the other ranks before it starts, or stop doing so.
-
-        Raises:
-            ConfigurationError: there is no control channel.
-        """
+        """Compare each collective with those of the other ranks before it starts, or stop doing so."""
         if is_on and self._watch is None and dist.get_world_size() > 1:
             raise ConfigurationError(
                 'debug="detail" needs the control channel, which LIGHTNING_DDP_SUPERVISION=0 has switched off'
@@ -201,11 +197,7 @@ class DesyncReporter:
     # ------------------------------------------------------------------ in a thread that waits
 
     def explain(self, waiting: Waiting) -> BaseException:
-        """Return the error of a wait past its deadline; ask all ranks, which takes up to a few seconds.
-
-        Raises:
-            PeerFailure: the job has failed meanwhile.
-        """
+        """Return the error of a wait past its deadline; ask all ranks, which takes up to a few seconds."""
         found = self._ask(waiting.entry or self._interrupt.activity.entry())
         waited_s = time.monotonic() - waiting.begun_at
         missing = list(found.missing)
@@ -222,22 +214,14 @@ class DesyncReporter:
         )
 
     def look(self, entry: Entry) -> CollectiveMismatchError | None:
-        """Return the error of ranks that wait for different collectives; the first rank asks all.
-
-        Raises:
-            PeerFailure: the job has failed meanwhile.
-        """
+        """Return the error of ranks that wait for different collectives; the first rank asks all."""
         if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
             return None
         found = self._ask(entry)
         return self._called_others(entry, found) if found.is_contradiction else None
 
     def mismatch(self) -> CollectiveMismatchError:
-        """Return the error where gloo has found that the ranks call different collectives. Thread-safe.
-
-        Raises:
-            PeerFailure: the job has failed meanwhile.
-        """
+        """Return the error where gloo has found that the ranks call different collectives. Thread-safe."""
         entry = self._interrupt.activity.entry() or self._interrupt.activity.last_started()
         return self._called_others(entry, self._ask(entry))
 

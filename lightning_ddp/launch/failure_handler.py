@@ -204,9 +204,6 @@ class FailureHandler:
         Args:
             parent_pid: process of this job that started this one; None if there is none.
             start: number of the start in the slot of a process that is to join; 0 if nobody requested it.
-
-        Raises:
-            RendezvousError: the server cannot be reached.
         """
         self._settings = self.end_limit.settings = settings
         self._parent_pid = parent_pid
@@ -293,11 +290,7 @@ class FailureHandler:
             self._device_watch.forget()
 
     def check_whether_late(self) -> None:
-        """Exit with code 0 from a process that is to join if the others have ended the job.
-
-        Raises:
-            PeerFailure: the job ended with a failure.
-        """
+        """Exit with code 0 from a process that is to join if the others have ended the job."""
         self.interrupt.check()
         if self.watch is not None and self.watch.has_been_left:
             self.leave_late()

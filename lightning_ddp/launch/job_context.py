@@ -97,7 +97,7 @@ class JobContext:
 
         Args:
             variables: environment variables to set until the job ends.
-            tells_all: True to report the exit of each child to the server, as the others may continue.
+            tells_all: True to report each exit of a child, as the others may continue.
         """
         self.children.tells_all = tells_all
         self.children.first_rank, self.children.node_rank = first_rank, node_rank
@@ -117,17 +117,13 @@ class JobContext:
         settings: SupervisionSettings,
         processes: LocalProcesses | None = None,
     ) -> ControlServer | ControlProcess:
-        """Open the control server of the job, and publish its address in the store of the job.
+        """Open the control server of the job at `address`, and publish that in the store of the job.
 
         It is in this process, except for a rank 0 that has a control process.
 
         Args:
-            address: address of the first node, which is this one.
             identity: this process.
             processes: the processes of this node; None for this one's children.
-
-        Raises:
-            RendezvousError: `address` is not an address of this host.
         """
         shared = self.rendezvous.token
         options: dict[str, Any] = {
@@ -160,10 +156,7 @@ class JobContext:
     def connect(
         self, store: Any, identity: Identity, settings: SupervisionSettings, timeout_s: float
     ) -> None:
-        """Connect to the control server unless connected; wait until all ranks are.
-
-        Raises as `FailureHandler.connect` and `wait_for_all`.
-        """
+        """Connect to the control server unless connected; wait until all ranks are."""
         if self.control.watch is None:
             address = self.find_server(store)
             start = self._start if self.is_joining else None
@@ -173,10 +166,7 @@ class JobContext:
         self.control.wait_for_all(timeout_s)
 
     def begin_anew(self) -> None:
-        """Begin a new generation of supervision if the script caught the failure of the last one.
-
-        All ranks that do so meet again, with a new control channel and process group.
-        """
+        """Begin a new generation if the script caught the failure of the last one; all ranks meet again."""
         if not self.control.may_begin_anew():
             return
         self.control.close()
@@ -260,14 +250,7 @@ def global_seed() -> int:
 
 
 def server_in(store: Any, shared: str | None) -> ServerAddress:
-    """Return the address of the control server that the store of a job has.
-
-    Args:
-        shared: the token that the user set.
-
-    Raises:
-        ConfigurationError: only one of rank 0 and this process has a token.
-    """
+    """Return the address of the control server that the store of a job has; `shared` is the user's token."""
     host, port, published, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
     if bool(shared) == bool(published):
         here, not_here = ("here", "for rank 0") if shared else ("for rank 0", "here")
@@ -292,11 +275,7 @@ def job_context() -> JobContext:
 
 
 def end_job(error: BaseException | None) -> BaseException | None:
-    """End a job of Hydra if this process launched it; return its failure, or None if all ranks succeeded.
-
-    Args:
-        error: what the job raised here.
-    """
+    """End a job of Hydra, which raised `error` here, if this process launched it; return its failure."""
     global _context
     ended = _context
     if ended is None or ended.is_inherited or ended.children.first_rank is None:
@@ -311,7 +290,7 @@ def end_job(error: BaseException | None) -> BaseException | None:
 
 
 def _show_last_failure(failure: FailureRecord) -> None:
-    """Print the failure of the last job at the end of the output."""
+    # a function of its own, which `atexit` can unregister
     show_report(failure)
 
 

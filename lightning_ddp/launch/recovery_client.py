@@ -27,13 +27,7 @@ _ASK_EVERY = 10
 
 
 class RecoveryClient:
-    """What this process does about lost ranks.
-
-    Args:
-        interrupt: interrupts waits for collectives.
-        alarm: interrupts the main thread.
-        watch: this end of the control channel.
-    """
+    """What this process does about lost ranks."""
 
     def __init__(self, interrupt: Interrupt, alarm: InterruptGuard, watch: ControlClient) -> None:
         self.state = watch.state

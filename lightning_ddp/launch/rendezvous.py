@@ -82,9 +82,6 @@ class HostedStore:
         port: port to bind; None for any free one.
         named_by: where the user named the port, for the error.
         control: the control process, if that is to host it.
-
-    Raises:
-        RendezvousError: the port is taken, or the address is not one of this host.
     """
 
     def __init__(
@@ -144,10 +141,7 @@ class Rendezvous:
     ) -> dict[str, str]:
         """Open the store of this run on the first node; return torch's variables for it.
 
-        Args:
-            environment: has the address of the first node.
-            init_method: a `tcp://` URL has it instead.
-            control: as of `HostedStore`.
+        Its address is that of `environment`, or of a `tcp://` URL.
 
         Raises:
             ConfigurationError: several nodes, and no port that all of them know.
@@ -205,11 +199,7 @@ class Rendezvous:
         return os.environ.get(TOKEN_VARIABLE) or self.handed.get(TOKEN_VARIABLE)
 
     def find(self, environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
-        """Connect to the store of the run: the launcher's if there is one, else that of `env://`.
-
-        Raises:
-            RendezvousError: it cannot be reached within `timeout` (None: torch's own).
-        """
+        """Connect to the store of the run: the launcher's if there is one, else that of `env://`."""
         with remember_connections():  # a store on a node that is unreachable blocks as collectives do
             if self.where is None:
                 return _rendezvous(environment, timeout)
@@ -267,17 +257,9 @@ def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> A
 def join_default_group(
     backend: str, store: Any, *, rank: int, world_size: int, timeout: timedelta | None, device: torch.device
 ) -> Any:
-    """Make the default process group of this process.
+    """Make the default process group, with NCCL bound to `device`; raise `ConfigurationError` if it cannot.
 
     Collective: all ranks must call it.
-
-    Args:
-        backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...
-        timeout: timeout of collectives; None for the backend's own.
-        device: device to which NCCL is bound.
-
-    Raises:
-        ConfigurationError: the backend is unknown.
     """
     require_backend(backend)
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
@@ -316,11 +298,7 @@ def existing_group(world_size: int) -> Any | None:
 
 
 def run_store(where: str, timeout: timedelta | None) -> Any:
-    """Connect to the store that a launcher opened; `where` is the value of STORE_VARIABLE.
-
-    Raises:
-        RendezvousError: it cannot be reached within `timeout` (None: torch's own).
-    """
+    """Connect to the store that a launcher opened; `where` is the value of STORE_VARIABLE."""
     address, port, run = _parts_of(where)
     require_resolvable(address)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
@@ -368,16 +346,10 @@ def leave_default_group() -> None:
 
 
 def check_meeting_place(init_method: str | None, store: Any | None, sent_by: str | None) -> None:
-    """Check the options that say where ranks meet.
+    """Raise `ConfigurationError` for options that cannot say where ranks meet.
 
     Args:
-        init_method: a URL; None for the launcher's store.
-        store: a store that the script has made.
         sent_by: the start method, if it sends the strategy to the processes.
-
-    Raises:
-        ConfigurationError: no URL, `tcp://` without host and port, `file://` without an absolute path, both
-            of the two, or a store that the processes cannot have.
     """
     if init_method is not None:
         _check_init_method(init_method)
@@ -433,10 +405,6 @@ def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None
     """Return the store at a URL that `torch.distributed.rendezvous` knows.
 
     Collective: all ranks must call it.
-
-    Raises:
-        ConfigurationError: torch does not know the scheme.
-        RendezvousError: the place cannot be used.
     """
     if init_method.startswith("file://"):
         return meet_at_file(Path(urlparse(init_method).path), rank, world_size, timeout)
@@ -461,9 +429,6 @@ def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | No
 
     A crashed run leaves its file behind. Ranks that read the old entries would hang, so each rank counts
     itself there, and refuses to be the second of its number.
-
-    Raises:
-        RendezvousError: the file is left over or in use, or there is no such folder.
     """
     if not path.parent.is_dir():
         raise RendezvousError(f"file://{path}: rank {rank} finds no folder {path.parent}")

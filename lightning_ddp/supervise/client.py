@@ -55,9 +55,6 @@ class ControlClient:
     """Connection of this process to the control server. Callbacks are called in its thread.
 
     Args:
-        server: address of the server.
-        identity: this process.
-        settings: times.
         on_failure: called once, with the first failure of the job.
         on_order: called while `lock` is held, after each order: with the error that stops the main thread, or
             None.
@@ -199,14 +196,7 @@ class ControlClient:
         return self.failure
 
     def wait_for_all(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Wait until all ranks of the job have connected.
-
-        Args:
-            check: called now and then; raises if the job has failed.
-
-        Raises:
-            RendezvousError: not all connected in time.
-        """
+        """Wait until all ranks have connected; raise `RendezvousError` if some do not, or as `check`."""
         deadline = time.monotonic() + timeout_s
         while not self.has_met:
             self.wait_for_order()
@@ -397,11 +387,7 @@ class ControlClient:
 
 
 def ask(server: ServerAddress, question: Message, *, timeout_s: float) -> Message:
-    """Ask the server something from a process that is no rank; return the first answer.
-
-    Raises:
-        RendezvousError: the server cannot be reached, or does not know this process's secret.
-    """
+    """Ask the server something from a process that is no rank; return the first answer."""
     try:
         with socket.create_connection((server.host, server.port), timeout=timeout_s) as connection:
             hello = protocol.Hello(server.token, Identity(rank=-1, node_rank=-1))

@@ -39,6 +39,8 @@ class Message:
 
 
 State = Literal["waits", "starts", "runs", "finished", "ending", "silent", "gone"]
+"""A rank waits for a collective, starts one with the others, runs, has finished its run, or ends because of a
+failure."""
 Text = Annotated[str, 200]
 """A text that the protocol cuts to so many characters."""
 
@@ -48,7 +50,6 @@ class GroupStatus:
     """Collectives of a rank in one process group."""
 
     name: Text
-    """Name, the same on all ranks of the group."""
     ranks: Text
     """Global ranks, as `join_ranks` writes them."""
     number: int
@@ -63,12 +64,9 @@ class RankStatus:
 
     rank: int
     state: State
-    """'waits' for a collective, 'starts' one with the others, 'runs', has 'finished' its run, is 'ending'
-    because of a failure, 'silent' or 'gone'."""
     label: Text | None = None
     """Awaited collective, or finished run."""
     group: Text | None = None
-    """Name of the process group of the collective."""
     number: int = 0
     """Number of the collective in its group; 0 if unknown."""
     for_s: float = 0.0
@@ -112,7 +110,7 @@ class Findings:
     """Result of comparing the statuses of all ranks."""
 
     sentence: str
-    """Where the ranks disagree, in a sentence."""
+    """Where the ranks disagree."""
     table: str
     """State of each rank, and for how long."""
     missing: tuple[int, ...]
@@ -135,7 +133,6 @@ class Hello(Message):
     is_launcher: bool = False
     """True if it handles `Start`."""
     version: int = VERSION
-    """Version of the protocol; another one is refused."""
 
     @property
     def is_new(self) -> bool:
@@ -206,7 +203,6 @@ class CollectiveFingerprint(Message):
 
     group: Text
     ranks: Text
-    """Ranks of the group, as `join_ranks` writes them."""
     number: int
     text: Text
     """The collective with shapes and dtypes."""
@@ -215,12 +211,11 @@ class CollectiveFingerprint(Message):
 
 
 class SendValue(Message):
-    """Value for another rank: `PeerValue`."""
+    """Value of JSON's types for another rank: `PeerValue`."""
 
     to: int
     topic: Text
     value: Any
-    """A value of JSON's types."""
 
 
 # ---------------------------------------------------------------------- from the server
@@ -250,11 +245,10 @@ class Closing(Message):
 
 
 class Start(Message):
-    """Request to the launcher of another node to start a process in the slot of a lost one."""
+    """Request to the launcher of another node to start process `number` in the slot of a lost one."""
 
     slot: int
     number: int
-    """Number of starts in that slot, with this one."""
 
 
 class StatusRequest(Message):
