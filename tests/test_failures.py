@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.shm import arena
 from lightning_ddp.supervise.connections import pack
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
+from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.protocol import Failed, Hello
 
 SCRIPT = Path(user_script.__file__)
@@ -544,6 +545,56 @@ def test_a_rank_hears_of_the_end_of_its_launcher_whose_process_id_is_gone_alread
             be_interrupted()
     finally:
         ours.restore_handlers()
+
+
+@contextmanager
+def alarmed(*, is_final: bool, is_deferred: bool = False) -> Iterator[tuple[InterruptGuard, list[float]]]:
+    """A guard whose alarm sounds, and when it has aborted something."""
+    guard, aborted = InterruptGuard(), []
+    guard.arm(is_deferred=is_deferred)
+    try:
+        error = PeerFailure(rank=1, message="gone")
+        guard.sound(error, lambda: aborted.append(time.monotonic()), is_final=is_final)
+        yield guard, aborted
+    finally:
+        guard.release()
+
+
+def be_interrupted(guard: InterruptGuard) -> None:
+    try:
+        threading.Event().wait(SOON_S)
+    finally:
+        guard.silence()
+
+
+def test_the_alarm_of_a_recovery_aborts_until_the_main_thread_has_taken_it() -> None:
+    with alarmed(is_final=False, is_deferred=True) as (guard, aborted):
+        guard.silence()  # it has stopped, and may be blocked in C++ where it connects to others
+        while len(aborted) < 2:
+            threading.Event().wait(0.05)
+        guard.take()
+        number = len(aborted)
+        threading.Event().wait(0.7)
+        assert len(aborted) == number
+
+
+def test_the_alarm_of_a_recovery_waits_for_a_step_to_be_whole() -> None:
+    with alarmed(is_final=False, is_deferred=True) as (guard, _):
+        threading.Event().wait(1.3)
+        assert guard.is_deferred
+        threading.Timer(0.3, guard.defer, [False]).start()
+        with pytest.raises(PeerFailure):
+            be_interrupted(guard)
+
+
+def test_the_alarm_of_the_end_waits_a_second_and_is_over_with_the_run() -> None:
+    with alarmed(is_final=True, is_deferred=True) as (guard, aborted):
+        start = time.monotonic()
+        with pytest.raises(PeerFailure):
+            be_interrupted(guard)
+        assert time.monotonic() - start > 0.9
+        threading.Event().wait(0.7)
+        assert len(aborted) == 1
 
 
 HANDLER_RAISES = """
