@@ -560,8 +560,7 @@ class FailureHandler:
         self._limit_end()
         if record.exception_type is None or record.rank == rank:
             self.interrupt.set(error)
-        self._wake_stopped(error)
-        threading.Thread(target=self._interrupt_main, args=(error,), daemon=True, name="own-word").start()
+        threading.Thread(target=self._interrupt_main, args=(error,), daemon=True, name="interrupt").start()
 
     def _device_failed(self, error: BaseException) -> None:
         """Handle work on the device that failed or does not end. In the thread that watches the device."""
@@ -579,6 +578,8 @@ class FailureHandler:
 
     def _interrupt_main(self, error: BaseException) -> None:
         """Interrupt the main thread, unless it raises by itself in a moment."""
+        if isinstance(error, PeerFailure):
+            self._wake_stopped(error)
         until = time.monotonic() + _OWN_WORD_S
         while self._state is _State.RUNNING and self.interrupt.error is None and time.monotonic() < until:
             time.sleep(0.02)
