@@ -1,17 +1,6 @@
 """The job as the control server knows it: what each process is, and what it is to do. Pure: no clock, no I/O.
 
-A run has generations. In each one a fixed set of processes takes its steps together. When one of them is lost
-the others are told to stop (RECOVER), and report how many optimizer steps they have committed. When all have,
-and the lost ones are known to have ended, the next generation is formed out of those that are left (ENTER);
-once all of these have the state, they train on (RUN).
-
-What is committed needs no vote, as an all-reduce needs all ranks: whoever has finished step k holds the state
-after k, in which each rank had its part. So the largest step among the reports wins. Those that are one step
-behind copy the state; if nobody has finished the step, all undo what they have of it and do it again.
-
-Processes join and leave at a boundary on which all agree: all are held (HOLD) and report how many boundaries
-they have passed; each goes on up to the largest number and stops there (MEET). Nothing is undone. A signal
-that stops all is the same agreement (STOP).
+`docs/concepts/elastic-protocol.md` has the protocol: the states, the orders, and why they suffice.
 
 A process changes its class by its own report only: the loss of another one gives orders, and changes nobody.
 Who does not follow an order in time, or is silent while others wait for it, is lost. `tick` does what is due;
@@ -25,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_ddp.supervise.actions import Accuse, Action, HangUp, Kill, Say
+from lightning_ddp.supervise.current_phase import CurrentPhase
 from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity
 from lightning_ddp.supervise.order_book import OrderBook
 from lightning_ddp.supervise.orders import (
@@ -89,7 +79,7 @@ class JobState:
         self._wait_s = self._settings.wait_s if isinstance(self._settings, ReplaceSettings) else 0.0
         self._grace_s = settings.failure_grace_s
         self._period_s = period_s or min(max(_PERIOD_S, world_size / _REPORTS_A_S), self._grace_s / 3)
-        self.phase = JobPhase.CONNECTING
+        self._current = CurrentPhase(self._grace_s)
         self.generation = 0
         self.roster = Roster(world_size)
         self.history = History()
@@ -106,10 +96,6 @@ class JobState:
         self._slots = Slots(self.roster, self._settings.max_recoveries if replaces else None)
         self._recoveries = Recoveries(self._settings.max_recoveries)
         self._book = OrderBook(None if period_s is None else period_s / 2)
-        self._since = self._look_at = 0.0
-        """When this phase has begun, and when somebody may be late in it."""
-        self._awaited: set[Process] = set()
-        """Members that have not followed the order of this phase."""
         self._not_ended: set[Process] = set()
         """Members that have not ended the next run."""
         self._most_ended = 0
@@ -136,6 +122,11 @@ class JobState:
         self._touched: list[Process] = []
         """Those that have reported, or changed, since `tick`."""
         self._actions: list[Action] = []
+
+    @property
+    def phase(self) -> JobPhase:
+        """What the job waits for."""
+        return self._current.name
 
     @property
     def has_met(self) -> bool:
@@ -194,36 +185,10 @@ class JobState:
         begins = before is None or report.begun > before.begun
         if begins and report.run not in ("", "fit") and self._leaves_at is not None:  # nobody leaves there
             self.stop(Wish(WishKind.STOP, signal.SIGTERM), now)
-        self._note(process)
+        self._current.note(process, self.generation)
         is_stopped = process.is_member and report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
         if is_stopped and process.has_heard and self.phase in _GOING:  # it was called a moment ago, perhaps
             self._recover(FailureRecord.of_identity(process.who, "it has stopped"), now)
-
-    def _note(self, process: Process) -> None:
-        """Notes whether a member has followed the order of this phase."""
-        report = process.report
-        if not process.is_member or report is None:
-            return
-        follows = process.has_heard
-        match self.phase:
-            case JobPhase.HOLDING:
-                follows |= not process.is_active
-            case JobPhase.MEETING:
-                follows &= report.phase is RankPhase.MEETING and report.progress is not None
-            case JobPhase.RECOVERING:
-                has_stopped = report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
-                has_stopped &= report.progress is not None
-                follows &= has_stopped or report.phase is RankPhase.STANDING
-            case JobPhase.FORMING:
-                follows = report.generation == report.state_of == self.generation
-            case JobPhase.STOPPING:
-                follows = not process.is_active
-            case _:
-                return
-        if follows:
-            self._awaited.discard(process)
-        else:
-            self._awaited.add(process)
 
     def _wished(self, process: Process, wish: Wish, now: float) -> None:
         if wish.kind is WishKind.LEAVE_NODE:
@@ -289,7 +254,7 @@ class JobState:
     def _remove(self, process: Process) -> None:
         self.roster.remove(process)
         self._not_ended.discard(process)
-        self._awaited.discard(process)
+        self._current.awaited.discard(process)
 
     def _release(self, process: Process) -> None:
         """Has a process end, which is no failure."""
@@ -324,7 +289,7 @@ class JobState:
         else:  # its end is awaited as the answers of the others
             process.state, process.heard_at = ProcessState.CONDEMNED, now
             self._not_ended.discard(process)
-            self._awaited.add(process)
+            self._current.awaited.add(process)
             self._actions.append(Kill(process))
         remaining = self.roster.remaining
         if self._is_short(remaining):
@@ -349,12 +314,12 @@ class JobState:
 
     def deadline(self, now: float) -> float | None:
         """When to call `tick` at the latest; None if nothing is pending."""
-        found = [self._next_look(), min(self._failing.values(), default=None)]
+        found = [self._current.deadline(), min(self._failing.values(), default=None)]
         if self.phase is JobPhase.RUNNING and self._leaves_at is not None and self._all_are_active:
             found.append(self._leaves_at)
         if self.stopping is not None:
             found.append(self.stopping.deadline)
-        if self.phase is JobPhase.RECOVERING and not self._awaited and self._is_settled():
+        if self.phase is JobPhase.RECOVERING and not self._current.awaited and self._is_settled():
             found.append(self._settles_at)
         if self.phase is JobPhase.HOLDING and self.stopping is None and (self._short_until or 0.0) > now:
             found.append(self._short_until)  # once it is past, enough are there, and only have to answer
@@ -395,7 +360,7 @@ class JobState:
         """Goes on to another phase, if it is time; returns whether it has."""
         self._count_ended()
         self._release_late()
-        before = self.phase, self.generation, self._since
+        before = self.phase, self.generation, self._current.since
         match self.phase:
             case JobPhase.CONNECTING if len(self.roster.members) == self.roster.num_places:
                 self.roster.members.sort(key=lambda process: process.place)
@@ -410,14 +375,10 @@ class JobState:
                 self._advance_recovering(now)
             case JobPhase.FORMING:
                 self._advance_forming(now)
-        return (self.phase, self.generation, self._since) != before
+        return (self.phase, self.generation, self._current.since) != before
 
     def _enter(self, phase: JobPhase, now: float) -> None:
-        self.phase, self._since, self._look_at = phase, now, now + self._grace_s
-        is_of_run = phase in (JobPhase.HOLDING, JobPhase.STOPPING)
-        is_awaited = phase not in (JobPhase.RUNNING, JobPhase.OVER)
-        remaining = self.roster.remaining if is_awaited else []
-        self._awaited = {process for process in remaining if process.is_active or not is_of_run}
+        self._current.begin(phase, self.roster.remaining, now)
 
     def _advance_holding(self, now: float) -> None:
         if self._short_until is not None and self.stopping is None:
@@ -431,7 +392,7 @@ class JobState:
         elif not self._wants_boundary(now):
             self._enter(JobPhase.RUNNING, now)
             return
-        if self._awaited:
+        if self._current.awaited:
             return
         self._position = max(p.report.position for p in self.roster.remaining if p.report is not None)
         if self.stopping is not None:
@@ -442,7 +403,7 @@ class JobState:
 
     def _advance_meeting(self, now: float) -> None:
         remaining = self.roster.remaining
-        if not self._awaited:
+        if not self._current.awaited:
             if self._is_settled():
                 self._form(now)
         elif any(not process.is_active for process in remaining):  # the run of one of them has ended
@@ -454,19 +415,21 @@ class JobState:
                 self._enter(JobPhase.RUNNING, now)
 
     def _advance_recovering(self, now: float) -> None:
-        for process in [process for process in dict.fromkeys(self._touched) if process in self._awaited]:
+        for process in [
+            process for process in dict.fromkeys(self._touched) if process in self._current.awaited
+        ]:
             if process.phase in OUT:  # it has ended its part, and does not answer
                 process.state = ProcessState.RELEASED
                 self.left.append(process.place)
                 self.roster.put_out(process)
-                self._awaited.discard(process)
+                self._current.awaited.discard(process)
             elif process.phase is RankPhase.FAILED and process.report is not None and process.report.why:
                 self._give_up(process.report.why)
                 return
         if not self.roster.remaining:
             self.cause = None  # all that are not lost have ended well
             self._enter(JobPhase.OVER, now)
-        elif not self._awaited and now >= self._settles_at and self._is_settled():
+        elif not self._current.awaited and now >= self._settles_at and self._is_settled():
             self._form(now)
 
     def _is_settled(self) -> bool:
@@ -475,7 +438,9 @@ class JobState:
         return not self.is_pending and all(is_there)
 
     def _advance_forming(self, now: float) -> None:
-        for process in [process for process in dict.fromkeys(self._touched) if process in self._awaited]:
+        for process in [
+            process for process in dict.fromkeys(self._touched) if process in self._current.awaited
+        ]:
             report = process.report
             if report is None:
                 continue
@@ -488,7 +453,7 @@ class JobState:
             if has_stopped or report.phase in OUT:
                 self._void(process, now)
                 return
-        if self._awaited:
+        if self._current.awaited:
             return
         self._whole, self.left, self._voids, self.cause = self.generation, [], [], None
         self.history.went_on(now)
@@ -519,7 +484,7 @@ class JobState:
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
-        self._enter(JobPhase.OVER, self._since)
+        self._enter(JobPhase.OVER, self._current.since)
 
     def _count_ended(self) -> None:
         """Counts the runs that all members have ended."""
@@ -542,33 +507,17 @@ class JobState:
 
     # ------------------------------------------------------------------ who has not followed
 
-    def _next_look(self) -> float | None:
-        """When somebody may be late."""
-        is_unlimited = self.phase in (JobPhase.CONNECTING, JobPhase.STOPPING, JobPhase.RUNNING, JobPhase.OVER)
-        return self._look_at if self._awaited and not is_unlimited else None
-
     def _lose_late(self, now: float) -> None:
         """Whoever has not followed an order in time is lost; in a stop for a signal, the run fails."""
         if self.stopping is not None and self.stopping.deadline is not None and now >= self.stopping.deadline:
             self.stopping.deadline = None
             self._accuse_late([process for process in self.roster.remaining if process.is_active])
-        if (at := self._next_look()) is None or now < at:
-            return
-        late = [process for process in self._awaited if self._is_late(process, now)]
-        for process in sorted(late, key=lambda process: process.number):
+        for process in self._current.late(now):
             if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
                 self._remove(process)
                 continue
             message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
             self.lose(process, FailureRecord.of_identity(process.who, message), now, has_ended=False)
-        heard_at = (max(process.heard_at, self._since) for process in self._awaited)
-        self._look_at = max(self._look_at, min(heard_at, default=now) + self._grace_s)
-
-    def _is_late(self, process: Process, now: float) -> bool:
-        is_strict = self.phase is JobPhase.RECOVERING and process.state is not ProcessState.CONDEMNED
-        is_strict |= process.state is ProcessState.JOINING
-        heard_at = self._since if is_strict else max(process.heard_at, self._since)
-        return heard_at + self._grace_s <= now
 
     def _accuse_late(self, late: list[Process]) -> None:
         if late:

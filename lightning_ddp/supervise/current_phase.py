@@ -1,0 +1,82 @@
+"""The phase of a job, and which members have not followed its order. Pure: told what happened and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_ddp.supervise.orders import JobPhase, RankPhase
+from lightning_ddp.supervise.processes import Process, ProcessState
+
+__all__ = ["CurrentPhase"]
+
+_UNLIMITED = frozenset({JobPhase.CONNECTING, JobPhase.RUNNING, JobPhase.STOPPING, JobPhase.OVER})
+_STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING})
+
+
+class CurrentPhase:
+    """What a job waits for, since when, and whom.
+
+    Args:
+        grace_s: how long a process may take to follow an order, or be silent while others wait for it.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.name = JobPhase.CONNECTING
+        self.since = 0.0
+        self.awaited: set[Process] = set()
+        """Members that have not followed the order of this phase, and lost ones that have not ended."""
+        self._grace_s, self._look_at = grace_s, 0.0
+
+    def begin(self, name: JobPhase, members: Iterable[Process], now: float) -> None:
+        """Begin a phase: each member has to follow its order, unless it asks for nothing."""
+        self.name, self.since, self._look_at = name, now, now + self._grace_s
+        if name in (JobPhase.RUNNING, JobPhase.OVER):
+            self.awaited = set()
+        else:
+            is_of_run = name in (JobPhase.HOLDING, JobPhase.STOPPING)
+            self.awaited = {process for process in members if process.is_active or not is_of_run}
+
+    def note(self, process: Process, generation: int) -> None:
+        """Note whether a member has followed the order; `generation` is that of the job."""
+        report = process.report
+        if not process.is_member or report is None:
+            return
+        follows = process.has_heard
+        match self.name:
+            case JobPhase.HOLDING:
+                follows |= not process.is_active
+            case JobPhase.MEETING:
+                follows &= report.phase is RankPhase.MEETING and report.progress is not None
+            case JobPhase.RECOVERING:
+                has_stopped = report.phase in _STOPPED and report.progress is not None
+                follows &= has_stopped or report.phase is RankPhase.STANDING
+            case JobPhase.FORMING:
+                follows = report.generation == report.state_of == generation
+            case JobPhase.STOPPING:
+                follows = not process.is_active
+            case _:
+                return
+        if follows:
+            self.awaited.discard(process)
+        else:
+            self.awaited.add(process)
+
+    def deadline(self) -> float | None:
+        """Return when somebody may be late; None if nobody can be."""
+        return self._look_at if self.awaited and self.name not in _UNLIMITED else None
+
+    def late(self, now: float) -> list[Process]:
+        """Return those that have not followed the order in time, by the numbers of their connections."""
+        at = self.deadline()
+        if at is None or now < at:
+            return []
+        late = {process for process in self.awaited if self._is_late(process, now)}
+        heard_at = (max(process.heard_at, self.since) for process in self.awaited - late)
+        self._look_at = max(self._look_at, min(heard_at, default=now) + self._grace_s)
+        return sorted(late, key=lambda process: process.number)
+
+    def _is_late(self, process: Process, now: float) -> bool:
+        is_strict = self.name is JobPhase.RECOVERING and process.state is not ProcessState.CONDEMNED
+        is_strict |= process.state is ProcessState.JOINING
+        heard_at = self.since if is_strict else max(process.heard_at, self.since)
+        return heard_at + self._grace_s <= now
