@@ -180,6 +180,21 @@ def test_a_member_that_says_only_that_it_fails_is_told_of_after_a_while() -> Non
     assert job.state.unexplained(deadline) == []
 
 
+def test_a_process_that_is_told_to_end_and_does_not_is_killed_so_that_its_place_is_free() -> None:
+    job = Job(2, ReplaceSettings())
+    job.fail(1, 5)
+    job.starts()
+    job.deaf.add(1)
+    new = job.connect(1, start=1)
+    job.state.dismiss(0, job.now)  # its node is asked to leave
+    job.go(GRACE_S - 0.1)
+    assert Kill(new) not in job.done
+    job.go(0.2)
+    assert not job.state.unexplained(job.now)
+    job.go()
+    assert Kill(new) in job.done
+
+
 # ---------------------------------------------------------------------- why a run ends
 
 

@@ -117,8 +117,8 @@ class JobState:
         self._new: NewGeneration | None = None
         self._voids: list[float] = []
         """When generations did not become whole, though nobody was lost, since one was."""
-        self._failing: dict[Process, float] = {}
-        """Members that have reported that they fail -> when that becomes their failure."""
+        self._ending: dict[Process, float] = {}
+        """Those that have reported that they fail, or are told to end -> until when that may take."""
         self._touched: list[Process] = []
         """Those that have reported, or changed, since `tick`."""
         self._actions: list[Action] = []
@@ -177,7 +177,7 @@ class JobState:
         if report.ended > self.all_ended or report.phase is RankPhase.ENDED:
             self._not_ended.discard(process)
         if report.phase is RankPhase.FAILED and process.is_member:
-            self._failing.setdefault(process, now + _EXPLAINED_WITHIN_S)
+            self._ending.setdefault(process, now + _EXPLAINED_WITHIN_S)
         if process.is_member:
             self._most_ended = max(self._most_ended, report.ended)
         if report.wish is not None and (before is None or before.wish != report.wish):
@@ -195,7 +195,7 @@ class JobState:
             self.dismiss(process.node, now)
         elif not process.is_member:
             if process.state is ProcessState.STANDING:
-                self._release(process)
+                self._release(process, now)
         elif wish.kind is WishKind.STOP:
             self.stop(wish, now)
         else:
@@ -207,7 +207,7 @@ class JobState:
         for process in there:
             process.is_dismissed = True
             if process.state is ProcessState.STANDING:
-                self._release(process)
+                self._release(process, now)
         self._leaves_at = now + SETTLE_S
         return [process for process in there if process.is_member]
 
@@ -256,9 +256,10 @@ class JobState:
         self._not_ended.discard(process)
         self._current.awaited.discard(process)
 
-    def _release(self, process: Process) -> None:
-        """Has a process end, which is no failure."""
+    def _release(self, process: Process, now: float) -> None:
+        """Have a process end, which is no failure."""
         process.state = ProcessState.RELEASED
+        self._ending[process] = now + self._grace_s
         self._not_ended.discard(process)
         self._touched.append(process)
 
@@ -300,9 +301,12 @@ class JobState:
 
     def unexplained(self, now: float) -> list[Process]:
         """Take out the members that have failed a while ago, and of whose failure nothing else has come."""
-        due = [process for process, at in self._failing.items() if at <= now]
+        due = [process for process, at in self._ending.items() if at <= now]
         for process in due:
-            del self._failing[process]
+            del self._ending[process]
+            is_stuck = process.state is ProcessState.RELEASED and process.phase not in OUT
+            if is_stuck and process.node == 0:  # elsewhere its launcher does it
+                self._actions.append(Kill(process))
         return [process for process in due if process.is_member]
 
     def gave_up(self, process: Process, why: str) -> None:
@@ -314,7 +318,7 @@ class JobState:
 
     def deadline(self, now: float) -> float | None:
         """When to call `tick` at the latest; None if nothing is pending."""
-        found = [self._current.deadline(), min(self._failing.values(), default=None)]
+        found = [self._current.deadline(), min(self._ending.values(), default=None)]
         if self.phase is JobPhase.RUNNING and self._leaves_at is not None and self._all_are_active:
             found.append(self._leaves_at)
         if self.stopping is not None:
@@ -359,7 +363,7 @@ class JobState:
     def _advance(self, now: float) -> bool:
         """Goes on to another phase, if it is time; returns whether it has."""
         self._count_ended()
-        self._release_late()
+        self._release_late(now)
         before = self.phase, self.generation, self._current.since
         match self.phase:
             case JobPhase.CONNECTING if len(self.roster.members) == self.roster.num_places:
@@ -495,15 +499,15 @@ class JobState:
             self.all_ended += 1
             self._not_ended = {process for process in there if process.num_ended <= self.all_ended}
 
-    def _release_late(self) -> None:
+    def _release_late(self, now: float) -> None:
         """Has those end that come after the last step, or whose launcher is gone."""
         for process in self.roster.standing:
             is_over = self.phase is JobPhase.OVER and self.reason is None
             if process.num_ended < self._most_ended or is_over:
                 self._slots.close(process.place)
-                self._release(process)
+                self._release(process, now)
             elif process.node != 0 and self.roster.launcher_of(process.place) is None:
-                self._release(process)
+                self._release(process, now)
 
     # ------------------------------------------------------------------ who has not followed
 
@@ -621,7 +625,7 @@ class JobState:
         for process in leaving:
             record = FailureRecord.of_identity(process.who, "the process was asked to leave")
             self.history.released(process.place, record)
-            self._release(process)
+            self._release(process, now)
         for process in self._lost:
             self._slots.lost(process.place, self._new.step, now)
         for process in joined:

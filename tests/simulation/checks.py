@@ -32,6 +32,8 @@ class Checks:
         self._whole, self._num_waves = 0, 0
         """The last generation that was whole, and in how many of those members were lost."""
         self._struck_in = -1
+        self._released: dict[int, float] = {}
+        """Process id of those that are told to end -> since when."""
 
     def _lost(self, process: Any, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
         """In the place of `JobState.lose`."""
@@ -47,6 +49,7 @@ class Checks:
     def look(self) -> None:
         """After each event of the server."""
         job = self._job
+        self.no_released_lives_on()
         if job.phase in (JobPhase.RUNNING, JobPhase.HOLDING, JobPhase.STOPPING):
             self._whole = job.generation
         now, processes = self._world.kernel.now, self._world.processes.values()
@@ -60,6 +63,20 @@ class Checks:
         if now - self._held_up[1] > GRACE_S + _SLACK_S:
             text = f"{job.phase.name} lasts longer than any grace: {self._world.state()}"
             raise self._world.violation(text)
+
+    def no_released_lives_on(self) -> None:
+        """Nobody of the server's node lives for long that was told to end: its slot could not be filled."""
+        now = self._world.kernel.now
+        released = {
+            p.identity.pid
+            for p in self._job.roster.living.values()
+            if p.state is ProcessState.RELEASED and p.node == 0 and p.phase is not RankPhase.ENDED
+        }
+        self._released = {pid: self._released.get(pid, now) for pid in released}
+        for pid, since in self._released.items():
+            process = self._world.processes[pid]
+            if now - since > GRACE_S + _SLACK_S and process.is_alive and not self._world.is_failing:
+                raise self._world.violation(f"{process} was told to end, and lives")
 
     def formed(self) -> None:
         """A generation is formed: nobody is left out who may still commit a step, or is not dead yet."""

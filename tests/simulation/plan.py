@@ -158,8 +158,14 @@ def _with_more(plan: Plan, style: str) -> Plan:
     places = sorted({fault.place for fault in plan.faults if fault.kind not in ("cut", "dismiss")}) or [0]
     more = []
     if draw.random() < 0.08:
-        hang = Fault(kind="hang", at_s=2.0 * draw.random(), generation=draw.choice((0, 1, 1, 2)),
-                     place=draw.choice(places), for_s=40.0)  # fmt: skip
+        hang = Fault(
+            kind="hang",
+            at_s=2.0 * draw.random(),
+            generation=draw.choice((0, 1, 1, 2)),
+            after=draw.choice((None, None, "MeetAfter", "Ready")),
+            place=draw.choice(places),
+            for_s=40.0,
+        )
         more.append(hang)
     if style == "leaving" and draw.random() < 0.4:
         place, after_s = draw.choice(places), draw.random()
