@@ -610,13 +610,19 @@ def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
     connector.update_train_step_metrics()
 
 
+def complete_steps(trainer: Trainer) -> None:
+    """Count the optimizer step that has begun as taken."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    steps = loop.automatic_optimization.optim_progress.optimizer.step
+    for tracker in (steps.total, steps.current):
+        tracker.completed = tracker.ready
+
+
 def finish_step(trainer: Trainer) -> None:
     """Count an optimizer step and step the schedulers, unless that is done already."""
     loop: Any = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
-    steps = loop.automatic_optimization.optim_progress.optimizer.step
-    for tracker in (steps.total, steps.current):
-        tracker.completed = tracker.ready
+    complete_steps(trainer)
     if progress.total.processed < progress.total.ready:
         if progress.total.started < progress.total.ready:
             progress.increment_started()
@@ -671,6 +677,18 @@ def _rewind_batches(trainer: Trainer) -> None:
     steps = loop.automatic_optimization.optim_progress.optimizer
     for tracker in (steps.step.total, steps.step.current, steps.zero_grad.total, steps.zero_grad.current):
         tracker.ready = tracker.completed
+
+
+def before_batches(trainer: Trainer, function: Callable[[], object]) -> None:
+    """Call a function before each training batch is fetched: wrap `_TrainingEpochLoop.advance`."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    advance = _get(loop, "advance")
+
+    def call_and_advance(data_fetcher: Any) -> None:
+        function()
+        advance(data_fetcher)
+
+    loop.advance = call_and_advance
 
 
 def before_updates(trainer: Trainer, function: Callable[[], None]) -> None:
@@ -743,13 +761,7 @@ def at_step_boundaries(trainer: Trainer, check: Callable[[], object]) -> None:
     if tuple(map(int, re.findall(r"\d+", _version(_root_of(trainer) or _root_in_use()))[:3])) >= (2, 5, 2):
         _set(loop, "_broadcast_sigterm_tensor", check)
         return
-    advance = loop.advance
-
-    def check_and_advance(data_fetcher: Any) -> None:
-        check()
-        advance(data_fetcher)
-
-    loop.advance = check_and_advance
+    before_batches(trainer, check)
 
 
 def replace_signal_handlers(trainer: Trainer, *, on_sigterm: Any, on_requeue: Any) -> Any:

@@ -214,13 +214,12 @@ class Communication:
             self._post_local.iter = min(counts)  # torch counts backward passes, which may be more
         self._model.require_backward_grad_sync = self.synchronises_backward
 
-    def agree(self) -> None:
-        """Make the parameters the same on all ranks.
+    def agree(self) -> bool:
+        """Make the parameters the same on all ranks; return True if they may have differed.
 
         Collective: all ranks must call it.
         """
-        if self.averager is not None:
-            self.averager.agree()
+        return self.averager is not None and self.averager.agree()
 
     # ------------------------------------------------------------------ other ranks
 
@@ -251,45 +250,32 @@ class Communication:
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks have taken the last step together, or have averaged after it."""
+        """True if all ranks have taken the last step together, or have averaged since."""
         return self.averager is None or self.averager.has_met
 
     @property
-    def is_in_round(self) -> bool:
-        """True while parameters are averaged, after a finished optimizer step."""
-        return self.averager is not None and self.averager.unfinished is not None
-
-    @property
     def keeps_parameters(self) -> bool:
-        """True if a rank that is one round behind ends that round with its own parameters."""
+        """True if a rank that is one round behind keeps its own parameters."""
         return self.averager is not None and self.averager.keeps_parameters
 
     @property
-    def is_in_part(self) -> bool:
-        """True while the parameters of a part of the ranks are averaged, after a finished step."""
-        return self.averager is not None and bool(self.averager.part_before)
-
-    def leave_part(self) -> None:
-        """Skip the current average of a part of the ranks, without communication."""
-        assert self.averager is not None
-        self.averager.leave_part()
-
-    def complete_round(self) -> None:
-        """Repeat an interrupted round.
-
-        Collective: all ranks must call it.
-        """
-        assert self.averager is not None
-        self.averager.complete()
+    def keeps_optimizer(self) -> bool:
+        """True if a rank that is one round behind keeps the state of its own optimizer."""
+        return self.averager is not None and self.is_local and self.averager.options.optimizer_state == "keep"
 
     def mark(self) -> Any:
-        """Return the state that a step changes, for `restore`; call it between steps only."""
-        return self._stateful.mark() if self._stateful is not None else None
+        """Return the state that steps change, for `restore`; call it between steps, when all have met."""
+        hook = self._stateful.mark() if self._stateful is not None else None
+        return hook, self.averager.mark() if self.averager is not None else None
 
     def restore(self, mark: Any) -> None:
         """Undo all changes since `mark`."""
+        hook, averager = mark
         if self._stateful is not None:
-            self._stateful.restore(mark)
+            self._stateful.restore(hook)
+        if self.averager is not None:
+            self.averager.restore(averager)
+            self._follow()
 
     def copy_state(self, group: Group, source: int, device: torch.device, *, is_behind: bool) -> None:
         """Copy shared state to the ranks that are one step behind.

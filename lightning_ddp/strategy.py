@@ -45,16 +45,16 @@ from lightning_ddp._lightning import (
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication, HookSpec
 from lightning_ddp.ddp.buffers import copy_states, put_states
+from lightning_ddp.elastic.step_observer import StepObserver
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
 from lightning_ddp.shm.hosts import Transport
 from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, UnevenInputs, as_wrapper
-from lightning_ddp.supervise.settings import ReplaceSettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 
 if TYPE_CHECKING:
     # Imported late at run time: these imports take 25 ms, and other processes should be started before.
     from lightning_ddp.ddp.lockstep import Lockstep
     from lightning_ddp.ddp.module import BucketedDDP
-    from lightning_ddp.elastic.emergency import EmergencyCheckpoint
     from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.elastic.takeover import Journal
     from lightning_ddp.launch.job_context import JobContext
@@ -173,8 +173,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     _session: JobContext | None = None
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
-    _recovery: Recovery | None = None
-    _emergency: EmergencyCheckpoint | None = None
+    _observer: StepObserver = StepObserver()
     _journal: Journal | None = None
     _world: tuple[int, int] | None = None  # rank and size, after a change of ranks
     _local_rank = 0  # used with `_world`
@@ -311,8 +310,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if fits:
             self.configure_ddp()
             self.setup_optimizers(trainer)
-            self._setup_recovery(trainer)
-            self._setup_emergency_checkpoint(trainer)
+            self._setup_observer(trainer)
             self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper, but all ranks must evaluate the same model
             from lightning_ddp.comm.gather_scatter import broadcast_coalesced
@@ -327,7 +325,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 self.lightning_module,
                 self.optimizers,
                 self._joined_group(),
-                keeps_rounds=self._recovery is not None,
+                keeps_rounds=self._observer.repeats_steps,
             )
 
     def set_world_ranks(self) -> None:
@@ -358,16 +356,38 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             return {**arguments, "num_replicas": self._world[1]}
         return arguments
 
-    def _setup_recovery(self, trainer: Trainer) -> None:
+    def _setup_observer(self, trainer: Trainer) -> None:
         assert self._session is not None
-        if self._recovery is not None or self._session.control.calls is None:
+        ours, settings = self._session.control, self._reconcile_settings.recovery
+        folder = self._emergency_checkpoint
+        if ours.calls is not None and settings is not None and not self._observer.repeats_steps:
+            self._observer = self._new_recovery(trainer, settings)
+        # After an abort of NCCL, parameters may include partly averaged gradients, unless each update waits
+        # for the gradients.
+        is_exact = self.root_device.type == "cpu" or self._observer.repeats_steps
+        if folder is False or ours.watch is None or not is_exact:
             return
+        from lightning_ddp.elastic.emergency import EmergencyCheckpoint, EmergencyObserver
+
+        if not self._observer.repeats_steps and self._observer.trainer is not trainer:
+            self._observer = EmergencyObserver(trainer, self._communication, self._session)
+        assert self._observer.ledger is not None
+        EmergencyCheckpoint(
+            trainer,
+            self._observer.ledger,
+            None if folder is True else str(folder),
+            complete=lambda checkpoint, path: rank_files.add_shared(
+                self._communication, checkpoint, path, self.world_size
+            ),
+            ours=ours,
+        )
+
+    def _new_recovery(self, trainer: Trainer, settings: RecoverySettings) -> Recovery:
         from lightning_ddp.elastic.recovery import Recovery
         from lightning_ddp.elastic.refusals import check_training
 
-        settings = self._reconcile_settings.recovery
+        assert self._session is not None
         assert self._stopping is not None
-        assert settings is not None
         check_training(
             trainer,
             settings,
@@ -377,7 +397,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             device_type=self.root_device.type,
             is_averaging=self._communication.averager_plan is not None,
         )
-        self._recovery = Recovery(
+        recovery = Recovery(
             self._session,
             trainer,
             self._communication,
@@ -388,29 +408,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             group=self._joined_group,
             journal=self._journal,
         )
-        self._recovery.wait_for_others()
-
-    def _setup_emergency_checkpoint(self, trainer: Trainer) -> None:
-        assert self._session is not None
-        folder = self._emergency_checkpoint
-        # After an abort of NCCL, parameters may include partly averaged gradients, unless each update waits
-        # for the gradients.
-        is_exact = self.root_device.type == "cpu" or self._recovery is not None
-        if folder is False or self._session.control.watch is None or not is_exact:
-            return
-        from lightning_ddp.elastic.emergency import EmergencyCheckpoint
-
-        if self._emergency is None or self._emergency.trainer is not trainer:
-            self._emergency = EmergencyCheckpoint(
-                trainer,
-                None if folder is True else str(folder),
-                complete=lambda checkpoint, path: rank_files.add_shared(
-                    self._communication, checkpoint, path, self.world_size
-                ),
-                undo=self._recovery.undo if self._recovery is not None else lambda: True,
-                defers=self._recovery is None,
-            )
-        self._emergency.begin(self._session.control)
+        recovery.wait_for_others()
+        return recovery
 
     def _meet_again(self, new: NewGeneration) -> Group:
         """Create the process group of a generation, and all that depends on it.
@@ -497,7 +496,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """
         if not self._is_training():
             return dataloader
-        dealer = self._recovery.dealer if self._recovery is not None else None
+        dealer = self._observer.dealer
         if dealer is not None:
             dataloader = dealer.adopt(dataloader)
         if self._lockstep is None:
@@ -521,8 +520,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch, so that its step can be repeated after a rank was lost."""
-        if self._recovery is not None:
-            self._recovery.batch = batch
+        self._observer.begin_batch(batch)
         super().on_train_batch_start(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -531,8 +529,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         lockstep = self._lockstep
         with contextlib.nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
             output = super().training_step(*args, **kwargs)
-        if self._recovery is not None:
-            self._recovery.note_output(output)
+        self._observer.end_forward(output)
         return output
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -550,8 +547,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """
         if self._lockstep is not None:
             closure_loss = self._lockstep.scale(closure_loss)
-        if self._recovery is not None:
-            closure_loss = self._recovery.weigh(closure_loss)
+        closure_loss = self._observer.begin_backward(closure_loss)
         try:
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except MissingGradientError as error:
@@ -559,10 +555,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             raise
         if self._lockstep is not None:
             self._lockstep.restore()
-        if self._recovery is not None:
-            self._recovery.defer()
-        if self._emergency is not None:
-            self._emergency.note_backward()
+        self._observer.end_backward()
         return closure_loss
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -582,21 +575,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         # in local training a step counts also if the loss scaler skips it
         is_asked = averager is not None and averager.averages_gradients
         before = self._loss_scale() if is_asked else 1.0
-        if self._emergency is not None:
-            self._emergency.note_update()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._emergency is not None:
-            self._emergency.commit()
         if averager is not None:  # a loss scaler that skips a step lowers its scale
-            try:
-                self._communication.after_step(
-                    optimizer, was_skipped=is_asked and self._loss_scale() < before
-                )
-            except Exception as error:
-                if self._recovery is None or not self._recovery.leaves_part(error):
-                    raise
-        if self._recovery is not None:
-            self._recovery.commit()
+            was_skipped = is_asked and self._loss_scale() < before
+            self._communication.after_step(optimizer, was_skipped=was_skipped)
+        self._observer.end_step()
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
@@ -685,8 +668,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def _agree(self) -> None:
         """Synchronize the model over all ranks; a rank whose peers have failed keeps its own model."""
-        if not self._is_alone():
-            self._communication.agree()
+        if not self._is_alone() and self._together(None, self._communication.agree, lambda: False):
+            self._observer.agree()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -709,9 +692,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if "optimizer_states" in checkpoint and not self._is_alone():
             if is_async:  # its thread might write the files after the checkpoint
                 files = files.checkpoint_io
-            group = self._joined_group()
+            arguments = (checkpoint, filepath, self._joined_group(), self.root_device)
             write = partial(files.save_checkpoint, storage_options=storage_options)
-            rank_files.save_state(self._communication, checkpoint, filepath, group, self.root_device, write)
+            save = partial(rank_files.save_state, self._communication, *arguments, write)
+            self._together(None, save, lambda: None)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         state = checkpoint.get(rank_files.KEY)
         if state is None or self._is_alone():
@@ -755,7 +739,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def _is_alone(self) -> bool:
         """Return True if no peer takes part in collectives."""
-        return (self._recovery is not None and self._recovery.is_alone) or super()._is_alone()
+        return self._observer.is_alone or super()._is_alone()
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
         """Run a collective; use this rank's own value if a peer was lost after the step was committed.
@@ -767,11 +751,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 result: T = self._journal.result(kind, call)
             else:
                 result = call()
-            if self._recovery is not None:
-                self._recovery.settle_hook()
+            self._observer.settle_hook()
             return result
         except Exception as error:
-            if self._recovery is None or not self._recovery.finishes_alone(error):
+            if not self._observer.finishes_alone(error):
                 raise
             return alone()
 
@@ -780,8 +763,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._journal is not None and self._journal.is_read:  # a barrier has no result
             return
         wait = partial(super().barrier, name)
-        if name in FIRST_BARRIERS and self._recovery is not None and self._is_training():
-            self._recovery.repeat(wait)
+        if name in FIRST_BARRIERS and self._is_training():
+            self._observer.repeat(wait)
         else:
             self._together(None, wait, lambda: None)
 
@@ -802,7 +785,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._lockstep is not None and self._lockstep.is_partial:
             self._lockstep.reduce(group, tensors, reduce_op)
         else:
-            own = [tensor.clone() for tensor in tensors] if self._recovery is not None else []
+            own = self._observer.keep(tensors)
 
             def reduce() -> list[torch.Tensor]:
                 super(CustomDDPStrategy, self)._reduce(group, tensors, reduce_op)

@@ -21,7 +21,8 @@ from user_script import FAULT_STEP, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm.activity import Interrupt
-from lightning_ddp.elastic.emergency import EmergencyCheckpoint
+from lightning_ddp.communication import Communication
+from lightning_ddp.elastic.emergency import EmergencyCheckpoint, EmergencyObserver
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 
@@ -114,23 +115,24 @@ def test_the_last_step_is_saved_and_plain_lightning_goes_on(
 class Told(SingleDeviceStrategy):
     """Tells of its steps as ours does."""
 
-    emergency: EmergencyCheckpoint
+    observer: EmergencyObserver
+    checkpoint: EmergencyCheckpoint
+    control: Any
     saved: str | None = None
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().backward(*args, **kwargs)
-        self.emergency.note_backward()
+    def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().backward(self.observer.begin_backward(closure_loss), *args, **kwargs)
+        self.observer.end_backward()
         return loss
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.emergency.note_update()
         output = super().optimizer_step(*args, **kwargs)
-        self.emergency.commit()
+        self.observer.end_step()
         return output
 
     def on_exception(self, exception: BaseException) -> None:
-        self.emergency._ours.is_over = True  # type: ignore[union-attr]
-        self.saved = self.emergency.save()
+        self.control.is_over = True
+        self.saved = self.checkpoint.save()
 
 
 class Samples(Dataset[Any]):
@@ -205,6 +207,21 @@ class Model(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Half(torch.optim.SGD):
+    """Stops in the middle of its fifth step."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        self.num_steps += 1
+        if self.num_steps == 5:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1)
+            raise Stopped
+        return super().step()
+
+
 def fit(
     root: Path, model: Model, window: int, strategy: Any = "auto", checkpoint: Any = None, **options: Any
 ) -> Any:
@@ -225,13 +242,20 @@ def fit(
         **options,
     )
     if isinstance(strategy, Told):
-        strategy.emergency = EmergencyCheckpoint(
-            trainer, folder, complete=lambda checkpoint, path: None, undo=lambda: True, defers=True
+        control = strategy.control = SimpleNamespace(
+            alarm=InterruptGuard(), interrupt=Interrupt(), is_over=False
         )
-        ours: Any = SimpleNamespace(alarm=InterruptGuard(), interrupt=Interrupt(), is_over=False)
-        ours.alarm._claim_signal = lambda: None  # nobody rings here
-        ours.alarm.arm()  # as `FailureHandler.run` does
-        strategy.emergency.begin(ours)
+        control.alarm._claim_signal = lambda: None  # nobody rings here
+        control.alarm.arm()  # as in a run
+        context: Any = SimpleNamespace(control=control)
+        strategy.observer = EmergencyObserver(trainer, Communication(), context)
+        strategy.checkpoint = EmergencyCheckpoint(
+            trainer,
+            strategy.observer.ledger,
+            folder,
+            complete=lambda checkpoint, path: None,
+            ours=control,  # type: ignore[arg-type]
+        )
     trainer.fit(model, DataLoader(Samples(model)), DataLoader(torch.ones(2, 4)), ckpt_path=checkpoint)
     return trainer
 
@@ -285,17 +309,11 @@ def test_half_a_step_is_not_saved(tmp_path, capsys, monkeypatch) -> None:
         fit(tmp_path, model, 1, strategy)
     assert "between the optimizer steps of a batch" in capsys.readouterr().err
 
-    def update_half(optimizer: Any) -> None:
-        if model.global_step >= 4:
-            with torch.no_grad():
-                optimizer.param_groups[0]["params"][0].add_(1)
-            raise Stopped
-
     strategy, model = Told(torch.device("cpu")), Model()
-    model.on_before_optimizer_step = update_half  # type: ignore[method-assign]
+    model.configure_optimizers = lambda: Half(model.parameters(), lr=0.1)  # type: ignore[method-assign]
     with pytest.raises(Stopped):
         fit(tmp_path, model, 1, strategy)
-    assert strategy.emergency._ours.alarm.is_deferred  # type: ignore[union-attr]
+    assert strategy.control.alarm.is_deferred
     assert "an optimizer step or an average of parameters was interrupted" in capsys.readouterr().err
     assert list(tmp_path.glob("emergency-*")) == []
 
@@ -306,7 +324,7 @@ def test_the_failure_is_raised_when_the_step_is_whole(tmp_path) -> None:
 
     def hear(optimizer: Any) -> None:
         if model.global_step == 4:
-            strategy.emergency._ours.interrupt.set(failure)  # type: ignore[union-attr]
+            strategy.control.interrupt.set(failure)
 
     model.on_before_optimizer_step = hear  # type: ignore[method-assign]
     with pytest.raises(PeerFailure):

@@ -643,12 +643,12 @@ LOCAL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "moment", "step"), LOCAL)
-def test_local_training_goes_on_to_the_next_round_and_deals_the_data_then(
+def test_local_training_goes_back_to_the_last_round_and_uses_each_sample_once(
     name, moment, step, tmp_path
 ) -> None:
     """Rounds follow steps 5, 8 and so on; the loss at step 2 comes before local training.
 
-    The loss of neighbours meets the third rank alone, or in a round of two that is then left out.
+    The loss of neighbours meets the third rank alone, or in a round of two.
     """
     options, lost = {"name": name, "period": 3, "start_step": 3}, 2
     if name == "hierarchical_sgd":
@@ -660,22 +660,52 @@ def test_local_training_goes_on_to_the_next_round_and_deals_the_data_then(
         order["late_in_round"] = 1
     ledger = train(tmp_path, faults=[fault(lost, moment, step)], **order)
     assert len(ledger.of("waits")) == ("late_in_round" in order)
+    check_rounds(ledger, lost, is_common=lambda n: n < 3 or (n % 3 == 2 and name != "streaming_diloco"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "moment", "step"),
+    [
+        ("post_local_sgd", "validation", 6),
+        ("diloco", "checkpoint", 4),
+        pytest.param("slowmo", "forward", 5, marks=pytest.mark.exhaustive),
+        pytest.param("streaming_diloco", "checkpoint", 4, marks=pytest.mark.exhaustive),
+        pytest.param("post_local_sgd", "forward", 8, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_round_ends_where_the_ranks_agree_for_validation_or_a_checkpoint(
+    name, moment, step, tmp_path
+) -> None:
+    """No steps between agreement and the end of a round of four are undone; moving averages are exact."""
+    options = {"name": name, "period": 4, "start_step": 0}
+    order = {"devices": 3, "callbacks": True, "validates": True, "strategy": {"model_averaging": options}}
+    order["trainer"] = {"val_check_interval": 3}
+    if name == "streaming_diloco":
+        options["num_fragments"] = 2
+    ledger = train(tmp_path, faults=[fault(2, moment, step)], **order)
+    check_rounds(ledger, 2, is_common=lambda number: number % 4 == 3 and name != "streaming_diloco")
+    (change,) = [entry for entry in ledger.changes if entry["place"] == 0]
+    assert step - 2 <= change["step"] <= step
+
+
+def check_rounds(ledger: Ledger, lost: int, is_common: Any) -> None:
+    """Each step and each sample once, whatever was undone, and one state after each round."""
     assert ledger.ended == list(range(lost))
     assert ledger.of("excepts") == []
-    used: dict[int, Counter[int]] = defaultdict(Counter)
+    steps = ledger.by_step()
     for place in range(lost):
-        mine = [entry for entry in ledger.of("commits") if entry["place"] == place]
-        assert [entry["step"] for entry in mine] == list(range(len(mine)))
-    for number, entries in ledger.by_step().items():
+        mine = [entry for entry in ledger.commits if entry["place"] == place]
+        assert [entry["step"] for entry in mine] == list(range(len(steps)))
+        places = [(entry["epoch"], entry["batch"]) for entry in mine]
+        assert len(places) == len(set(places))
+        assert [entry["lr"] for entry in mine] == pytest.approx([0.01 * 0.9 ** (s + 1) for s in steps])
+    for number, entries in steps.items():
         left = [entry for entry in entries if entry["place"] != lost]
         assert len({entry["outer"] for entry in left}) == 1
-        if number < 3 or (number % 3 == 2 and name != "streaming_diloco"):
+        if is_common(number):
             assert len({entry["parameters"] for entry in left}) == 1
-    for entry in ledger.of("commits"):
-        used[entry["epoch"]].update(entry["ids"])
-    for epoch in range(EPOCHS):
-        assert used[epoch].total() - len(used[epoch]) < 4
-        assert len(used[epoch]) >= SAMPLES - 3 * 4
+    ledger.check_samples(steps, is_whole=True)
 
 
 @pytest.mark.slow

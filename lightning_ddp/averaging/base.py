@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.mean import PlainWire, average_, memory_view
+from lightning_ddp.encoding.mean import PlainWire, average_
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
@@ -74,6 +74,8 @@ class Averager:
     """
 
     name: ClassVar[str]
+    mixes_rounds: ClassVar[bool] = False
+    """True if each rank keeps a part of its own parameters in a round."""
     Options: ClassVar[type[AveragerOptions]] = AveragerOptions
 
     def __init__(
@@ -103,15 +105,9 @@ class Averager:
         self._is_local = False
         self._has_diverged = False
         self.keeps_rounds = False
-        """True to copy all values that a round changes, so that other ranks can repeat it after a failure."""
-        self.unfinished: Track | None = None
-        """Track whose round is in progress, or None."""
+        """True if other ranks may repeat a failed round."""
         self.has_met = True
-        """True if all ranks took the last step with averaged gradients, or have averaged after it."""
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.part_before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Tensors that the current round of a part of the ranks changes, with their values before it."""
-        self._met: dict[str, torch.Tensor] = {}
+        """True if all ranks took the last step with averaged gradients, or have averaged since."""
         self.prepare()
         self._settle_phase()
 
@@ -173,7 +169,6 @@ class Averager:
         counts = [track.num_steps for track in self.tracks if track.num_steps] or [0]
         if min(counts) >= self.options.start_step:
             self._is_local = True
-            self._keep_met()
             self.begin_local_phase()
 
     def begin_local_phase(self) -> None:
@@ -182,49 +177,16 @@ class Averager:
     def after_local_step(self, track: Track) -> None:
         """Handle a step of the local phase: by default, run a round every `period` steps."""
         if track.num_local_steps % self.options.period == 0:
-            self.begin_round(track)
+            self.finish_round(track)
 
-    def begin_round(self, track: Track) -> None:
-        """Save the values that a round changes, if failed rounds are repeated, and run it (`complete`).
-
-        Collective: all ranks must call it.
-        """
-        self.unfinished = track
-        self._before = self.copies(self.changed_by_round(track))
-        self.complete()
-
-    def copies(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copy the given tensors: pairs (tensor, copy); an empty list if failed rounds are not repeated."""
-        return [(tensor, tensor.detach().clone()) for tensor in tensors if self.keeps_rounds]
-
-    def changed_by_round(self, track: Track) -> list[torch.Tensor]:
-        """Return the tensors that a round changes in place."""
-        states = track.optimizer.state.values() if self.options.optimizer_state == "average" else ()
-        kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        return [*(self.parameters[name] for name in track.names), *self.module.buffers(), *kept]
-
-    def complete(self) -> None:
-        """Run the current round to its end, from the values before it if an earlier attempt failed.
+    def finish_round(self, track: Track) -> None:
+        """Run a round to its end; it has to be due.
 
         Collective: all ranks must call it.
         """
-        assert self.unfinished is not None
-        put_back(self._before)
-        self.round(self.unfinished)
-        self._has_diverged = self.keeps_parameters or len(self.tracks) > 1
-        self._end_round()
-        self._keep_met()
-
-    def _end_round(self) -> None:
-        self.unfinished, self.has_met, self._before = None, True, []
-
-    def _keep_met(self) -> None:
-        if self.keeps_rounds:
-            self._met = {name: memory_view(p).clone() for name, p in self.parameters.items()}
-
-    def met(self) -> dict[str, torch.Tensor]:
-        """Return the values (1-D) that parameters had after the last round, by name; empty if not needed."""
-        return self._met
+        self.round(track)
+        self._has_diverged = self.mixes_rounds or len(self.tracks) > 1
+        self.has_met = True
 
     def round(self, track: Track) -> None:
         """Average the parameters of one optimizer: the part of a round that each subclass implements.
@@ -235,19 +197,31 @@ class Averager:
 
     # ------------------------------------------------------------------ agreement
 
-    def agree(self) -> None:
+    def agree(self) -> bool:
         """Average parameters and buffers so that they are the same on all ranks.
 
-        For validation, checkpoints and the end of training. Communicates if the ranks may differ; does not
-        change the schedule of rounds.
+        For validation, checkpoints and the end of training. Does not change the schedule of rounds.
 
         Collective: all ranks must call it.
+
+        Returns:
+            True if the ranks may have differed, so that it has communicated.
         """
         if not self._has_diverged:
-            return
-        self.run(lambda: average_(self.wire, list(self.parameters.values())))
+            return False
+        tensors: list[torch.Tensor] = list(self.parameters.values())
+        # where only agreed parameters are the same on all ranks, an interrupted average changes nothing
+        averaged = (
+            [p.detach().clone() for p in tensors] if self.keeps_rounds and self.mixes_rounds else tensors
+        )
+        self.run(lambda: average_(self.wire, averaged))
         self.average_buffers()
-        self._has_diverged = False
+        with torch.no_grad():
+            for parameter, mean in zip(tensors, averaged, strict=True):
+                if mean is not parameter:
+                    parameter.copy_(mean)
+        self._has_diverged, self.has_met = False, True
+        return True
 
     def settle(self, track: Track) -> None:
         """Finish a round: treat the optimizer state as its option says, and average buffers.
@@ -279,12 +253,6 @@ class Averager:
         """Stop the communication of this averager after ranks were lost; return once none is in progress."""
         self.channel.halt()
 
-    def leave_part(self) -> None:
-        """Undo the current round of a subgroup of the ranks, after ranks were lost."""
-        self.halt()
-        put_back(self.part_before)
-        self.part_before = []
-
     def rejoin(self, group: Group) -> None:
         """Continue with the ranks of `group`, after ranks were lost.
 
@@ -293,33 +261,43 @@ class Averager:
         self.group = group
         self.channel = Channel(group, self.channel.device)
         self.wire = PlainWire(self.channel)
-        self._has_diverged = self._is_local  # only some ranks may have averaged with the lost ranks
+        self.settle_others()
         self.prepare()
 
     @property
     def keeps_parameters(self) -> bool:
-        """True if a rank that missed the end of a round keeps its own parameters."""
+        """True if this rank ends the round that was interrupted here with its own parameters."""
         return False
+
+    def mark(self) -> Any:
+        """Return the state that steps and rounds change beside the parameters, for `restore`."""
+        return self._is_local, [(track.num_steps, track.num_local_steps) for track in self.tracks]
+
+    def restore(self, mark: Any) -> None:
+        """Undo all changes since `mark`, which was made when all ranks had met."""
+        self._is_local, counts = mark
+        for track, (num_steps, num_local_steps) in zip(self.tracks, counts, strict=True):
+            track.num_steps, track.num_local_steps = num_steps, num_local_steps
+        self.settle_others()
+
+    def settle_others(self) -> None:
+        """Note that all ranks have the state of the last meeting, after ranks were lost."""
+        self.has_met = True
+        self._has_diverged = self._is_local and self.mixes_rounds
 
     def for_others(self) -> dict[str, Any]:
         """Return the state that ranks which are one step or round behind need for `catch_up`."""
-        return {**self.state_dict(), "met": self.met()}
+        return Averager.state_dict(self)
 
     def catch_up(self, state: dict[str, Any]) -> None:
         """Finish a step or round that was interrupted here after another rank had finished it.
 
         Args:
-            state: from `for_others` of that rank, whose parameters this rank has already.
+            state: from `for_others` of that rank, whose parameters this rank has already, unless it
+                `keeps_parameters`.
         """
-        with torch.no_grad():
-            for name, value in state["met"].items():
-                memory_view(self.parameters[name]).copy_(value)
-        (track,) = self.tracks
-        if not self._is_local and state["steps"][0][0] > track.num_steps:
-            self.step(track.optimizer)
-        if self.unfinished is not None:
-            self._end_round()
-        self.take_outer(state["outer"])
+        self.load_state_dict(state)
+        self.settle_others()
 
     def take_outer(self, outer: dict[str, Any]) -> list[str]:
         """Load the state of the outer optimizer; return the names of parameters for which it has none."""
@@ -366,13 +344,6 @@ class Averager:
         if changed:
             notes.append(f"averager {self.name!r} was saved with other options: {changed}")
         return notes
-
-
-def put_back(before: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Restore the given values of tensors."""
-    with torch.no_grad():
-        for tensor, value in before:
-            tensor.copy_(value)
 
 
 def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -125,14 +125,11 @@ class HierarchicalSGD(Averager):
 
     At a step that several periods divide, only the largest runs, as its group contains the others. After a
     loss of ranks, the remaining ranks form new groups of neighbors, the last group perhaps with fewer ranks.
-    They average in groups again after the next round of all ranks, as they may be at different steps until
-    then.
     """
 
     name = "hierarchical_sgd"
     Options = HierarchicalSGDOptions
     options: HierarchicalSGDOptions
-    _waits_for_all = False
 
     def check_ranks(self) -> None:
         """Reject groups that do not divide the ranks, unless there is one rank, as while joining."""
@@ -142,10 +139,6 @@ class HierarchicalSGD(Averager):
             f"hierarchical_sgd: periods={sizes} with {size} ranks: the last group must have all ranks, and"
             " each size must divide their number",
         )
-
-    def rejoin(self, group: Group) -> None:
-        self._waits_for_all = True
-        super().rejoin(group)
 
     def halt(self) -> None:
         for channel in dict.fromkeys(self._levels.values()):
@@ -178,12 +171,9 @@ class HierarchicalSGD(Averager):
             return
         channel = self._levels[max(due)]
         if channel is self.channel:
-            self.begin_round(track)
-            self._waits_for_all = False
-        elif not self._waits_for_all:
-            self.part_before = self.copies([self.parameters[name] for name in track.names])
+            self.finish_round(track)
+        else:
             self._average(track, channel)
-            self.part_before = []
 
     def round(self, track: Track) -> None:
         """Average the parameters of one optimizer among all ranks."""

@@ -117,15 +117,18 @@ class OuterAverager(Averager):
             self._momenta[name].copy_(saved["momentum"])
         return missing
 
-    def met(self) -> dict[str, torch.Tensor]:
-        return self._anchors if self._is_local else {}
+    def mark(self) -> Any:
+        outer = [*self._anchors.values(), *self._momenta.values()] if self._is_local else []
+        return super().mark(), [(tensor, tensor.clone()) for tensor in outer]
 
-    def _keep_met(self) -> None:
-        """Keep nothing: the outer parameters are the last synchronized ones."""
+    def restore(self, mark: Any) -> None:
+        base, outer = mark
+        super().restore(base)
+        for tensor, value in outer:
+            tensor.copy_(value)
 
-    def changed_by_round(self, track: Track) -> list[torch.Tensor]:
-        outer = [state[name] for state in (self._anchors, self._momenta) for name in track.names]
-        return [*super().changed_by_round(track), *outer]
+    def for_others(self) -> dict[str, Any]:
+        return OuterAverager.state_dict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.averaging.base import Track, put_back
+from lightning_ddp.averaging.base import Track
 from lightning_ddp.averaging.outer import DiLoCo, DiLoCoOptions
 from lightning_ddp.comm.group import Group
 from lightning_ddp.encoding.mean import CHUNK_NUMEL, memory_view
@@ -70,6 +70,7 @@ class StreamingDiLoCo(DiLoCo):
     """
 
     name = "streaming_diloco"
+    mixes_rounds = True
     Options = StreamingDiLoCoOptions
     options: StreamingDiLoCoOptions
 
@@ -112,25 +113,24 @@ class StreamingDiLoCo(DiLoCo):
     def _apply_if_due(self, index: int, track: Track) -> None:
         exchange = self._under_way.get(index)
         if exchange is not None and track.num_local_steps >= exchange.due:
-            self.begin_round(track)
-
-    def changed_by_round(self, track: Track) -> list[torch.Tensor]:
-        exchange = self._under_way[self.tracks.index(track)]
-        return super().changed_by_round(replace(track, names=exchange.names))
+            self.finish_round(track)
 
     def round(self, track: Track) -> None:
-        """Finish the outer step of the pending fragment, and mix it in."""
+        """Finish the outer step of the pending fragment, and mix it in.
+
+        Parameters change last, when nothing is to be communicated any more.
+        """
         self._send_again()
         index = self.tracks.index(track)
         exchange = self._under_way[index]
         assert exchange.future is not None
         deltas = self.channel.wait(exchange.future).split([self._anchors[n].numel() for n in exchange.names])
+        self.settle(replace(track, names=exchange.names))
         rates = self.learning_rates(track)
         with torch.no_grad():
             for name, delta in zip(exchange.names, deltas, strict=True):
                 self.update(self._anchors[name], self._momenta[name], delta, rates[name])
         self._mix(exchange.names)
-        self.settle(replace(track, names=exchange.names))
         del self._under_way[index]
 
     @torch.no_grad()
@@ -140,46 +140,51 @@ class StreamingDiLoCo(DiLoCo):
             own = memory_view(self.parameters[name])
             own.mul_(weight).add_(self._anchors[name], alpha=1 - weight)
 
-    def agree(self) -> None:
-        """Apply the pending fragment on all ranks, then synchronize as `Averager.agree` does."""
+    def agree(self) -> bool:
+        """Send a pending fragment again that was interrupted, then synchronize as `Averager.agree` does."""
         self._send_again()
-        super().agree()
+        return super().agree()
 
     # ------------------------------------------------------------------ other ranks
 
     @property
+    def _due(self) -> dict[int, _Exchange]:
+        """Return the exchanges whose round this rank is in."""
+        steps = [track.num_local_steps for track in self.tracks]
+        return {index: each for index, each in self._under_way.items() if steps[index] >= each.due}
+
+    @property
     def keeps_parameters(self) -> bool:
-        """True once local training has started: the ranks keep different parameters."""
-        return self._is_local
+        """True in a round, which mixes what is common into the rank's own parameters."""
+        return bool(self._due)
+
+    def mark(self) -> Any:
+        return super().mark(), dict(self._under_way)
+
+    def restore(self, mark: Any) -> None:
+        """Undo all changes since `mark`, and send the fragment again that was pending then."""
+        base, under_way = mark
+        super().restore(base)
+        self._under_way = {index: replace(exchange, future=None) for index, exchange in under_way.items()}
 
     def rejoin(self, group: Group) -> None:
         """Continue with other ranks; send the pending fragment again, unless a rank has applied it."""
         under_way = self._under_way
         super().rejoin(group)
-        self._under_way = under_way
-        for exchange in under_way.values():
-            exchange.future = None
+        self._under_way = {index: replace(exchange, future=None) for index, exchange in under_way.items()}
 
     def _send_again(self) -> None:
         for exchange in self._under_way.values():
             if exchange.future is None:
                 exchange.future = self._send(exchange)
 
-    def for_others(self) -> dict[str, Any]:
-        """Return the shared state without the pending fragment, which differs between ranks."""
-        return {**super().state_dict(), "met": self.met()}
-
     def catch_up(self, state: dict[str, Any]) -> None:
-        """Adopt the outer state of a rank that has applied the pending fragment, and mix it in here."""
-        if not self._is_local:
-            super().catch_up(state)
-            return
-        put_back(self._before)
-        self.take_outer(state["outer"])
-        for exchange in self._under_way.values():
+        """Take the outer state of a rank that has applied the pending fragment, and mix it in here."""
+        due, under_way = self._due, self._under_way
+        super().catch_up({**state, "under_way": {}})
+        for exchange in due.values():
             self._mix(exchange.names)
-        self._under_way = {}
-        self._end_round()
+        self._under_way = {index: each for index, each in under_way.items() if index not in due}
 
     # ------------------------------------------------------------------ checkpoint
 

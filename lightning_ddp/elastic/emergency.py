@@ -1,4 +1,4 @@
-"""The last checkpoint of a run that a failure ends: of the last committed step, by a rank that is left."""
+"""The last checkpoint of a run that a failure ends: of the last committed step, by a remaining rank."""
 
 from __future__ import annotations
 
@@ -9,123 +9,103 @@ from pathlib import Path
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]  # has no stubs
+import torch
 
 from lightning_ddp._lightning import (
     Trainer,
     after_schedulers,
-    batches_that_stepped,
+    before_batches,
+    before_updates,
     dump_checkpoint,
     is_fitting,
-    loader_states,
     saved_last,
     settle_counters,
 )
-from lightning_ddp._torch import version_of
+from lightning_ddp.communication import Communication
+from lightning_ddp.elastic.step_ledger import Cursor, StepLedger
+from lightning_ddp.elastic.step_observer import StepObserver
 from lightning_ddp.elastic.undo import models_of_callbacks
 from lightning_ddp.launch.failure_handler import FailureHandler
+from lightning_ddp.launch.job_context import JobContext
 
-__all__ = ["EmergencyCheckpoint"]
+__all__ = ["EmergencyCheckpoint", "EmergencyObserver"]
 
 _FOLDER = "emergency"
 
 
-class EmergencyCheckpoint:
-    """The checkpoint of one Trainer. Follows its optimizer steps, so that it knows where one is committed.
+class EmergencyObserver(StepObserver):
+    """Observer of a fit whose only provision for a failure is its last checkpoint.
 
     From the end of a backward until the schedulers have followed the optimizer the main thread is not
     interrupted, unless it waits for other ranks: a step is committed as a whole.
 
     Args:
-        trainer: whose state.
+        trainer: the Trainer of the fit.
+        communication: its hook and averager.
+        session: context of this process's job.
+    """
+
+    ledger: StepLedger
+
+    def __init__(self, trainer: Trainer, communication: Communication, session: JobContext) -> None:
+        self.trainer = trainer
+        self.ledger = StepLedger(trainer, communication, keeps_marks=False)
+        self._session = session
+        before_batches(trainer, self.ledger.reach_boundary)
+        before_updates(trainer, self.ledger.begin_update)
+        after_schedulers(trainer, self._end_batch)
+
+    def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Note that a backward begins."""
+        self.ledger.begin_backward()
+        return loss
+
+    def end_backward(self) -> None:
+        """Keep the main thread from being interrupted in the update that follows."""
+        if self.ledger.is_automatic:
+            self._session.control.alarm.defer(True)
+
+    def end_step(self) -> None:
+        """Note that an optimizer step is finished."""
+        self.ledger.take_step()
+
+    def _end_batch(self) -> None:
+        self.ledger.end_batch()
+        ours = self._session.control
+        if not ours.is_over:
+            ours.alarm.defer(False)
+            ours.interrupt.check()
+
+
+class EmergencyCheckpoint:
+    """The checkpoint of one fit that a failure ends: of the last step in its ledger.
+
+    Args:
+        trainer: the Trainer of the fit.
+        ledger: ledger of its steps.
         folder: where; None for `emergency/` beside that of its checkpoints, if it makes any.
         complete: adds to a checkpoint what Lightning does not know.
-        undo: puts back what a step that is not committed has changed, as far as that is known; returns
-            whether the state is a whole one.
-        defers: whether this object keeps the alarm from interrupting a step; else somebody else does.
+        ours: supervision of this process.
     """
 
     def __init__(
         self,
         trainer: Trainer,
+        ledger: StepLedger,
         folder: str | None,
         *,
         complete: Callable[[dict[str, Any], str], None],
-        undo: Callable[[], bool],
-        defers: bool,
+        ours: FailureHandler,
     ) -> None:
-        self.trainer = trainer
-        self._folder = folder
-        self._complete, self._undo, self._defers = complete, undo, defers
-        self._ours: FailureHandler | None = None
-        self._num_steps = 0
-        self._committed_batch = -1
-        self._touched_batch = -1
-        self._stepped_before = 0
-        self._parameters: list[Any] = []
-        self._versions: int | None = None
-        self._loaders: list[Any] | None = None
-        after_schedulers(trainer, self._end_step)
-
-    def begin(self, ours: FailureHandler) -> None:
-        """A fit begins, in this process's part of the run."""
-        self._ours = ours
-        self._num_steps, self._versions, self._loaders = 0, None, None
-        self._parameters = []
-        self._committed_batch = self._touched_batch = -1
+        self._trainer, self._ledger, self._folder = trainer, ledger, folder
+        self._complete, self._ours = complete, ours
+        self._first_step = ledger.step
         ours.save_last = self.save
 
-    # ------------------------------------------------------------------ told by the strategy
-
-    @property
-    def _batch(self) -> int:
-        return int(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
-
-    @property
-    def _is_automatic(self) -> bool:
-        return bool(self.trainer.lightning_module.automatic_optimization)
-
-    def note_backward(self) -> None:
-        """A backward is over."""
-        if self._is_automatic and self._versions is None:
-            self._parameters = self._parameters or list(self.trainer.lightning_module.parameters())
-            self._versions = self._version_of_parameters()
-            if self._defers and self._ours is not None:
-                self._ours.alarm.defer(True)
-
-    def note_update(self) -> None:
-        """An optimizer is about to change parameters, or to call for a backward before."""
-        self._touched_batch = self._batch
-
-    def commit(self) -> None:
-        """An optimizer step is finished; averages of parameters may follow."""
-        self._num_steps += 1
-        if self._is_automatic:
-            self._committed_batch = self._batch
-            self._stepped_before = batches_that_stepped(self.trainer)
-            self._versions = self._version_of_parameters()
-
-    def _end_step(self) -> None:
-        """The batch is over but for the hooks of its end."""
-        self._versions = None
-        if self._touched_batch == self._batch and self._committed_batch != self._batch:
-            self._committed_batch = self._batch  # manual optimization, with all its steps
-            self._stepped_before = batches_that_stepped(self.trainer)
-        if self._committed_batch == self._batch:
-            self._loaders = loader_states(self.trainer)  # of those that have a state, which are few
-        if self._defers and self._ours is not None and not self._ours.is_over:
-            self._ours.alarm.defer(False)
-            self._ours.interrupt.check()
-
-    def _version_of_parameters(self) -> int:
-        """Grows with each change of a parameter."""
-        return sum(map(version_of, self._parameters))
-
-    # ------------------------------------------------------------------ the end
-
     def save(self) -> str | None:
-        """Writes the checkpoint, if there is anything new to save; returns where. Does not communicate."""
+        """Write the checkpoint, if there is anything new to save; return its path. Does not communicate."""
         folder = self._folder or self._default_folder()
-        if not is_fitting(self.trainer) or self._num_steps == 0 or not folder:
+        if not is_fitting(self._trainer) or self._ledger.step == self._first_step or not folder:
             return None
         reason = self._settle()
         if reason is None:
@@ -140,36 +120,35 @@ class EmergencyCheckpoint:
 
     def _default_folder(self) -> str | None:
         """Return `emergency/` beside the folder of the Trainer's checkpoints; None if it makes none."""
-        callbacks = sorted(self.trainer.checkpoint_callbacks, key=lambda each: saved_last(each) is None)
-        if not callbacks or getattr(self.trainer, "fast_dev_run", False):
+        callbacks = sorted(self._trainer.checkpoint_callbacks, key=lambda each: saved_last(each) is None)
+        if not callbacks or getattr(self._trainer, "fast_dev_run", False):
             return None
-        beside = getattr(callbacks[0], "dirpath", None) or f"{self.trainer.default_root_dir}/checkpoints"
+        beside = getattr(callbacks[0], "dirpath", None) or f"{self._trainer.default_root_dir}/checkpoints"
         parent, _, _ = str(beside).rstrip("/").rpartition("/")
         return f"{parent}/{_FOLDER}"
 
     def _settle(self) -> str | None:
-        """Makes the state that of the last committed step; returns why it cannot be."""
-        assert self._ours is not None  # a fit has begun
-        is_forced = self._ours.alarm.is_forced  # perhaps within an update, which not all count
-        if self._versions is not None and (is_forced or self._versions != self._version_of_parameters()):
-            return "an optimizer step or an average of parameters was interrupted"
-        if not self.trainer.training and models_of_callbacks(self.trainer):
-            return "validation was interrupted, and a callback may have exchanged weights"
-        is_committed = self._committed_batch == self._batch
-        if is_committed:
-            self._loaders = None  # the present ones are right
-        elif not self._is_automatic and self._touched_batch == self._batch:
-            return "manual optimization was interrupted between the optimizer steps of a batch"
-        elif not self._undo():
+        """Make the state that of the last committed step; return the reason if it cannot be."""
+        ledger = self._ledger
+        is_torn = self._ours.alarm.is_forced and ledger.cursor is Cursor.COMMITTED  # perhaps in a scheduler
+        if ledger.cursor is Cursor.COPYING:
             return "the state was being copied from another rank"
-        settle_counters(self.trainer, is_committed=is_committed, num_stepped=self._stepped_before)
+        if not ledger.is_whole and not ledger.is_automatic:
+            return "manual optimization was interrupted between the optimizer steps of a batch"
+        if not ledger.is_whole or is_torn:
+            return "an optimizer step or an average of parameters was interrupted"
+        if not self._trainer.training and models_of_callbacks(self._trainer):
+            return "validation was interrupted, and a callback may have exchanged weights"
+        ledger.undo()
+        settle_counters(self._trainer, is_committed=not ledger.must_redo, num_stepped=ledger.num_stepped)
         return None
 
     def _write(self, folder: str) -> str:
-        checkpoint = dump_checkpoint(self.trainer, self._loaders)
-        path = _unused(f"{folder.rstrip('/')}/emergency-step={self.trainer.global_step}", ".ckpt")
+        loaders = self._ledger.loaders if self._ledger.must_redo else None  # else the present ones are right
+        checkpoint = dump_checkpoint(self._trainer, loaders)
+        path = _unused(f"{folder.rstrip('/')}/emergency-step={self._trainer.global_step}", ".ckpt")
         self._complete(checkpoint, path)
-        files: Any = self.trainer.strategy.checkpoint_io
+        files: Any = self._trainer.strategy.checkpoint_io
         files = getattr(files, "checkpoint_io", None) or files  # that of an asynchronous one
         if "://" in folder:
             files.save_checkpoint(checkpoint, path)

@@ -369,14 +369,3 @@ class Dealer:
         """Takes over what another rank has used, before `deal`."""
         for sampler, state in zip(self._samplers, states, strict=True):
             sampler.load(state)
-
-    def deal_as_before(self, num_batches: int) -> None:
-        """Goes on after some batches with what this rank had of the epoch."""
-        for sampler in self._samplers if not self._keeps_global else ():
-            sampler.deal(num_batches, sampler.rank, sampler.num_replicas)
-
-    def set_ranks(self, rank: int, world_size: int) -> None:
-        """Deals the next epoch over other ranks."""
-        for sampler in self._samplers if not self._keeps_global else ():
-            set_ranks(sampler.inner, rank, world_size)
-            sampler.has_changed = True

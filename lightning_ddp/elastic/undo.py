@@ -1,4 +1,4 @@
-"""The state of a rank at a step boundary that a step changes before it is committed: to go back to it."""
+"""Copies of the state of a rank at a step boundary or before a part of the loops, to go back to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Mark", "PhaseMark", "RandomStates", "models_of_callbacks", "put_scal
 
 
 def put_scale(scaler: Any, state: dict[str, Any]) -> None:
-    """Gives a GradScaler the state that `state_dict` told, as between two steps."""
+    """Give a GradScaler the state from `state_dict`, as between two steps."""
     if state:  # it is enabled
         scaler.scale(torch.ones(()))  # from now on it has a scale to be set
         scaler.update(state["scale"])  # which forgets what it knows of a step that has begun
@@ -52,16 +52,18 @@ class RandomStates:
 
 
 class Mark:
-    """A step boundary.
+    """The state at a step boundary, to go back to it.
 
     Args:
-        trainer: whose.
-        snapshot: of the module that it trains, which is taken again.
-        communication: the hook, with what it remembers.
-        counters: of the loops, see `loop_counters`.
-        step: optimizer steps that are committed.
-        has_weights: whether parameters and optimizers are copied too, as a step may be interrupted that has
-            changed them.
+        trainer: its owner.
+        snapshot: snapshot of the module that it trains, which is taken again.
+        communication: the hook and the averager, with what they remember.
+        counters: counters of the loops, see `loop_counters`.
+        step: number of committed optimizer steps.
+        phase: number of finished parts of the loops.
+        has_weights: True to copy parameters and optimizers too, as a step may be interrupted that has changed
+            them.
+        is_round: True to copy also what whole batches change, as several of them are undone together.
     """
 
     def __init__(
@@ -70,18 +72,21 @@ class Mark:
         snapshot: ModuleSnapshot,
         communication: Communication,
         counters: list[Any],
-        step: int,
         *,
+        step: int,
+        phase: int,
         has_weights: bool,
+        is_round: bool,
     ) -> None:
-        self.step = step
+        self.step, self.phase = step, phase
         self.has_weights = has_weights
+        self._batches = PhaseMark(trainer, trainer.lightning_module) if is_round else None
         optimizers = trainer.optimizers if has_weights else ()
         parameters = trainer.lightning_module.parameters() if has_weights else ()
         self._optimizers = [(optimizer, copy.deepcopy(optimizer.state_dict())) for optimizer in optimizers]
         self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
         self.num_batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
-        """Of this epoch, that are used."""
+        """Number of used batches of this epoch."""
         self._trainer = trainer
         self._random, self._module = RandomStates(), snapshot
         snapshot.retake()
@@ -89,15 +94,15 @@ class Mark:
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._scale = self._scaler.state_dict() if self._scaler is not None else {}
         self._counters = [(owner, dict(vars(owner))) for owner in counters]
-        steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        self.steps_completed = int(steps.total.completed)
-        """As Lightning counts them."""
         self._results = {
             key: (metric, copy_states(metric)) for key, metric in training_results(trainer).items()
         }
 
     def restore(self) -> None:
-        """Undoes what has happened since, but for random numbers."""
+        """Undo all changes since, except to random number generators."""
+        if self._batches is not None:
+            self._batches.restore_weights()
+            self._batches.restore()
         for optimizer, state in self._optimizers:
             optimizer.load_state_dict(copy.deepcopy(state))
         for parameter, value in self._parameters:
@@ -113,17 +118,18 @@ class Mark:
             put_states(metric, states)
 
     def restore_counters(self) -> None:
-        """Puts the counters of the loops back."""
+        """Put the counters of the loops back."""
+        self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
         for owner, values in self._counters:
             vars(owner).update(values)
 
     def restore_random(self) -> None:
-        """Puts the random number generators back: the last thing before the step is done again."""
+        """Put the random number generators back: the last thing before the step is repeated."""
         self._random.restore()
 
 
 def models_of_callbacks(trainer: Trainer) -> list[torch.nn.Module]:
-    """Those that callbacks keep, such as moving averages, which may stand in for the model."""
+    """Return the models that callbacks keep, such as moving averages, which may stand in for the model."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     values = [value for callback in callbacks for value in vars(callback).values()]
     models = [value for value in values if isinstance(value, torch.nn.Module)]
@@ -135,11 +141,11 @@ def models_of_callbacks(trainer: Trainer) -> list[torch.nn.Module]:
 
 
 class PhaseMark:
-    """The beginning of a part of the loops that takes no steps: a validation, the end of an epoch.
+    """The state before a part of the loops that takes no steps: a validation, the end of an epoch.
 
     Args:
-        trainer: whose.
-        module: what it trains.
+        trainer: its owner.
+        module: the module that it trains.
     """
 
     def __init__(self, trainer: Trainer, module: torch.nn.Module) -> None:
@@ -171,12 +177,12 @@ class PhaseMark:
         ]
 
     def restore_weights(self) -> None:
-        """Puts those back that callbacks exchange for validation; no committed step is undone."""
+        """Put those back that callbacks exchange for validation; no committed step is undone."""
         for tensor, value in self._weights:
             tensor.data.copy_(value)
 
     def restore(self) -> None:
-        """Undoes what has happened since, but for weights, and for checkpoints that were saved."""
+        """Undo all changes since, except to weights and to checkpoints that were saved."""
         for owner, values in self._counters:
             vars(owner).update(values)
         set_batches_that_stepped(self._trainer, self._num_stepped)

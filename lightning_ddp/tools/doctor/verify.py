@@ -440,7 +440,7 @@ def _rounding(rows: Tensor) -> float:
 
 
 def _check_agreement(
-    ranks: Ranks, verdict: Verdict, model: str, module: nn.Module, agree: Callable[[], None]
+    ranks: Ranks, verdict: Verdict, model: str, module: nn.Module, agree: Callable[[], object]
 ) -> None:
     rows = ranks.gather(_flat(module))
     before = {name: ranks.gather(buffer.flatten()) for name, buffer in module.named_buffers()}

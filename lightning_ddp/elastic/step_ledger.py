@@ -1,0 +1,286 @@
+"""Record of where a rank is in a step: what it has committed, and what can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from lightning_ddp._lightning import (
+    Trainer,
+    batches_that_stepped,
+    complete_steps,
+    loader_states,
+    loop_counters,
+)
+from lightning_ddp.communication import Communication
+from lightning_ddp.ddp.buffers import ModuleSnapshot
+from lightning_ddp.elastic.undo import Mark, PhaseMark
+from lightning_ddp.supervise.orders import NewGeneration, Progress
+
+__all__ = ["Cursor", "Outcome", "StepLedger"]
+
+
+class Cursor(Enum):
+    """Place of a rank in a step."""
+
+    BOUNDARY = auto()
+    """Between two steps; nothing of the next one has begun."""
+    COMPUTING = auto()
+    """In a step; or between two steps of a round of local training, which are committed together."""
+    UPDATING = auto()
+    """In the update of the parameters, or in their average over the ranks."""
+    COMMITTED = auto()
+    """After a committed step; the hooks of its batch follow."""
+    PHASE = auto()
+    """In a part of the loops without steps, such as validation, with all steps committed."""
+    COPYING = auto()
+    """While the state is copied from another rank."""
+
+
+class Outcome(Enum):
+    """Treatment of what a failure has interrupted."""
+
+    UNDONE = auto()
+    """The state is that of the last boundary, and the step is repeated."""
+    COPIED = auto()
+    """Another rank has committed the step, and gives its state to this one."""
+    FINISHED = auto()
+    """This rank has committed the step."""
+
+
+class StepLedger:
+    """Cursor of one rank in one fit, with the state to go back to.
+
+    Without an averager the unit of commit is an optimizer step. In local training it is a round: the steps
+    up to the next moment at which all ranks average, which is the end of an epoch at the latest.
+
+    Args:
+        trainer: the Trainer of the fit.
+        communication: its hook and averager.
+        keeps_marks: True to copy at each boundary what is needed to go back to it.
+    """
+
+    def __init__(self, trainer: Trainer, communication: Communication, *, keeps_marks: bool) -> None:
+        self._trainer, self._communication, self._keeps_marks = trainer, communication, keeps_marks
+        self.cursor = Cursor.PHASE
+        self.step = 0
+        """Number of units of this fit that all ranks have committed."""
+        self.phase = 0
+        """Number of finished parts of the loops: batches, validations, ends of epochs."""
+        self.last_phase = 0
+        """Number of parts that all ranks finish before they go on together."""
+        self.mark: Mark | None = None
+        """State at the last boundary."""
+        self.phase_mark: PhaseMark | None = None
+        """State before the present part without steps."""
+        self.batch: Any = None
+        """Batch in use, as the strategy has noted it."""
+        self.output: Any = None
+        """Output of `training_step` for it."""
+        self.num_stepped = 0
+        """`batches_that_stepped` at the last commit."""
+        self.loaders: list[Any] | None = None
+        """States of the dataloaders at the last commit, of those that have one."""
+        self._num_backwards = 0
+        self._has_several = any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers)
+        self._has_gradients = False
+        self._snapshot: ModuleSnapshot | None = None
+        self._counters: list[Any] = []
+
+    # ------------------------------------------------------------------ derived
+
+    @property
+    def is_automatic(self) -> bool:
+        """True if Lightning takes the optimizer steps, one at most in a batch."""
+        return bool(self._trainer.lightning_module.automatic_optimization)
+
+    @property
+    def must_redo(self) -> bool:
+        """True if the present step, or its part so far, is not committed."""
+        return self.cursor in (Cursor.BOUNDARY, Cursor.COMPUTING, Cursor.UPDATING)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the state is that of the last commit, except for what can be undone."""
+        if self.cursor is Cursor.COPYING:
+            return False
+        if not self.must_redo or (self.mark is not None and self.mark.has_weights):
+            return True
+        return self.cursor is not Cursor.UPDATING and (self._num_backwards <= 1 or not self.is_automatic)
+
+    @property
+    def is_alone(self) -> bool:
+        """True while this rank finishes what the others have finished already, without them."""
+        return self.phase < self.last_phase
+
+    @property
+    def num_in_unit(self) -> int:
+        """Number of batches since the last boundary at which the ranks may meet."""
+        completed = int(self._trainer.fit_loop.epoch_loop.batch_progress.current.completed)
+        return completed - self.mark.num_batches if self.must_redo and self.mark is not None else 0
+
+    def progress(self, *, has_met: bool) -> Progress:
+        """Return the answer to the call after a loss; `has_met` at the boundary where all meet."""
+        phase = self.phase
+        if self.must_redo:
+            phase = self.mark.phase if self.mark is not None else phase
+        elif self.cursor is Cursor.COMMITTED:  # the batch is finished without the others
+            phase += 1
+        is_trying = self.must_redo and not has_met
+        return Progress(self.step, is_clean=self.is_whole, is_trying=is_trying, phase=phase)
+
+    # ------------------------------------------------------------------ told by the loops
+
+    def begin_epoch(self) -> None:
+        """Forget the parts of the module: it may have other ones than in the epoch before."""
+        self._snapshot = None
+
+    def reach_boundary(self) -> bool:
+        """Note that a batch is about to begin; return True if a unit begins with it."""
+        self._num_backwards = 0
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        in_window = loop.batch_progress.current.completed % self._trainer.accumulate_grad_batches
+        if in_window or (self._keeps_marks and not self._communication.has_met):
+            self.cursor = Cursor.COMPUTING
+            return False
+        self.cursor, self.batch, self.output, self._has_gradients = Cursor.BOUNDARY, None, None, False
+        if self._keeps_marks:
+            self._take_mark()
+        return True
+
+    def _take_mark(self) -> None:
+        if self._snapshot is None:
+            self._snapshot = ModuleSnapshot(self._trainer.lightning_module)
+            self._counters = loop_counters(self._trainer)
+        is_round = self._communication.is_local
+        self.mark = None  # its memory is free for the next one
+        self.mark = Mark(
+            self._trainer,
+            self._snapshot,
+            self._communication,
+            self._counters,
+            step=self.step,
+            phase=self.phase,
+            has_weights=self._has_several or is_round,
+            is_round=is_round,
+        )
+
+    def begin_phase(self) -> None:
+        """Note that a part of the loops without steps begins."""
+        self.phase_mark = PhaseMark(self._trainer, self._trainer.lightning_module)
+
+    def end_phase(self) -> None:
+        """Note that a part of the loops, or a batch, is finished."""
+        self.phase += 1
+        if self.cursor is Cursor.COMMITTED:
+            self.cursor = Cursor.PHASE
+
+    def skip_rest(self) -> None:
+        """Note that the epoch ends here: gradients that wait for more batches are dropped."""
+        self._has_gradients = False
+        if not self._keeps_marks or self._communication.has_met:
+            self.cursor = Cursor.PHASE
+
+    # ------------------------------------------------------------------ told by the strategy
+
+    def note_output(self, output: Any) -> None:
+        """Keep the output of `training_step` for the batch, without the graph of its loss."""
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
+            output = {**output, "loss": loss.detach()} if isinstance(loss, torch.Tensor) else output
+        self.output = output.detach() if isinstance(output, torch.Tensor) else output
+
+    def begin_backward(self) -> None:
+        """Note that a backward begins: another one of a batch is that of an optimizer that moves weights."""
+        self._has_gradients = True
+        if self.is_automatic or self.cursor is not Cursor.UPDATING:
+            self.cursor = Cursor.COMPUTING
+        self._num_backwards += 1
+        self._has_several |= self._num_backwards > 1
+
+    def begin_update(self) -> None:
+        """Note that the optimizer is about to change parameters."""
+        self.cursor = Cursor.UPDATING
+
+    def take_step(self) -> None:
+        """Note that an optimizer step is finished, with the average of parameters that may follow it."""
+        self._has_gradients = False
+        if not self.is_automatic:  # other steps of the batch may follow
+            self.cursor = Cursor.UPDATING
+        elif self._keeps_marks and not self._communication.has_met:
+            self.cursor = Cursor.COMPUTING
+        else:
+            self._commit()
+
+    def end_batch(self) -> None:
+        """Note that a batch is over, except for the hooks of its end."""
+        if not self.is_automatic and self.cursor is Cursor.UPDATING:
+            self._commit()
+
+    def agree(self) -> None:
+        """Note that all ranks have averaged their parameters; between two steps this ends a round."""
+        if self._has_gradients:
+            return
+        self._commit()
+
+    def _commit(self) -> None:
+        self.step += 1
+        self._settle_unit(self.cursor)
+
+    def _settle_unit(self, before: Cursor) -> None:
+        """Note that a unit is committed; `before` is the cursor before its end."""
+        self.num_stepped = batches_that_stepped(self._trainer)
+        self.loaders = loader_states(self._trainer)
+        if before is Cursor.BOUNDARY:
+            self.cursor = before
+            self._take_mark()
+        elif self.phase_mark is not None:
+            self.cursor = Cursor.PHASE
+            self.begin_phase()  # of the committed state
+        else:
+            self.cursor = Cursor.COMMITTED
+
+    def finish_alone(self) -> None:
+        """Finish the present part of the loops without the other ranks."""
+        self.last_phase = max(self.last_phase, self.phase + 1)
+
+    # ------------------------------------------------------------------ after a loss
+
+    def undo(self) -> None:
+        """Go back to the last boundary, if the present step is not committed."""
+        if self.must_redo and self.mark is not None:
+            self.mark.restore()
+            self.phase, self.cursor = self.mark.phase, Cursor.BOUNDARY
+            self._num_backwards, self._has_gradients = 0, False
+
+    def settle(self, generation: NewGeneration) -> Outcome:
+        """Make the state that of the step with which all go on, unless it has to be copied."""
+        if self.phase_mark is not None:
+            self.phase_mark.restore_weights()  # others may copy them
+        self.last_phase = generation.phase
+        if self.step < generation.step:
+            return Outcome.COPIED
+        if not self.must_redo:
+            return Outcome.FINISHED
+        self.undo()
+        return Outcome.UNDONE
+
+    def begin_copy(self) -> None:
+        """Note that the state is about to be overwritten."""
+        self.cursor = Cursor.COPYING
+
+    def end_copy(self, before: Cursor, step: int) -> None:
+        """Note that this rank has the state of a step; `before` is the cursor before `begin_copy`."""
+        complete_steps(self._trainer)
+        self.step = step
+        self._settle_unit(before)
+
+    def resume(self) -> None:
+        """Put back what the recovery itself has changed: the last thing before training continues."""
+        if self.must_redo and self.mark is not None:
+            self.mark.restore_random()
+        elif self.phase_mark is not None:
+            self.phase_mark.restore()

@@ -1,0 +1,70 @@
+"""Interface by which the strategy tells of the steps of a fit; its base class does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # the base class is imported by each run, and imports nothing
+    from lightning_ddp.elastic.step_ledger import StepLedger
+
+__all__ = ["StepObserver"]
+
+
+class StepObserver:
+    """Observer of a fit that does nothing about lost ranks: the first failure ends the run."""
+
+    dealer: Any = None
+    """Object that deals the rest of an epoch over other ranks, or None."""
+    ledger: StepLedger | None = None
+    """Record of what is committed; None if nobody asks for it."""
+    trainer: Any = None
+    """Trainer of the fit, once there is one."""
+    repeats_steps = False
+    """True if steps and parts of the loops may be repeated among other ranks."""
+
+    @property
+    def is_alone(self) -> bool:
+        """True while this rank finishes what the others have finished already, without them."""
+        return False
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_batch(self, batch: Any) -> None:
+        """Note the batch in use."""
+
+    def end_forward(self, output: Any) -> None:
+        """Note the output of `training_step`."""
+
+    def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Note that a backward begins; return the loss times this rank's weight in the mean."""
+        return loss
+
+    def end_backward(self) -> None:
+        """Note that a backward is over."""
+
+    def end_step(self) -> None:
+        """Note that an optimizer step is finished, with the average of parameters that may follow it."""
+
+    def agree(self) -> None:
+        """Note that all ranks have averaged their parameters outside of a step."""
+
+    # ------------------------------------------------------------------ collectives of hooks
+
+    def repeat(self, phase: Callable[[], None]) -> bool:
+        """Run a part of the loops without steps; return False if it is to come again."""
+        phase()
+        return True
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of tensors that a collective overwrites, as far as they may be needed after it."""
+        return []
+
+    def settle_hook(self) -> None:
+        """Wait until a collective has ended well, where nothing is repeated that it has spoilt."""
+
+    def finishes_alone(self, error: Exception) -> bool:
+        """Return True if a collective that has failed is replaced by this rank's own value."""
+        return False
