@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_ddp._lightning import Trainer, loaders_of
 from lightning_ddp.elastic.undo import RandomStates
@@ -27,9 +27,9 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 def share_of(
     rest: Sequence[Any], rank: int, world_size: int, *, drops_last: bool, fills: bool = True
 ) -> list[Any]:
-    """A rank's part of samples that are dealt in turn, all of one length.
+    """Return a rank's part of samples that are dealt in turn, all of one length.
 
-    What is left over is dropped, or the first ones fill it up; without `fills` the last ranks have one less.
+    The rest is dropped, or the first ones fill it up; without `fills` the last ranks have one less.
 
     >>> [share_of(range(7), rank, 3, drops_last=False) for rank in range(3)]
     [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
@@ -45,7 +45,7 @@ def share_of(
 
 
 class DealtSampler(Sampler[Any]):
-    """In the place of a distributed sampler: the same, until the rest of an epoch is dealt anew.
+    """Distributed sampler that can deal the rest of an epoch anew; the same as another one until then.
 
     Args:
         inner: has `num_replicas`, `rank` and `set_epoch`, as torch's `DistributedSampler`.
@@ -76,7 +76,7 @@ class DealtSampler(Sampler[Any]):
         return iter(self._share(self.order()))
 
     def _share(self, dealt: Sequence[Any]) -> list[Any]:
-        """This rank's part of what is dealt; among the first ranks as the sampler inside deals it."""
+        """Return this rank's part of an order; among the first ranks as the sampler inside deals it."""
         inner = self.inner
         fills = self._fills if self.has_changed else self._inner_fills
         share = share_of(dealt, inner.rank, inner.num_replicas, drops_last=self.drops_last, fills=fills)
@@ -92,7 +92,7 @@ class DealtSampler(Sampler[Any]):
 
     @property
     def most(self) -> int:
-        """How many samples the first rank gets, which none has more of."""
+        """Number of samples of the first rank, which none has more of."""
         if self._rest is not None:
             return self._most_of_rest
         if self._inner_fills if not self.has_changed else self._fills:
@@ -105,17 +105,17 @@ class DealtSampler(Sampler[Any]):
 
     @property
     def drops_last(self) -> bool:
-        """Whether what does not go up in the number of ranks is dropped; else the first ones fill it up."""
+        """True if samples over a multiple of the ranks are dropped; else the first ones fill them up."""
         return bool(getattr(self.inner, "drop_last", False))
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the sampler inside."""
+        """Return an attribute of the sampler inside."""
         if name == "inner":  # before there is one, as where it is unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """A new epoch begins, whole."""
+        """Begin a new epoch, whole."""
         self._rest = None
         self._num_used = self.num_batches = 0
         if epoch != self._epoch:  # else a loader with workers may have begun to read it
@@ -123,7 +123,7 @@ class DealtSampler(Sampler[Any]):
         self.inner.set_epoch(epoch)
 
     def order(self) -> list[Any]:
-        """The samples of the whole epoch in their order."""
+        """Return the samples of the whole epoch in their order."""
         if type(self.inner) is DistributedSampler:
             return _order_of(self.inner)
         if self._order is None:
@@ -131,24 +131,19 @@ class DealtSampler(Sampler[Any]):
         return self._order
 
     def check(self) -> None:
-        """Looks whether the rest of an epoch can be dealt anew; draws nothing.
+        """Check that the rest of an epoch can be dealt anew; draw nothing.
 
         Raises:
-            ConfigurationError: it does not deal one order to the ranks in turn, or draws it by something that
-                is not known here.
+            ConfigurationError: a copy for one rank does not give the order that is dealt in turn.
         """
         inner = self.inner
         if type(inner) is DistributedSampler:
             return
-        generators = _generators_of(inner)
-        random, states = RandomStates(), [generator.get_state() for generator in generators]
-        found = []
-        for is_whole in (False, True):
-            found.append(_order_of(inner) if is_whole else list(inner))
-            random.restore()
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-        mine, order = found
+        random = RandomStates()
+        mine = list(inner)
+        random.restore()
+        order = _order_of(inner)
+        random.restore()
         shares = {
             fills: share_of(order, inner.rank, inner.num_replicas, drops_last=self.drops_last, fills=fills)
             for fills in (True, self._fills)
@@ -158,26 +153,23 @@ class DealtSampler(Sampler[Any]):
             raise ConfigurationError(
                 f"on_failure: the rest of an epoch of {type(inner).__name__} cannot be redistributed over"
                 " the ranks: it does not give one order of samples to the ranks in turn, or has another"
-                " order each time. Use torch's DistributedSampler, a sampler that draws by a"
-                " torch.Generator, or on_failure='stop'."
+                " order each time. Use torch's DistributedSampler, a sampler that draws from torch's global"
+                " generator, or on_failure='stop'."
             )
 
     def state(self) -> Any:
-        """What of the epoch is used and how it is ordered, for `load` in a process that joins."""
-        generators = [generator.get_state() for generator in _generators_of(self.inner)]
+        """Return the used part of the epoch and its order, for `load` in a process that joins."""
         order = None if type(self.inner) is DistributedSampler else self.order()
-        return self._num_used, self.num_batches, self.inner.num_replicas, order, generators
+        return self._num_used, self.num_batches, self.inner.num_replicas, order
 
     def load(self, state: Any) -> None:
-        """Takes over what another rank has used, before `deal`."""
-        self._num_used, self.num_batches, num_replicas, order, generators = state
+        """Take over the used part from another rank, before `deal`."""
+        self._num_used, self.num_batches, num_replicas, order = state
         set_ranks(self.inner, 0, num_replicas)
         self._order = order
-        for generator, known in zip(_generators_of(self.inner), generators, strict=True):
-            generator.set_state(known)
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
-        """Deals what is left of the epoch, of which each rank has used some batches, over other ranks."""
+        """Deal the rest of the epoch, of which each rank has used some batches, over other ranks."""
         self._num_used += (num_batches - self.num_batches) * self._batch_size * self.inner.num_replicas
         self.num_batches = num_batches
         rest = self.order()[self._num_used :]
@@ -188,7 +180,7 @@ class DealtSampler(Sampler[Any]):
 
 
 class SplitBatches:
-    """In the place of a batch sampler: the same, until the batches of all ranks are split over fewer.
+    """Batch sampler that can split the batches of all ranks over fewer; the same as another one until then.
 
     Args:
         inner: whose `sampler` is distributed.
@@ -205,12 +197,12 @@ class SplitBatches:
 
     @property
     def _num_samples(self) -> int:
-        """Of an epoch, of all ranks."""
+        """Number of samples of an epoch, of all ranks."""
         parts = len(self.sampler.dataset) / self._num_ranks
         return self._num_ranks * (math.floor(parts) if self.sampler.drops_last else math.ceil(parts))
 
     def _all(self) -> list[list[Any]]:
-        """The samples of each step of the epoch, as all ranks that there were at first would use them."""
+        """Return the samples of each step of the epoch, as all ranks at first would use them."""
         order, drops_last = self.sampler.order(), self.sampler.drops_last
         shares = [share_of(order, r, self._num_ranks, drops_last=drops_last) for r in range(self._num_ranks)]
         dealt = [sample for row in zip(*shares, strict=True) for sample in row]
@@ -231,11 +223,11 @@ class SplitBatches:
         return (math.floor(batches) if self.drop_last else math.ceil(batches)) - self.sampler.num_batches
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
-        """Splits what is left of the epoch, and later ones, over other ranks; as of `DealtSampler`."""
+        """Split the rest of the epoch, and later ones, over other ranks; as `DealtSampler.deal`."""
         self.sampler.num_batches, self._part = num_batches, (rank, world_size)
 
     def weight(self, number: int) -> float:
-        """What this rank's mean of a batch of the epoch counts for in the mean over the ranks."""
+        """Return the weight of this rank's mean of a batch in the mean over the ranks."""
         if self._part is None:
             return 1.0
         rank, world_size = self._part
@@ -244,26 +236,15 @@ class SplitBatches:
         return len(range(rank, size, world_size)) * world_size / size
 
 
-def _generators_of(owner: Any, depth: int = 3) -> list[torch.Generator]:
-    """Those by which a sampler draws, or one that it wraps."""
-    found = []
-    for value in vars(owner).values():
-        if isinstance(value, torch.Generator):
-            found.append(value)
-        elif depth and isinstance(value, Sampler | Dataset):
-            found += _generators_of(value, depth - 1)
-    return found
-
-
 def _order_of(sampler: Any) -> list[Any]:
-    """The order of the whole epoch, which a distributed sampler for one rank has."""
+    """Return the order of the whole epoch, which a distributed sampler for one rank has."""
     alone = copy.copy(sampler)
     set_ranks(alone, 0, 1)
     return list(iter(alone))
 
 
 def set_ranks(sampler: Any, rank: int, world_size: int) -> None:
-    """Has a distributed sampler deal to other ranks from its next epoch on."""
+    """Make a distributed sampler deal to other ranks from its next epoch on."""
     sampler.num_replicas, sampler.rank = world_size, rank
     if hasattr(sampler, "num_samples"):
         size = len(sampler.dataset)
@@ -296,7 +277,7 @@ class Dealer:
         return [loader.batch_sampler.sampler for loader in self._loaders]
 
     def adopt(self, loader: Any) -> Any:
-        """Takes a dataloader's sampler over; returns the loader.
+        """Take over a dataloader's sampler; return the loader.
 
         Raises:
             ConfigurationError: the rest of an epoch of it cannot be dealt anew.
@@ -327,18 +308,18 @@ class Dealer:
         return loader
 
     def most(self, loader: Any) -> int:
-        """How many batches of a loader that was taken over the rank has that has the most."""
+        """Return the largest number of batches that a rank has of a loader that was taken over."""
         batches: float = loader.batch_sampler.sampler.most / loader.batch_sampler.batch_size
         return math.floor(batches) if loader.batch_sampler.drop_last else math.ceil(batches)
 
     def spare(self, loader: Any) -> Any:
-        """A batch of such a loader, for a rank that has none of its own."""
+        """Return a batch of such a loader, for a rank that has none of its own."""
         batches = loader.batch_sampler
         some = batches.sampler.order()[: batches.batch_size]
         return loader.collate_fn([loader.dataset[index] for index in some])
 
     def check(self) -> None:
-        """Looks at all loaders together.
+        """Check all loaders together.
 
         Raises:
             ConfigurationError: they cannot be split.
@@ -350,22 +331,22 @@ class Dealer:
             )
 
     def weight(self, number: int) -> float:
-        """What this rank's gradients of a batch of the epoch count for, of a global batch that is kept."""
+        """Return the weight of this rank's gradients of a batch, of a global batch that is kept."""
         (loader,) = self._loaders
         return float(loader.batch_sampler.weight(number))
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
-        """Deals the rest of the epoch over other ranks."""
+        """Deal the rest of the epoch over other ranks."""
         self._part = (rank, world_size)
         for loader in self._loaders:
             dealt = loader.batch_sampler if self._keeps_global else loader.batch_sampler.sampler
             dealt.deal(num_batches, rank, world_size)
 
     def state(self) -> list[Any]:
-        """What of the epoch is used, of each loader."""
+        """Return the used part of the epoch, of each loader."""
         return [sampler.state() for sampler in self._samplers]
 
     def load(self, states: list[Any]) -> None:
-        """Takes over what another rank has used, before `deal`."""
+        """Take over the used part from another rank, before `deal`."""
         for sampler, state in zip(self._samplers, states, strict=True):
             sampler.load(state)

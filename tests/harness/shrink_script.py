@@ -643,14 +643,10 @@ def new_trainer() -> pl.Trainer:
 
 
 class Drawn(SequentialSampler):
-    """Another order each time it is asked for one, of a generator of its own."""
-
-    def __init__(self, data: Any) -> None:
-        super().__init__(data)
-        self.generator = torch.Generator().manual_seed(7)
+    """Another order each time it is asked for one, of the global generator."""
 
     def __iter__(self) -> Any:
-        return iter(torch.randperm(len(self), generator=self.generator).tolist())
+        return iter(torch.randperm(len(self)).tolist())
 
 
 class InTurn(DistributedSampler[Any]):
