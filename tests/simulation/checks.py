@@ -87,6 +87,8 @@ class Checks:
             if is_there and other.place not in places:
                 text = f"{other} still trains, while a generation is formed without it"
                 raise self._world.violation(text)
+        if self._world.control._verdict.deadline() is not None:
+            raise self._world.violation("a generation is formed while a failure waits for its explanation")
         for process in job.roster.living.values():
             if process.state is ProcessState.CONDEMNED:
                 text = f"rank {process.rank} is condemned, and a generation is formed before its end"

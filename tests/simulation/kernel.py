@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import heapq
 import random
+import signal
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
-__all__ = ["Kernel", "Violation"]
+__all__ = ["Kernel", "Violation", "ends_within"]
 
 _MOST_AT_ONCE = 2000
 """Events at one moment, after which something spins."""
@@ -15,6 +18,22 @@ _MOST_AT_ONCE = 2000
 
 class Violation(AssertionError):
     """Something that must hold does not."""
+
+
+@contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """Raise `Violation` if the code in the block runs longer in real time: a loop inside of one event."""
+
+    def stop(*args: Any) -> NoReturn:
+        raise Violation(f"one history takes more than {seconds:g} s: something spins in one event")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Kernel:

@@ -179,6 +179,13 @@ def _with_more(plan: Plan, style: str) -> Plan:
         )
     if style == "skew" and draw.random() < 0.5:
         more.append(Fault(kind="kill source", at_s=0.02 * draw.random(), after="copies", place=0))
+    if plan.num_nodes == 2 and draw.random() < 0.3:
+        launcher = 2  # of the second node
+        more.append(Fault(kind="kill", at_s=0.05 * draw.random(), after="Present", place=launcher))
+    if draw.random() < 0.15:
+        kind = draw.choice(("sigterm", "dismiss")) if plan.num_nodes == 2 else "sigterm"
+        place = 1 if kind == "dismiss" else draw.choice(places)
+        more.append(Fault(kind=kind, at_s=0.1 * draw.random(), after="Hello", place=place))
     if draw.random() < 0.1:
         more.append(Fault(kind="raise", at_s=0.01, after="Start", place=draw.choice(places)))
     most = draw.choice((1, 2, 3)) if draw.random() < 0.15 else plan.max_recoveries

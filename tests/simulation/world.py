@@ -15,7 +15,7 @@ from lightning_ddp.supervise.processes import ProcessState
 from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
 from simulation.checks import GRACE_S, Checks
-from simulation.kernel import Kernel, Violation
+from simulation.kernel import Kernel, Violation, ends_within
 from simulation.network import Collective, Connections, Socket, describe
 from simulation.plan import Fault, Plan
 from simulation.rank import Process
@@ -28,6 +28,8 @@ LATE_STEP = 25
 CONVERGES_S = 150.0
 ENDS_S = 60.0
 MORE_STEPS = 2
+_SECONDS = 30.0
+"""Real time that a history may take; a usual one takes 10 ms."""
 _SERVER = Identity(rank=-1, node_rank=0, host="node0", pid=1)
 
 
@@ -318,6 +320,9 @@ class World:
                 raise self.violation(f"{process} is sound, and is refused") from error
             self.kernel.note(lambda: f"the server refuses {process}")
             self._hang_up_on_stranger(process, peer)
+        else:
+            if process.is_new:
+                self.occurs("Hello")
         self.server_acts()
 
     def _hang_up_on_stranger(self, process: Process, peer: Peer) -> None:
@@ -336,6 +341,9 @@ class World:
         if process.is_launcher:
             for other in list(self.processes.values()):
                 if other.node == process.node and other is not process:
+                    if self.plan.is_random and self.kernel.random("orphans").random() < 0.5:
+                        parent = FailureRecord.of_identity(process.identity, GONE)
+                        other.post(protocol.PeerDisconnected(parent))
                     other.end(-9)
         else:
             self.later(f"launcher{process.node}", 0.003, lambda: self._reaped(process))
@@ -593,6 +601,10 @@ class World:
 
     def play(self) -> None:
         """The whole history. Raises `Violation`."""
+        with ends_within(_SECONDS):
+            self._play()
+
+    def _play(self) -> None:
         self.begin()
         self._load_faults(0)
         last_s = max((fault.at_s for fault in self.plan.faults), default=0.0) + COMES_S
