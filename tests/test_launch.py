@@ -28,7 +28,8 @@ from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import interface, rendezvous
 from lightning_ddp.launch import job_context as contexts
-from lightning_ddp.launch.children import ChildCommand, Children
+from lightning_ddp.launch.children import Children
+from lightning_ddp.launch.program import ChildCommand
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import SupervisionSettings
 

@@ -6,13 +6,11 @@ import contextlib
 import csv
 import itertools
 import json
-import multiprocessing
 import os
 import pty
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,7 +30,6 @@ from test_launch import require_trained
 from user_script import order, read_notes, wait_for_notes
 
 from lightning_ddp import cli
-from lightning_ddp.launch.control_process import ALL_ENDED, serve
 from lightning_ddp.telemetry.timeline import load_folder
 
 NUM_STARTS = 3
@@ -52,9 +49,9 @@ def test_all_ranks_are_forks_of_a_process_that_is_none_and_ends_last(tmp_path) -
         notes = wait_for_notes(script, tmp_path, ["ready-0", "ready-1", "ready-2"])
         ranks = [notes[f"ready-{rank}"]["pid"] for rank in range(3)]
         processes = {process.pid: process for process in script.processes()}
-        assert {processes[pid].ppid() for pid in ranks} == {script.pid}
-        supervisor = processes[script.pid]
-        assert (supervisor.num_threads(), supervisor.net_connections("tcp")) == (1, [])
+        (zygote,) = {processes[pid].ppid() for pid in ranks}
+        assert processes[zygote].ppid() == script.pid
+        assert (processes[zygote].num_threads(), processes[zygote].net_connections("tcp")) == (1, [])
         (tmp_path / "go").touch()
         script.wait(DEADLINE_S).check()
     ends = require_trained(tmp_path, 3)
@@ -176,11 +173,6 @@ if rank == 0:
     os.environ["FIRST"] = str(os.getpid())
     os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")  # as scikit-learn does when it is imported
     os.environ["MINE"] = "a value \\udcff"
-    os.umask(0o31)
-    os.nice(1)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (500, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     random.seed(1)
     numpy.random.seed(1)
     open("/dev/null")
@@ -243,7 +235,6 @@ def test_a_rank_is_as_a_new_interpreter_but_for_a_list_of_differences(tmp_path) 
         more = [ours["files"][number] for number in ours["files"].keys() - theirs["files"].keys()]
         assert more == ["socket"] * (1 - rank)
         assert set(ours["meta_path"]) - set(theirs["meta_path"]) == {"_Finder"}
-    assert forked[1]["facts"]["open_files"] == 500
     mine, other = (rank["drawn"] for rank in forked)
     assert [a == b for a, b in zip(mine, other, strict=True)] == [False] * 4 + [True], (
         "but for the seed of hashes each rank draws its own numbers"
@@ -350,30 +341,6 @@ def test_all_ranks_vanish_with_a_supervisor_that_is_killed(tmp_path, when) -> No
                 os.kill(notes[f"ready-{rank}"]["pid"], signal.SIGSTOP)
         os.kill(script.pid, signal.SIGKILL)
         assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
-
-
-def run_control_process(rank_0: socket.socket, supervisor: socket.socket) -> None:
-    sys.exit(serve(rank_0, supervisor))
-
-
-@pytest.mark.parametrize(("last", "code"), [(b"", 1), (ALL_ENDED, 0)], ids=["killed", "ended"])
-def test_a_control_process_says_goodbye_to_the_ranks_only_if_the_supervisor_does(last, code) -> None:
-    """That one hangs up as well when it is killed; then the ranks have to see that nobody is left."""
-    with contextlib.ExitStack() as stack:
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-        ours, theirs = zip(*pairs, strict=True)
-        for end in ours:
-            stack.enter_context(end)
-        process = multiprocessing.get_context("spawn").Process(target=run_control_process, args=theirs)
-        process.start()
-        for end in theirs:
-            end.close()
-        if last:
-            ours[1].send(last)
-        else:
-            ours[1].close()
-        process.join(DEADLINE_S)
-        assert process.exitcode == code
 
 
 BEFORE_THEY_MEET = """
@@ -549,18 +516,18 @@ def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
     assert (tmp_path / "page.html").read_text().count("stroke-dasharray") == 4 * len(lost)
 
 
-@pytest.mark.slow
-def test_a_control_process_that_is_killed_ends_all_ranks(tmp_path) -> None:
+def test_a_zygote_that_is_killed_ends_all_ranks(tmp_path) -> None:
     with start_script(SCRIPT, order(tmp_path, pause="fit"), launcher=RUN) as script:
         notes = wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
-        ranks = {notes[f"ready-{rank}"]["pid"] for rank in range(2)}
-        others = [process for process in script.processes() if process.pid not in {*ranks, script.pid}]
-        (control,) = [process.pid for process in others if "guard.py" not in str(process.cmdline())]
-        os.kill(control, signal.SIGKILL)
+        processes = {process.pid: process for process in script.processes()}
+        os.kill(processes[notes["ready-0"]["pid"]].ppid(), signal.SIGKILL)
         result = script.wait(DEADLINE_S)
     assert result.returncode == 1
     report = result.stderr.rpartition("lightning_ddp: ")[2]
     assert report.startswith("the launching process (node 0, host "), result.stderr
+    assert "the process that forks the ranks was killed by SIGKILL" in report
+    seen = read_notes(tmp_path)
+    assert {seen[f"on_exception-{rank}"]["kind"] for rank in range(2)} == {"PeerFailure"}
 
 
 @pytest.mark.slow

@@ -33,13 +33,12 @@ __all__ = [
     "die_with_parent",
     "end_fast",
     "end_with",
+    "forked_by_zygote",
     "guarded_by",
     "keep_files",
+    "launched_by",
     "launcher_pid",
     "outlive_parent",
-    "supervisor_of_rank",
-    "tie_first_rank",
-    "tie_to_supervisor",
 ]
 
 PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
@@ -115,26 +114,18 @@ def keep_files(files: Mapping[int, int]) -> None:
 
 
 @dataclass
-class _Tie:
-    """Between this process and those that have started it."""
+class _Origin:
+    """Processes that started this one."""
 
     launcher: int | None
-    """The one that has launched it, if a launcher of ours has."""
+    """Process that launched it, if a launcher of this package did."""
     parent: int
-    """The same process, or the supervisor that has forked both."""
-    supervisor: Any = None
-    """In the first rank that a supervisor has forked: what it asks that with."""
-    has_ended: Callable[[], bool] = lambda: False
-    """Whether the supervisor knows of the launcher's end."""
-    on_outliving: Callable[[], None] = lambda: None
+    """The same process, or the zygote of a supervisor."""
     may_outlive: bool = False
 
-    def is_gone(self) -> bool:
-        return os.getppid() != self.parent or self.has_ended()
 
-
-_tie: _Tie | None = None
-"""Not in the session: it is known when the package is imported, or the process forked, long before that."""
+_origin: _Origin | None = None
+"""Global: it is known when the package is imported, or the process forked, long before there is a job."""
 
 
 def adopt_from_environment() -> None:
@@ -181,34 +172,27 @@ def die_with_parent(parent: int) -> None:
 
     If it is gone already, this process ends at once.
     """
-    global _tie
-    _tie = _Tie(parent, parent)
+    global _origin
+    _origin = _Origin(parent, parent)
     end_with(parent)
 
 
-def tie_to_supervisor(launcher: int, has_ended: Callable[[], bool], on_outliving: Callable[[], None]) -> None:
-    """Called in the place of `adopt_from_environment` in a child that a supervisor has forked.
+def forked_by_zygote(launcher: int | None) -> None:
+    """Note in a fork of a zygote, which ends with that, which process launched it.
 
     Args:
-        launcher: the process that has asked for it.
-        has_ended: whether the supervisor knows of the launcher's end.
-        on_outliving: tells the supervisor that this process hears of that by other means.
+        launcher: the supervisor; None in rank 0, which is alone at first.
     """
-    global _tie
-    _tie = _Tie(launcher, os.getppid(), has_ended=has_ended, on_outliving=on_outliving)
-    os.environ.pop(PARENT_VARIABLE, None)
-    _hear_interrupts()
+    global _origin
+    _origin = _Origin(launcher, os.getppid())
+    if launcher is not None:
+        _hear_interrupts()
 
 
-def tie_first_rank(supervisor: Any) -> None:
-    """The same in the first rank, which launches the others: it asks the supervisor with `supervisor`."""
-    global _tie
-    _tie = _Tie(None, os.getppid(), supervisor=supervisor)
-
-
-def supervisor_of_rank() -> Any:
-    """What `tie_first_rank` was given; None where it was not called."""
-    return None if _tie is None else _tie.supervisor
+def launched_by(launcher: int) -> None:
+    """Note in rank 0 that its supervisor launched the others."""
+    assert _origin is not None  # it is a fork of a zygote
+    _origin.launcher = launcher
 
 
 def end_with(parent: int) -> None:
@@ -223,15 +207,16 @@ def end_with(parent: int) -> None:
 
 def launcher_pid() -> int | None:
     """The process that has launched this one, if that is a launcher of this package and has not ended."""
-    return None if _tie is None or _tie.is_gone() else _tie.launcher
+    return None if _origin is None or os.getppid() != _origin.parent else _origin.launcher
 
 
 def guarded_by() -> int:
     """The process whose guard is that of this one; this one itself if none has started it."""
     by_function = multiprocessing.parent_process()
-    if _tie is None or by_function is None:
-        return os.getpid() if _tie is None else _tie.parent
-    return by_function.pid or os.getpid()
+    launcher = None if _origin is None else _origin.launcher
+    if launcher is not None and by_function is not None:
+        launcher = by_function.pid
+    return launcher or os.getpid()
 
 
 def outlive_parent() -> None:
@@ -239,9 +224,8 @@ def outlive_parent() -> None:
 
     If it is stopped (SIGSTOP) at that moment, the kernel continues it, so that it can.
     """
-    if _tie is not None:
-        _tie.may_outlive = True
-        _tie.on_outliving()
+    if _origin is not None:
+        _origin.may_outlive = True
     if sys.platform == "linux":
         _set_death_signal(signal.SIGCONT)
 
@@ -256,5 +240,5 @@ def _set_death_signal(number: int) -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    if _tie is None or not _tie.may_outlive:
+    if _origin is None or not _origin.may_outlive:
         os._exit(1)

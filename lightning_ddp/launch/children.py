@@ -15,16 +15,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_ddp.launch.child_process import child_environment, supervisor_of_rank
+from lightning_ddp.launch.child_process import child_environment
+from lightning_ddp.launch.program import ChildCommand
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
-from lightning_ddp.launch.supervisor import ForkedChild, fork_child
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 
-__all__ = ["ChildCommand", "Children"]
+if TYPE_CHECKING:
+    from lightning_ddp.launch.supervised import SupervisorLink
+
+__all__ = ["ChildProcess", "Children"]
 
 _LAST_LINES = 30
 _STOP_GRACE_S = 5.0
@@ -32,22 +35,17 @@ _POLL_S = 0.05
 """How often a child is looked at, where the kernel cannot tell of its end."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChildCommand:
-    """How the children of a run are started. Made before anything is, so that an error leaves nothing."""
+class ChildProcess(Protocol):
+    """Part of `subprocess.Popen` that is used here."""
 
-    arguments: Sequence[str]
-    """The command line."""
-    cwd: str | None = None
-    """The working directory; None for this process's."""
-    handed: IO[bytes] | None = None
-    """The file with what Hydra has composed, which the children inherit; None without Hydra."""
-    logs: Path | None = None
-    """The folder for what the children print; None for this process's terminal."""
+    pid: int
+    returncode: Any
 
-    def log_of(self, rank: int) -> Path | None:
-        """The file to which the output of a rank is appended, or None."""
-        return None if self.logs is None else self.logs / f"{rank}.log"
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal unless it has ended."""
 
 
 @dataclass(eq=False)
@@ -55,10 +53,15 @@ class _Child:
     """One that has not ended, as far as is known."""
 
     local_rank: int
-    process: subprocess.Popen[bytes] | ForkedChild
+    process: ChildProcess
     log: Path | None
-    end: int | socket.socket | None
-    """Becomes readable when it ends."""
+    descriptor: int | None
+    """Readable when it has ended, unless the process has such a thing itself."""
+
+    @property
+    def end(self) -> Any:
+        """What is readable when it has ended; None where the kernel has nothing such."""
+        return getattr(self.process, "end", self.descriptor)
 
     def exited(self, identity: Identity, code: int) -> FailureRecord:
         """How it has ended, with the last that it has printed, if that is in a file."""
@@ -80,12 +83,18 @@ class Children(LocalProcesses):
         on_failure: called once, in a watching thread, with the first child that ends without success
             while not being stopped.
         has_met: tells whether all ranks have found each other: a child that ends before that is no success.
+        starter: starts a process of a command, with its environment variables and its log; by default Python.
     """
 
     def __init__(
-        self, on_failure: Callable[[FailureRecord], None], has_met: Callable[[], bool] = lambda: True
+        self,
+        on_failure: Callable[[FailureRecord], None],
+        has_met: Callable[[], bool] = lambda: True,
+        starter: Callable[[ChildCommand, Mapping[str, str], Path | None], ChildProcess] | None = None,
     ) -> None:
-        self.procs: list[subprocess.Popen[bytes] | ForkedChild] = []
+        self.procs: list[ChildProcess] = []
+        self.remote: SupervisorLink | None = None
+        """In rank 0 under `run`: what starts and ends the others of its node instead."""
         self.first_rank: int | None = None
         """The rank of this process, if it is the one that starts the others of its node."""
         self.node_rank = 0
@@ -95,6 +104,7 @@ class Children(LocalProcesses):
         """Whether `on_failure` is called with every child that ends, however it does."""
         self._on_failure = on_failure
         self._has_met = has_met
+        self._starter = starter or self._start_python
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._alive: list[_Child] = []
@@ -132,34 +142,36 @@ class Children(LocalProcesses):
         self, local_rank: int, command: ChildCommand, env: Mapping[str, str], *, is_new: bool = False
     ) -> None:
         self._may_leave.clear()
-        arguments, log = command.arguments, command.log_of((self.first_rank or 0) + local_rank)
-        handed = () if command.handed is None else (command.handed.fileno(),)
-        options: dict[str, Any] = {"cwd": command.cwd, "pass_fds": handed}
-        with contextlib.nullcontext() if log is None else log.open("ab") as out:
-            proc = fork_child(arguments, env=env, stdout=out, **options) or _start_for_good(
-                self._may_leave, arguments, env=child_environment(env), stdout=out, stderr=out, **options
-            )
+        log = command.log_of((self.first_rank or 0) + local_rank)
+        proc = self._starter(command, env, log)
         with self._changed:
             self.procs.append(proc)
             if is_new:
                 self._new[proc.pid] = local_rank
-            self._alive.append(_Child(local_rank, proc, log, _open_end(proc)))
+            self._alive.append(_Child(local_rank, proc, log, _open_end(proc.pid)))
             self._wake()
             if self._thread is None:
                 self._wake_pair = socket.socketpair()
                 self._thread = threading.Thread(target=self._watch, daemon=True, name="children-watch")
                 self._thread.start()
 
+    def _start_python(
+        self, command: ChildCommand, env: Mapping[str, str], log: Path | None
+    ) -> subprocess.Popen[bytes]:
+        handed = () if command.handed is None else (command.handed.fileno(),)
+        options: dict[str, Any] = {"env": child_environment(env), "cwd": command.cwd, "pass_fds": handed}
+        with contextlib.nullcontext() if log is None else log.open("ab") as out:
+            return _start_for_good(self._may_leave, command.arguments, stdout=out, stderr=out, **options)
+
     def guard(self) -> None:
-        """From now on those that do not hear of a failure are killed. A supervisor has a guard of its own."""
-        is_rank_alone = supervisor_of_rank() is None
-        if self._again and (is_rank_alone or not self.are_forked):
-            self._guard = Guard(ends_launcher=is_rank_alone)
+        """From now on those that do not hear of a failure are killed."""
+        if self._again:
+            self._guard = Guard(ends_launcher=True)
 
     @property
-    def are_forked(self) -> bool:
-        """Whether they are forks of a supervisor, and live on when this process has ended."""
-        return all(isinstance(proc, ForkedChild) for proc in self.procs)
+    def are_of_this_process(self) -> bool:
+        """Return whether this process launched the others of its node, by itself or by its supervisor."""
+        return self.first_rank is not None or self.remote is not None
 
     def start_again(self, place: int, number: int) -> None:
         """Starts a child in the place of one that is lost, to join the run. Any thread.
@@ -167,6 +179,9 @@ class Children(LocalProcesses):
         If that only stands still it is killed. `place` is the rank that it had in the beginning, `number` the
         number of this start there. If it was started already, and has ended, that is told once more.
         """
+        if self.remote is not None:
+            self.remote.start_again(place, number)
+            return
         local_rank = place - (self.first_rank or 0)
         if local_rank not in self._again or self.ending.locked():
             return
@@ -225,8 +240,8 @@ class Children(LocalProcesses):
             record = child.exited(Identity(rank=rank, node_rank=self.node_rank, pid=pid), code)
         with self._changed:
             self._alive.remove(child)
-            if isinstance(child.end, int):
-                os.close(child.end)
+            if child.descriptor is not None:
+                os.close(child.descriptor)
             is_first = has_failed and self._first is None and not self._is_stopping
             if is_first:
                 self._first = record
@@ -277,6 +292,8 @@ class Children(LocalProcesses):
 
     def kill(self) -> None:
         """Ends the children at once."""
+        if self.remote is not None:
+            self.remote.kill()
         self.send_signal(signal.SIGKILL)
 
     def kill_one(self, pid: int) -> None:
@@ -287,6 +304,8 @@ class Children(LocalProcesses):
 
     def kill_rank(self, rank: int) -> None:
         """Ends the child that was given a rank, if it is one of these."""
+        if self.remote is not None:
+            self.remote.kill_rank(rank)
         number = rank - (self.first_rank or 0) - 1
         if self.first_rank is not None and 0 <= number < len(self.procs):
             self.procs[number].send_signal(signal.SIGKILL)
@@ -297,12 +316,10 @@ class Children(LocalProcesses):
             proc.send_signal(number)
 
 
-def _open_end(process: subprocess.Popen[bytes] | ForkedChild) -> int | socket.socket | None:
-    """What becomes readable when a child ends; None where the kernel has none."""
-    if isinstance(process, ForkedChild):
-        return process.told
+def _open_end(pid: int) -> int | None:
+    """Open what becomes readable when a child ends; None where the kernel has none."""
     with contextlib.suppress(AttributeError, OSError):
-        return os.pidfd_open(process.pid)
+        return os.pidfd_open(pid)
     return None
 
 

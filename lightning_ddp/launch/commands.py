@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightning_ddp._lightning import ROOTS, lightnings
 from lightning_ddp.errors import LightningDDPError
-from lightning_ddp.launch.supervisor import Program, Supervisor
+from lightning_ddp.launch.program import Program
 from lightning_ddp.supervise.protocol import DrainNode, DrainNodeReply, Message
 
 __all__ = ["Leave", "Run"]
@@ -23,6 +23,7 @@ _ANSWER_S = 15.0
 _IMPORTED = (
     "lightning_ddp.ddp.module",
     "lightning_ddp.launch.launcher",
+    "lightning_ddp.launch.supervisor",
 )
 _RARE = (100_000, 10, 10)
 
@@ -63,6 +64,8 @@ class Run:
             del sys.path[0]  # the folder of what Python was started with
         _import_once([*_namespaces(program), *_IMPORTED, *args.preload])
         _launch_on_each_node()
+        from lightning_ddp.launch.supervisor import Supervisor  # only here, as all commands import this file
+
         return Supervisor().run(program)
 
 

@@ -23,14 +23,13 @@ from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
 from lightning_ddp.launch.children import Children
-from lightning_ddp.launch.control_process import ControlProcess
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.end_limit import EndLimit
 from lightning_ddp.launch.failure_causes import Cause, cause_of_error, interruption_behind
 from lightning_ddp.launch.last_words import exit_now, fill_error_file
 from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
-from lightning_ddp.launch.supervisor import was_passed_on
+from lightning_ddp.launch.supervised import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
 from lightning_ddp.supervise.failure_record import (
     FailureRecord,
@@ -88,7 +87,7 @@ class FailureHandler:
     def __init__(self, children: Children) -> None:
         self.interrupt = Interrupt()
         self.alarm = InterruptGuard()
-        self.server: ControlServer | ControlProcess | None = None
+        self.server: ControlServer | None = None
         self.watch: ControlClient | None = None
         self.calls: RecoveryClient | None = None
         """None if a failure ends the job."""
@@ -213,7 +212,7 @@ class FailureHandler:
             if (parent.pid, parent.host) == (server.identity.pid, server.identity.host):
                 parent = server.identity
             elif parent.node_rank == server.identity.node_rank:
-                parent = None  # it has a supervisor, which tells the server of its end
+                parent = None  # that of forkserver, whose end concerns nobody
         if identity.node_rank != server.identity.node_rank:  # the order has to come from there
             self._called_within_s += settings.heartbeat_timeout_s
         self.watch = ControlClient(
@@ -226,7 +225,7 @@ class FailureHandler:
             parent=parent,
             on_message=self._on_message,
             start=start,
-            is_launcher=self.is_launcher,
+            is_launcher=self._children.are_of_this_process,
         )
         if settings.recovery is not None:
             with self.watch.lock:
@@ -421,19 +420,13 @@ class FailureHandler:
 
     def _requested_by(self, number: int) -> Wish:
         """Return what a signal requests: that all stop, or that this process or its node leaves."""
-        preemption, first = self._settings.preemption, self._children.first_rank
+        preemption = self._settings.preemption
         is_notice = preemption is not None and number == preemption.number
         if not is_notice or self.calls is None or not self.calls.may_leave or self.identity is None:
             return Wish(WishKind.STOP, number)
-        if first is not None and self.identity.node_rank == 0 and not self._may_go_alone(number):
-            return Wish(WishKind.STOP, number)
-        is_node = first is not None and self.identity.node_rank != 0
-        return Wish(WishKind.LEAVE_NODE if is_node else WishKind.LEAVE, number)
-
-    def _may_go_alone(self, number: int) -> bool:
-        """Return True if the others of the node outlive this rank 0, and the signal was for it alone."""
-        outlives_it = isinstance(self.server, ControlProcess) and self._children.are_forked
-        return outlives_it and not was_passed_on(number)
+        if not self.is_launcher and not was_passed_on(number):
+            return Wish(WishKind.LEAVE, number)
+        return Wish(WishKind.STOP if self.identity.node_rank == 0 else WishKind.LEAVE_NODE, number)
 
     # ------------------------------------------------------------------ a failure of this process
 
@@ -556,6 +549,8 @@ class FailureHandler:
         error = record.to_error(rank)
         if rank is not None and record.rank != rank:
             fill_error_file(record, is_cause=False)
+        if self._children.remote is not None:
+            self._children.remote.note_failure(record)
         self._tell_guard(True, record)
         self._limit_end()
         if record.exception_type is None or record.rank == rank:

@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,6 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
-from lightning_ddp.launch.control_process import ControlProcess
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.interface import is_loopback
 from lightning_ddp.launch.last_words import LAST_WORDS_S, exit_now, limit_last_words, show_report
@@ -39,6 +38,9 @@ from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
+
+if TYPE_CHECKING:
+    from lightning_ddp.launch.supervised import SupervisorLink
 
 __all__ = ["JobContext", "end_job", "global_seed", "job_context", "server_in"]
 
@@ -72,7 +74,6 @@ class JobContext:
         """Number of this start among those that were requested for the slot."""
         self.is_joining = self._start > 0
         """True while this process, which replaces a lost one, is not a member of the job."""
-        self._parent_pid = launcher_pid()
         self._inherited = before if before is not None and before.is_inherited else None
         """Kept alive: C++ would wait for the threads of its store, which are in the other process."""
         self._num_threads = torch.get_num_threads()
@@ -91,20 +92,35 @@ class JobContext:
     # ------------------------------------------------------------------ begin
 
     def begin_launch(
-        self, first_rank: int, node_rank: int, variables: dict[str, str], *, tells_all: bool = False
+        self,
+        first_rank: int,
+        node_rank: int,
+        variables: dict[str, str],
+        *,
+        tells_all: bool = False,
+        link: SupervisorLink | None = None,
     ) -> None:
         """Make this process, of rank `first_rank`, the launcher of its node.
 
         Args:
             variables: environment variables to set until the job ends.
             tells_all: True to report each exit of a child, as the others may continue.
+            link: to the supervisor that starts the others, and waits for them, instead of this process.
         """
-        self.children.tells_all = tells_all
-        self.children.first_rank, self.children.node_rank = first_rank, node_rank
+        self.children.tells_all, self.children.remote = tells_all, link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
         os.environ.update(variables)
-        atexit.register(self._at_exit)
+        if link is None:
+            self.children.first_rank, self.children.node_rank = first_rank, node_rank
+            atexit.register(self._at_exit)
+        else:
+            link.on_child_ended = self._child_of_supervisor_ended
+
+    def _child_of_supervisor_ended(self, record: FailureRecord) -> None:
+        """Report the exit of a rank of a node whose supervisor has no server. Called in a thread."""
+        if self.children.tells_all or record.exit_code or not self.control.has_met:
+            self.control.child_ended(record)
 
     def open_server(
         self,
@@ -116,10 +132,10 @@ class JobContext:
         num_nodes: int,
         settings: SupervisionSettings,
         processes: LocalProcesses | None = None,
-    ) -> ControlServer | ControlProcess:
+    ) -> ControlServer | None:
         """Open the control server of the job at `address`, and publish that in the store of the job.
 
-        It is in this process, except for a rank 0 that has a control process.
+        It is in this process; or for a rank 0 under `run` in the supervisor, then None is returned.
 
         Args:
             identity: this process.
@@ -133,18 +149,17 @@ class JobContext:
             # /etc/hosts often maps a node's own name to the loopback, where the others could not reach it
             "any_interface": num_nodes > 1 and is_loopback(address),
         }
-        server: ControlServer | ControlProcess
-        process = self.rendezvous.control
-        if process is not None:
-            process.open_server(address, **options)
-            server, identity = process, process.identity
+        link = self.children.remote
+        if link is not None:
+            port = link.open_server(address, **options)
+            identity = Identity(rank=-1, node_rank=0, pid=link.supervisor)
         else:
-            server = ControlServer(address, processes=processes or self.children, **options)
-        self.control.server = server
-        published = "" if shared else server.token
+            self.control.server = ControlServer(address, processes=processes or self.children, **options)
+            port = self.control.server.port
+        published = "" if shared else options["token"]
         who = (identity.rank, identity.node_rank, identity.host, identity.pid)
-        store.set(_STORE_KEY, "\n".join(map(str, (address, server.port, published, *who))))
-        return server
+        store.set(_STORE_KEY, "\n".join(map(str, (address, port, published, *who))))
+        return self.control.server
 
     def find_server(self, store: Any) -> ServerAddress:
         """Wait until rank 0 has published the address of the control server, then return it."""
@@ -160,8 +175,9 @@ class JobContext:
         if self.control.watch is None:
             address = self.find_server(store)
             start = self._start if self.is_joining else None
-            self.control.connect(address, identity, settings, self._parent_pid, start=start)
-            if self._parent_pid is not None:
+            parent_pid = launcher_pid()
+            self.control.connect(address, identity, settings, parent_pid, start=start)
+            if parent_pid is not None:
                 outlive_parent()
         self.control.wait_for_all(timeout_s)
 
@@ -201,8 +217,8 @@ class JobContext:
 
     @property
     def _is_left_behind(self) -> bool:
-        """True in a rank 0 that has left the others on request: its children continue."""
-        return self.control.has_left and self.children.first_rank == 0
+        """True in a rank 0 that has left the others on request: the supervisor has what they need."""
+        return self.control.has_left and self.children.remote is not None
 
     def _leave(self, error: BaseException | None) -> FailureRecord | None:
         """Wait until the children have exited, leave the control channel; return the first failure."""
@@ -213,7 +229,7 @@ class JobContext:
             ours.fail(traceback_of(error), traceback.format_exception_only(error)[-1].strip())
         has_failed = error is not None or ours.has_failed
         self.children.ending.acquire()
-        if isinstance(self.control.server, ControlServer):
+        if self.control.server is not None:
             self.children.end_new(self.control.server.goes_on_without)
         elif ours.calls is not None:
             self.children.end_new(ours.calls.state.goes_on_without)
@@ -228,6 +244,8 @@ class JobContext:
             ours.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
         failure = ours.first_failure()
         ours.close()
+        if self.children.remote is not None:
+            failure = self.children.remote.finish() or failure
         return failure
 
     def _at_exit(self) -> None:
@@ -278,7 +296,7 @@ def end_job(error: BaseException | None) -> BaseException | None:
     """End a job of Hydra, which raised `error` here, if this process launched it; return its failure."""
     global _context
     ended = _context
-    if ended is None or ended.is_inherited or ended.children.first_rank is None:
+    if ended is None or ended.is_inherited or not ended.children.are_of_this_process:
         return error
     failure = ended.end(error)
     _context, ended = JobContext(ended), None

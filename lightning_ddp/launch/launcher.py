@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,13 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import STARTER, jobs, share_job
-from lightning_ddp.launch.child_process import PARENT_VARIABLE, begin_run
-from lightning_ddp.launch.children import ChildCommand
+from lightning_ddp.launch.child_process import PARENT_VARIABLE, begin_run, launched_by
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import JobContext, end_job, job_context
 from lightning_ddp.launch.joining import FIRST_JOB, waiting
-from lightning_ddp.launch.supervisor import control_process
+from lightning_ddp.launch.program import ChildCommand
+from lightning_ddp.launch.rendezvous import HostedStore
+from lightning_ddp.launch.supervised import Launch, SupervisorLink, supervisor_link
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
 
@@ -99,14 +101,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
         address, first_rank = environment.main_address, node_rank * self.num_processes
         world_size = self.num_processes * self.num_nodes
         rendezvous = session.rendezvous
-        control = control_process() if node_rank == 0 and world_size > 1 else None
+        link = supervisor_link()
+        if world_size == 1 or (link is not None and not link.can_start(os.environ)):
+            link = None
         variables = {
             **rendezvous.host(
                 environment,
                 self._init_method,
                 num_nodes=self.num_nodes,
                 node_rank=node_rank,
-                control=control,
+                open_store=HostedStore if link is None else link.open_store,
             ),
             "NODE_RANK": str(node_rank),
             "LOCAL_RANK": str(environment.local_rank()),
@@ -121,7 +125,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if replaces and node_rank != 0 and not session.is_joining:
             session.is_joining = rendezvous.comes_back()
         tells_all = self._settings.recovery is not None
-        session.begin_launch(first_rank, node_rank, variables, tells_all=tells_all)
+        session.begin_launch(first_rank, node_rank, variables, tells_all=tells_all, link=link)
         if node_rank == 0 and world_size > 1 and is_enabled():  # a lone rank has nobody to hear of
             session.open_server(
                 address,
@@ -131,8 +135,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 num_nodes=self.num_nodes,
                 settings=self._settings,
             )
-        self._run_children(session, command, first_rank)
-        self.procs = session.children.procs  # type: ignore[assignment]  # of a supervisor, perhaps
+        if link is not None:
+            self._launch_by(link, session, command, first_rank, node_rank)
+        else:
+            self._run_children(session, command, first_rank)
+        if command.handed is not None:
+            if not replaces:  # others may be started later
+                command.handed.close()
+            if first_rank == 0:
+                jobs().publish_to(session.rendezvous.hosted.set)
+        self.procs = session.children.procs  # type: ignore[assignment]
 
     def _command_of(self, session: JobContext, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
@@ -152,11 +164,28 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 is_later=session.is_joining,
             )
         session.children.guard()
-        if command.handed is not None:
-            if not isinstance(self._settings.recovery, ReplaceSettings):  # others may be started later
-                command.handed.close()
-            if first_rank == 0:
-                jobs().publish_to(session.rendezvous.hosted.set)
+
+    def _launch_by(
+        self,
+        link: SupervisorLink,
+        session: JobContext,
+        command: ChildCommand,
+        first_rank: int,
+        node_rank: int,
+    ) -> None:
+        launched_by(link.supervisor)
+        link.launch(
+            Launch(
+                command=replace(command, cwd=command.cwd or os.getcwd()),
+                environment={**os.environ, **session.rendezvous.handed},
+                first_rank=first_rank,
+                node_rank=node_rank,
+                num_ranks=self.num_processes,
+                is_later=session.is_joining,
+                goes_on=self._settings.recovery is not None,
+                grace_s=self._settings.failure_grace_s,
+            )
+        )
 
 
 def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:

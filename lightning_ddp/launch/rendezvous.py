@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -75,24 +76,17 @@ _PROBE_S = 2.0
 
 
 class HostedStore:
-    """Store that listens in this process, or in its control process.
+    """Store that listens in this process.
 
     Args:
         address: name or address of this host that the others know.
         port: port to bind; None for any free one.
         named_by: where the user named the port, for the error.
-        control: the control process, if that is to host it.
     """
 
-    def __init__(
-        self, address: str, port: int | None, named_by: str = "MASTER_PORT", control: Any = None
-    ) -> None:
+    def __init__(self, address: str, port: int | None, named_by: str = "MASTER_PORT") -> None:
         self.address = address
         self.is_named = port is not None
-        self._control = control
-        if control is not None:
-            self.store = control.open_store(address, port, named_by)
-            return
         name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
         require_resolvable(address, name)
         if not is_own_address(address):
@@ -102,7 +96,7 @@ class HostedStore:
                 " NODE_RANK=0, and NODE_RANK to another number on the others."
             )
         try:
-            self.store = dist.TCPStore(address, port or 0, is_master=True, wait_for_workers=False)
+            self.store: Any = dist.TCPStore(address, port or 0, is_master=True, wait_for_workers=False)
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
                 raise RendezvousError(f"cannot open a store on {address}:{port}: {error}") from error
@@ -112,9 +106,8 @@ class HostedStore:
             ) from error
 
     def close(self) -> None:
-        """Free the port, if this object has it."""
-        if self._control is not None:
-            self._control.close_store()
+        """Free the port, unless somebody else has the store."""
+        self.store = None
 
 
 class Rendezvous:
@@ -125,9 +118,7 @@ class Rendezvous:
         """STORE_VARIABLE and TOKEN_VARIABLE for the processes that this one starts as ranks.
 
         Not in the environment of this process, which the user's script hands to other programs."""
-        self.control: Any = None
-        """The control process, where that hosts the store and the control server of this run."""
-        self._hosted: HostedStore | None = None
+        self._hosted: Any = None
         self._num_runs = 0
 
     def host(
@@ -137,11 +128,12 @@ class Rendezvous:
         *,
         num_nodes: int,
         node_rank: int,
-        control: Any = None,
+        open_store: Callable[[str, int | None, str], Any] = HostedStore,
     ) -> dict[str, str]:
         """Open the store of this run on the first node; return torch's variables for it.
 
-        Its address is that of `environment`, or of a `tcp://` URL.
+        Its address is that of `environment`, or of a `tcp://` URL. `open_store` opens it, here or in another
+        process, with the arguments of `HostedStore`.
 
         Raises:
             ConfigurationError: several nodes, and no port that all of them know.
@@ -155,11 +147,10 @@ class Rendezvous:
                 " same values on every node, and NODE_RANK to 0, 1, ..."
             )
         self._num_runs += 1
-        self.control = control
         if node_rank == 0:
             if self._hosted is None or not self._is_hosted(address, port):
                 named_by = "MASTER_PORT" if named is None else "init_method"
-                self._hosted = HostedStore(address, port, named_by, self.control)
+                self._hosted = open_store(address, port, named_by)
             port = int(self._hosted.store.port)
             self._hosted.store.set(_RUN_KEY, str(self._num_runs))
         self.handed = {STORE_VARIABLE: f"{address}:{port}/{self._num_runs}"}

@@ -89,10 +89,9 @@ class ControlServer:
         """True if the job continues without ranks that it loses, so that each exit is reported."""
         return self._job.goes_on
 
-    def member(self, pid: int, node_rank: int) -> Identity | None:
-        """Return the first identity of the process that a launcher knows; None for a stranger."""
-        members = [member.identity for member in self._job.roster.remaining]
-        return next((who for who in members if (who.pid, who.node_rank) == (pid, node_rank)), None)
+    def knows(self, who: Identity) -> bool:
+        """Return whether a process, known by its node and process id, has connected."""
+        return self._job.roster.of(who) is not None
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
         """Wait up to `timeout_s` seconds for the first failure to be certain; return it, or None."""

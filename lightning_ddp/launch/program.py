@@ -1,0 +1,168 @@
+"""The program of a rank: how a child is started; run it in a fork as the interpreter would.
+
+How a fork differs from a new interpreter is listed, and tested, in `tests/test_run.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+import types
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import torch
+
+from lightning_ddp.hydra_jobs.jobs import STARTER
+
+__all__ = ["CANNOT_BEGIN", "ChildCommand", "Program", "last_resort", "run_as_main"]
+
+CANNOT_BEGIN = 127
+"""Exit code of a process that ended before its program began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildCommand:
+    """Command of the children of a run. Made before anything else is, so that an error leaves nothing."""
+
+    arguments: Sequence[str]
+    """The command line."""
+    cwd: str | None = None
+    """The working directory; None for this process's."""
+    handed: IO[bytes] | None = None
+    """The file with what Hydra has composed, which the children inherit; None without Hydra."""
+    logs: Path | None = None
+    """The folder for what the children print; None for this process's terminal."""
+
+    def log_of(self, rank: int) -> Path | None:
+        """Return the file to which the output of a rank is appended, or None."""
+        return None if self.logs is None else self.logs / f"{rank}.log"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Script or module that a rank runs, with its arguments."""
+
+    kind: str
+    """`script` or `module`."""
+    name: str
+    arguments: Sequence[str]
+    job: int | None = None
+    """File descriptor of the job that Hydra composed for it; None without Hydra."""
+
+    @staticmethod
+    def of(command: Sequence[str]) -> Program | None:
+        """Return the program of a launcher's command line; None if it starts no Python program."""
+        if len(command) < 2 or command[0] != sys.executable:
+            return None
+        first, *rest = command[1:]
+        if first == STARTER:
+            job, kind, name, *arguments = rest
+            return Program(kind, name, arguments, int(job))
+        if first == "-m" and rest:
+            return Program("module", rest[0], rest[1:])
+        return None if first.startswith("-") else Program("script", first, rest)
+
+
+@contextlib.contextmanager
+def last_resort() -> Generator[None, None, None]:
+    """End a process that cannot begin, with its traceback, before it continues as its parent would."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 (whatever it is)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        os._exit(CANNOT_BEGIN)
+
+
+def run_as_main(program: Program) -> NoReturn:
+    """Run a program as the interpreter does; then end the interpreter as usual.
+
+    Raises:
+        SystemExit: always.
+    """
+    code: Any = 0
+    try:
+        _prepare(program)
+        if program.job is None:
+            _execute(program)
+        else:
+            from lightning_ddp.hydra_jobs.child import handed_job
+
+            with handed_job(program.job):
+                _execute(program)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 (what the interpreter does at the top)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code = 1 if not isinstance(error, KeyboardInterrupt) else None
+    if code is None:
+        _end_interrupted()
+    raise SystemExit(code)
+
+
+def _prepare(program: Program) -> None:
+    """Replace what belongs to one process and was inherited: main module, arguments, random states."""
+    main = types.ModuleType("__main__")
+    vars(main).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    sys.argv = [program.name, *program.arguments]
+    flag = ["-m"] if program.kind == "module" else []
+    sys.orig_argv = [sys.executable, *flag, *sys.argv]
+    importlib.invalidate_caches()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
+
+
+def _execute(program: Program) -> None:
+    path = os.path.abspath(program.name)
+    if program.kind == "module":
+        _put_first(os.getcwd())
+        runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]
+    elif os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        _put_first(path, always=True)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+    else:
+        _put_first(os.path.dirname(os.path.realpath(path)))
+        main = vars(sys.modules["__main__"])
+        main.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, main)
+
+
+def _put_first(folder: str, *, always: bool = False) -> None:
+    if always or not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _end_interrupted() -> NoReturn:
+    """End by SIGINT, as the interpreter does after a KeyboardInterrupt that was not caught."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()  # files that it has left open are written
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(128 + signal.SIGINT)

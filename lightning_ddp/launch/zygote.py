@@ -1,0 +1,214 @@
+"""The zygote of `python -m lightning_ddp run`: a process with one thread, which forks the ranks of this node.
+
+The supervisor forks it after the imports and before it starts a thread, opens a store or touches a device. A
+fork of the zygote is therefore like a new interpreter that has imported the same modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ddp.launch.child_process import end_with
+from lightning_ddp.launch.program import Program
+
+__all__ = ["Fork", "Start", "Zygote", "fork", "receive", "send", "serve"]
+
+_AWAITED = {signal.SIGCHLD, signal.SIGIO}
+_SIZE = struct.Struct("!I")
+_MOST_FILES = 16
+
+
+# ---------------------------------------------------------------------- messages with files
+
+
+def send(connection: socket.socket, message: Any, files: Sequence[int] = ()) -> None:
+    """Send an object and duplicates of file descriptors to a process of the same program."""
+    data = pickle.dumps(message)
+    socket.send_fds(connection, [_SIZE.pack(len(data))], files)
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket) -> tuple[Any, list[int]] | None:
+    """Wait for what `send` sends; return None if the other end is closed."""
+    head, files, _, _ = socket.recv_fds(connection, _SIZE.size, _MOST_FILES)
+    if len(head) < _SIZE.size:
+        return None
+    (size,) = _SIZE.unpack(head)
+    return pickle.loads(connection.recv(size, socket.MSG_WAITALL)), files
+
+
+# ---------------------------------------------------------------------- in the supervisor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Request for a rank."""
+
+    program: Program
+    environment: Mapping[str, str] | None = None
+    """Environment variables; None for those of the supervisor."""
+    cwd: str | None = None
+    """Working directory; None for that of the supervisor."""
+    log: str | None = None
+    """Path of the file to which the output is appended; None for the output of the supervisor."""
+
+
+class Zygote:
+    """The zygote, for its supervisor.
+
+    Args:
+        requests: socket to `serve`.
+    """
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        self._lock = threading.Lock()
+
+    def start(self, start: Start, files: Mapping[int, int]) -> Fork:
+        """Fork a rank.
+
+        Args:
+            files: file descriptors for it: number there -> number here.
+
+        Raises:
+            OSError: it could not be forked.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, self._lock:
+            send(self._requests, (start, list(files)), [theirs.fileno(), *files.values()])
+        pid = int(ours.recv(64) or -errno.EPIPE)
+        if pid < 0:
+            ours.close()
+            raise OSError(-pid, f"the zygote could not fork: {os.strerror(-pid)}")
+        return Fork(pid, ours)
+
+    def close(self) -> None:
+        """Let it end."""
+        self._requests.close()
+
+
+class Fork:
+    """A fork of the zygote, with what a launcher needs of `subprocess.Popen`.
+
+    Args:
+        pid: its process id.
+        told: socket on which the zygote sends its exit code.
+    """
+
+    def __init__(self, pid: int, told: socket.socket) -> None:
+        self.pid = pid
+        self.end: socket.socket | None = told
+        """Readable when it has ended; None if only `poll` can tell."""
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs. Thread-safe."""
+        if self.returncode is None and self.end is not None:
+            with contextlib.suppress(BlockingIOError):
+                answer = self.end.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # other threads read it too
+                if answer:
+                    self.returncode = int(answer)
+                else:  # the zygote is gone
+                    self.end = None
+        if self.returncode is None and self.end is None and not _is_alive(self.pid):
+            self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def fork() -> int:
+    """Fork this process, with empty output buffers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():  # about threads of BLAS, which ends them before each fork
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+# ---------------------------------------------------------------------- in the zygote
+
+
+def serve(requests: socket.socket, supervisor: int) -> tuple[Start, dict[int, int]]:
+    """Fork ranks and report their ends until the supervisor ends. Return in a rank only.
+
+    SIGCHLD and SIGIO must be blocked.
+
+    Args:
+        requests: socket to `Zygote`.
+        supervisor: its process id.
+
+    Returns:
+        The request, and file descriptors: number that the rank is to have -> present number.
+    """
+    end_with(supervisor)
+    fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(requests, fcntl.F_SETFL, fcntl.fcntl(requests, fcntl.F_GETFL) | os.O_ASYNC)
+    ranks: dict[int, int] = {}
+    here = os.getpid()
+    while True:
+        for pid in list(ranks):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                _tell(ranks[pid], os.waitstatus_to_exitcode(status))
+                os.close(ranks.pop(pid))
+        while select.select([requests], (), (), 0.0)[0]:
+            received = receive(requests)
+            if received is None:
+                os._exit(0)
+            (start, numbers), (told, *files) = received
+            pid = _try_to_fork()
+            if pid == 0:
+                end_with(here)
+                requests.close()
+                for descriptor in (told, *ranks.values()):
+                    os.close(descriptor)
+                return start, dict(zip(numbers, files, strict=True))
+            _tell(told, pid)
+            for descriptor in files:
+                os.close(descriptor)
+            if pid > 0:
+                ranks[pid] = told
+            else:
+                os.close(told)
+        signal.sigwaitinfo(_AWAITED)
+
+
+def _try_to_fork() -> int:
+    """Fork; return the negative number of an error."""
+    try:
+        return os.fork()
+    except OSError as error:
+        return -(error.errno or 1)
+
+
+def _tell(descriptor: int, number: int) -> None:
+    with contextlib.suppress(OSError):  # the supervisor is gone
+        os.write(descriptor, str(number).encode())

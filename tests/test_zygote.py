@@ -1,0 +1,99 @@
+"""The zygote of `python -m lightning_ddp run`: forks on request, relays exit codes, ends last but one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+from harness import run_script
+
+from lightning_ddp.launch.zygote import receive, send
+
+DEADLINE_S = 120.0
+SUPERVISOR = """
+import os, select, signal, socket, sys, time
+from pathlib import Path
+from lightning_ddp.launch.program import Program
+from lightning_ddp.launch.zygote import Start, Zygote, fork, serve
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGIO})
+ours, theirs = socket.socketpair()
+supervisor = os.getpid()
+zygote_pid = fork()
+if zygote_pid == 0:
+    ours.close()
+    start, files = serve(theirs, supervisor)
+    if start.program.name == "exit":
+        os._exit(int(start.program.arguments[0]))
+    if start.program.name == "write":
+        os.write(files[7], start.environment["TEXT"].encode())
+        os._exit(len(os.listdir("/proc/self/task")))
+    signal.pause()
+theirs.close()
+zygote = Zygote(ours)
+
+def start(name, *arguments, files={}, **environment):
+    return zygote.start(Start(program=Program("script", name, arguments), environment=environment), files)
+
+def code(fork):
+    if fork.end is not None:
+        assert select.select([fork.end], [], [], 20)[0]
+    while fork.poll() is None:
+        time.sleep(0.01)
+    return fork.poll()
+
+"""
+CASES = {
+    "exit codes": (
+        "forks = [start('exit', str(number)) for number in (0, 3)] + [start('pause')]\n"
+        "print(forks[2].poll())\n"
+        "forks[2].send_signal(signal.SIGTERM)\n"
+        "print([code(fork) for fork in reversed(forks)])\n"
+        "forks[0].send_signal(signal.SIGKILL)",  # whose process id may be that of another process
+        "None\n[-15, 3, 0]\n",
+    ),
+    "files": (
+        "reading, writing = os.pipe()\n"
+        "text = 'x' * 1_000_000\n"  # more than a packet of a socket holds
+        "rank = start('write', files={7: writing}, TEXT='words', BIG=text)\n"
+        "print(os.read(reading, 10), code(rank))",
+        "b'words' 1\n",
+    ),
+    "killed": (
+        "rank = start('pause')\n"
+        "os.kill(zygote_pid, signal.SIGKILL)\n"
+        "os.waitpid(zygote_pid, 0)\n"
+        "print(code(rank))\n"  # the kernel has killed it
+        "try:\n    start('pause')\nexcept OSError as error:\n    print(type(error).__name__)",
+        "-9\nBrokenPipeError\n",
+    ),
+    "closed": ("zygote.close()\nprint(os.waitpid(zygote_pid, 0)[1])", "0\n"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_zygote(case) -> None:
+    code, printed = CASES[case]
+    assert run_script(SUPERVISOR + code, timeout_s=DEADLINE_S).check().stdout == printed
+
+
+def test_messages_of_any_size_carry_files() -> None:
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+    with ours, theirs:
+        send(ours, {"key": ["a value", None]}, [writing])
+        received = receive(theirs)
+        assert received is not None
+        message, (file,) = received
+        assert message == {"key": ["a value", None]}
+        os.write(file, b"words")
+        assert os.read(reading, 10) == b"words"
+        ours.close()
+        assert receive(theirs) is None
+    for descriptor in (reading, writing, file):
+        os.close(descriptor)
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are safe there alone")
