@@ -65,7 +65,7 @@ def is_enabled() -> bool:
 
 
 class _State(Enum):
-    """What the main thread does."""
+    """State of the main thread."""
 
     IDLE = auto()
     """Code of the script, outside of a run."""

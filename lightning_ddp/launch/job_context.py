@@ -1,4 +1,4 @@
-"""What this process has for its job, over several Trainers of a script: store, children and supervision.
+"""The context of this process's job, over several Trainers of a script: store, children, supervision.
 
 One generation of supervision follows another where the scripts of all ranks caught a failure and continue.
 The context ends with the process; where a process runs one job of Hydra after another, it ends with the job.
@@ -50,7 +50,7 @@ _EXIT_GRACE_S = 60.0
 
 
 class JobContext:
-    """What this process has for its job. Made and used in the main thread.
+    """Store, children and supervision of this process for its job. Made and used in the main thread.
 
     Args:
         before: the previous context: of a job that ended, or of the process that forked this one.

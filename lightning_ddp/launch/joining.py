@@ -63,7 +63,7 @@ def waiting(
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """How this process joins its job."""
+    """Options with which this process joins its job."""
 
     context: JobContext
     backend: str

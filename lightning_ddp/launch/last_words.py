@@ -1,4 +1,4 @@
-"""What a process prints at its end: the report of a failure, and all stacks if it does not end in time."""
+"""Output of a process that ends: the report of a failure, and all stacks if it does not end in time."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _ASK_EVERY = 10
 
 
 class RecoveryClient:
-    """What this process does about lost ranks."""
+    """Reaction of this process to lost ranks."""
 
     def __init__(self, interrupt: Interrupt, alarm: InterruptGuard, watch: ControlClient) -> None:
         self.state = watch.state
@@ -38,7 +38,7 @@ class RecoveryClient:
         self.heard_at = 0.0
         """Time of the first order to recover since this process had the state of a generation."""
         self._timed_in = -1
-        """That generation."""
+        """The generation of `heard_at`."""
         self.error: PeerFailure | None = None
         """Error that stopped the main thread last, until it enters another generation."""
         self._watch = watch

@@ -47,7 +47,7 @@ class _Announced:
     number: int
     since: float
     texts: dict[int, str] = field(default_factory=dict)
-    """What each rank is about to call."""
+    """Collective that each rank is about to call."""
     run: int = 0
     """The latest run, as the ranks count them, in which one of them is."""
 

@@ -1,4 +1,4 @@
-"""Where ranks disagree, in words: the comparison of what they say that they do (pure)."""
+"""Disagreement of ranks in words, found by comparing their statuses (pure)."""
 
 from __future__ import annotations
 

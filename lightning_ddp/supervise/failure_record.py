@@ -119,7 +119,7 @@ class FailureRecord:
     checkpoint: str | None = None
     """Path where a remaining rank has saved the last step."""
     time: float = field(default_factory=time.time)
-    """When it was noticed, in seconds since the epoch."""
+    """Time of detection, in seconds since the epoch."""
 
     def __post_init__(self) -> None:
         """Escape the texts, which anybody may have written, so that none controls a terminal."""
@@ -149,7 +149,7 @@ class FailureRecord:
 
     @property
     def cause(self) -> str:
-        """What happened, as text."""
+        """Description of the failure."""
         return cause_of(self)
 
     def cut(self) -> FailureRecord:

@@ -29,7 +29,7 @@ _FINALIZERS = {"__del__", "_callback", "remove"}
 
 
 class _Guard(Enum):
-    """Which errors may interrupt the main thread."""
+    """Errors that may interrupt the main thread."""
 
     OUTSIDE = auto()
     """None: it unwinds, or is outside of a run."""

@@ -60,7 +60,7 @@ class GroupStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What a rank does."""
+    """Present activity of a rank."""
 
     rank: int
     state: State
@@ -110,7 +110,7 @@ class Findings:
     """Result of comparing the statuses of all ranks."""
 
     sentence: str
-    """Where the ranks disagree."""
+    """Description of the disagreement."""
     table: str
     """State of each rank, and for how long."""
     missing: tuple[int, ...]

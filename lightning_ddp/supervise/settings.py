@@ -139,7 +139,7 @@ def _parse(
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisionSettings:
-    """How long a failure may go undetected, and how long processes may take to exit after it.
+    """Times within which failures are detected, and processes exit after one.
 
     Raises:
         ConfigurationError: a time is out of range.
