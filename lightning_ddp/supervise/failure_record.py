@@ -12,6 +12,7 @@ import traceback as traceback_module
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -286,9 +287,13 @@ def _folded(traceback: str) -> str:
         end = frame.end()
         is_followed = traceback.startswith(("  File ", "  [Previous "), end)
         pieces.append((_package_of(frame[1]) if is_followed else "", frame[0]))
-    pieces.append(("", traceback[end:]))
-    pieces = [piece for piece in pieces if piece[1]]
-    return "".join(_piece(kind, list(group)) for kind, group in groupby(pieces, lambda piece: bool(piece[0])))
+    text = ""
+    for is_left_out, group in groupby(filter(itemgetter(1), pieces), lambda piece: bool(piece[0])):
+        packages, frames = zip(*group, strict=True)
+        is_short = not is_left_out or len(frames) == 1
+        note = f"  ... {len(frames)} frames of {', '.join(dict.fromkeys(packages))}\n"
+        text += "".join(frames) if is_short else note
+    return text + traceback[end:]
 
 
 def _package_of(file: str) -> str:
@@ -297,12 +302,6 @@ def _package_of(file: str) -> str:
     if found:
         return found[1]
     return next((name for folder, name in _FOLDERS.items() if file.startswith(folder + os.sep)), "")
-
-
-def _piece(is_left_out: bool, pieces: list[tuple[str, str]]) -> str:
-    if not is_left_out or len(pieces) == 1:
-        return "".join(text for _, text in pieces)
-    return f"  ... {len(pieces)} frames of {', '.join(dict.fromkeys(package for package, _ in pieces))}\n"
 
 
 def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
