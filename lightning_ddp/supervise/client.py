@@ -29,6 +29,8 @@ __all__ = ["ControlClient", "ServerAddress", "ask"]
 _T = TypeVar("_T")
 _RECEIVE_BYTES = 64 * 1024
 _FLUSH_WAIT_S = 1.0
+_LAST_FLUSH_WAIT_S = 5.0
+"""Longer, as without the last report the exit of this process is a failure."""
 _LOOK_AGAIN_S = 5.0
 _LOOK_EVERY_S = 0.05
 _FIRST_PERIOD_S = 1.0
@@ -250,7 +252,7 @@ class ControlClient:
     def close(self) -> None:
         """Leave the job: the exit of this process is no failure anymore."""
         self.update(RankState.leave)
-        self.flush()
+        self.flush(_LAST_FLUSH_WAIT_S)
         self._is_closed = True
         self._wake()
         self._thread.join(timeout=_FLUSH_WAIT_S)
