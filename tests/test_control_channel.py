@@ -904,6 +904,17 @@ def test_a_rank_that_speaks_nonsense_is_hung_up_on_and_the_server_lives() -> Non
         assert record.rank == 1
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_rank_that_has_unwound_for_a_signal_may_exit(ended) -> None:
+    with running(2) as run:
+        run.connect(0)
+        with connected(run) as other:
+            other.sendall(hello(1) + pack(report(phase=RankPhase.FINISHED, ended=ended)))
+            run.watches[0].wait_for_all(DEADLINE_S, lambda: None)
+        found = run.watches[0].wait_for_verdict(DEADLINE_S if not ended else 4 * EXIT_WAIT_S)
+        assert (found is None) == bool(ended)
+
+
 def test_a_rank_that_reads_nothing_is_hung_up_on_and_costs_the_server_no_more_memory() -> None:
     with running(2) as run, socket.create_connection(("127.0.0.1", run.server.port)) as mute:
         run.connect(0)

@@ -375,6 +375,8 @@ class FailureHandler:
             if not self.is_over:
                 self._state = _State.IDLE
                 self.inspector.leave()
+                if self.watch is not None:  # else the exit that may follow at once would be a failure
+                    self.watch.flush()
 
     def restore_sigterm(self) -> None:
         """Let SIGTERM end this process, as it has no step boundary of ours to stop at."""

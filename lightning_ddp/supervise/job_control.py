@@ -226,6 +226,9 @@ class JobControl:
             return  # if it is one of the run its launcher tells of its end
         if process.phase is RankPhase.ENDED or (peer.reads_nothing and not self.job.goes_on):
             return  # what it has missed it says itself, or its launcher
+        said = process.report
+        if said is not None and said.phase is RankPhase.FINISHED and said.ended == said.begun:
+            return  # it has unwound for a signal; if its exit is a failure, its launcher reports that
         is_in_run = process.phase is not RankPhase.IDLE or process.num_ended > self.job.all_ended
         members = self.job.roster.members
         if not is_in_run and not any(other.is_member and other.is_active for other in members):
