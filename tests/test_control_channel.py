@@ -26,8 +26,8 @@ from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousErro
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.supervise.client import ControlClient, ServerAddress, ask
-from lightning_ddp.supervise.connections import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
+from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.orders import Order, RankPhase, Report, Task, Wish, WishKind
 from lightning_ddp.supervise.protocol import (
     VERSION,

@@ -34,9 +34,9 @@ from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHo
 from lightning_ddp.launch.failure_causes import Cause, cause_of_error
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.shm import arena
-from lightning_ddp.supervise.connections import pack
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
+from lightning_ddp.supervise.message_bytes import pack
 from lightning_ddp.supervise.protocol import Failed, Hello
 
 SCRIPT = Path(user_script.__file__)

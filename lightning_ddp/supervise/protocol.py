@@ -1,6 +1,6 @@
 """Protocol of the control channel: a dataclass per kind of message.
 
-`connections.py` converts them to bytes, and checks what it receives against the types of their fields.
+`message_bytes.py` converts them to bytes, and checks what comes against the types of their fields.
 """
 
 from __future__ import annotations
