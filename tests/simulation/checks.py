@@ -106,7 +106,8 @@ class Checks:
         """A process leaves the others: not long after it was asked to have all stop."""
         asked_at, now = process.asked_to_stop_at, self._world.kernel.now
         others = [p for p in self._world.processes.values() if p is not process and p.is_alive]
-        if asked_at is None or now - asked_at < _LEAVES_WITHIN_S or self._world.is_failing:
+        is_outside = process.state.state_of < 0  # a new process stops itself alone
+        if asked_at is None or is_outside or now - asked_at < _LEAVES_WITHIN_S or self._world.is_failing:
             return
         if any(p.is_training and p.asked_to_stop_at is None for p in others) and not self._job.stopping:
             raise self._world.violation(f"{process} was to stop all, and leaves alone")
